@@ -1,0 +1,55 @@
+# `make train` and `make test` work from nothing: both make the environment first, once.
+#
+#   make setup    .venv with the pinned dependencies (CPU build of torch where there is no NVIDIA GPU)
+#   make train    prepare the default corpus and train the demo under btp on 2 processes
+#   make test     lint-free proof that it works: the test suite
+#   make check    lint, format and types
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= 2.13.0
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+READY := $(VENV)/.ready
+
+# A GPU machine takes the default build; Linux without one takes the CPU build, which the default index does not have.
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+SYSTEM := $(shell uname -s)
+ifeq ($(SYSTEM)$(HAS_GPU),Linux)
+TORCH_INSTALL = $(PIP) "torch==$(TORCH)+cpu" --extra-index-url $(CPU_INDEX) --retries 1
+else
+TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
+endif
+
+.PHONY: setup train test check clean
+
+setup: $(READY)
+
+# torch goes first and by itself: a package that asks for "torch" before it is there would fetch the CUDA build.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "boost needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { echo "python3 -m venv failed: install your system's python3-venv package" >&2; exit 1; }
+	@echo "installing torch $(TORCH) into $(VENV) (a few minutes the first time)"
+	@$(TORCH_INSTALL) || { echo "torch $(TORCH) could not be installed; is the network up?" >&2; exit 1; }
+	@echo "installing boost and its pinned dependencies"
+	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: setup
+	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/boost train demo --nproc 2 --resume auto
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

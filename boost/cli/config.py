@@ -1,0 +1,100 @@
+"""`boost config`: prints a configuration fully resolved, or says what is wrong with it."""
+
+import argparse
+import json
+from typing import Any
+
+from boost.config import load, presets, to_toml
+from boost.config.architecture import parameter_count
+from boost.config.load import fields, type_name
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "config",
+        help="print a configuration fully resolved, or validate a file",
+        description="Prints a preset or a file with every default resolved, as TOML that 'boost train' takes.\n"
+        "A mistake is one line that names the field, its value and the nearest legal one.",
+        epilog="examples:\n"
+        "  boost config                       list the presets\n"
+        "  boost config demo                  the demo, fully resolved\n"
+        "  boost config my.toml --check       validate a file\n"
+        "  boost config cola-1b --parallel.tp 4 --model.ffn_dim 5472 > run.toml\n"
+        "  boost config --fields              every key with its type, default and meaning",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file; without it, list the presets")
+    parser.add_argument("--check", action="store_true", help="only say whether it is valid")
+    parser.add_argument("--fields", action="store_true", help="list every key with its documentation")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of TOML or a table")
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.fields:
+        _print_fields(args.json)
+    elif args.config is None and not args.overrides:
+        _print_presets(args.json)
+    else:
+        config = load(args.config, args.overrides)
+        if args.check:
+            print(f"{args.config}: valid")
+        elif args.json:
+            print(json.dumps(config.model_dump(), indent=2))
+        else:
+            print(to_toml(config), end="")
+    return 0
+
+
+def _print_presets(as_json: bool) -> None:
+    rows = []
+    for name in presets():
+        config = load(name)
+        model, parallel = config.model, config.parallel
+        rows.append(
+            {
+                "preset": name,
+                "family": model.family,
+                "parameters": parameter_count(model),
+                "dim": model.dim,
+                "ffn_dim": model.ffn_dim,
+                "layers": model.layers,
+                "heads": model.heads,
+                "rank": model.rank,
+                "tp": parallel.tp,
+                "pp": parallel.pp,
+                "seq_len": config.train.seq_len,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column in ("preset", "family") else "right")
+    for row in rows:
+        cells = {**row, "parameters": f"{row['parameters'] / 1e6:,.1f}M"}
+        table.add_row(*(str(cell) for cell in cells.values()))
+    Console().print(table)
+
+
+def _print_fields(as_json: bool) -> None:
+    rows = [
+        {
+            "key": key,
+            "type": type_name(info),
+            "default": None if info.is_required() else info.default,
+            "meaning": " ".join((info.description or "").split()),
+        }
+        for key, info in fields()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        default = "" if row["default"] is None else f"  [{row['default']}]"
+        print(f"{row['key']}: {row['type']}{default}\n    {row['meaning']}")

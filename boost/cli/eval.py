@@ -1,0 +1,76 @@
+"""`boost eval`: held-out loss of a checkpoint."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
+from boost.errors import DataError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "eval",
+        help="evaluate a checkpoint on held-out text",
+        description="Mean cross-entropy, perplexity and bits per byte of a checkpoint over every token of a split,\n"
+        "beside the unigram entropy of the same text. Any checkpoint, whatever mesh and layout it was trained on.",
+        epilog="examples:\n"
+        "  boost eval runs/demo\n"
+        "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
+        "  boost eval runs/demo --store data/other --split train --max-tokens 100000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_checkpoint_arguments(parser)
+    parser.add_argument("--store", metavar="PATH", help="token store (default: the one it was trained on)")
+    parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="default: heldout")
+    parser.add_argument("--batch", type=int, default=0, metavar="N", help="sequences at once (default: train.micro_batch)")
+    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="only the first N tokens (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_on_mesh(evaluate_process, args)
+
+
+def evaluate_process(args: argparse.Namespace) -> int:
+    """One process of the evaluation; the main one prints."""
+    from boost.data.store import TokenStore
+    from boost.data.tokenizer import tokenizer_fingerprint
+    from boost.parallel.mesh import close_mesh
+    from boost.train.evaluate import evaluate
+
+    try:
+        checkpoint, config, mesh, decoder = open_model(args)
+        store = TokenStore.open(Path(args.store or config.data.store))
+        if store.tokenizer_fingerprint != checkpoint.data["tokenizer"]:
+            raise DataError(
+                f"the tokenizer of '{store.path}' is not the one that '{checkpoint.path}' was trained with; "
+                f"prepare the text with --tokenizer {checkpoint.tokenizer}"
+            )
+        split = store.split(args.split)
+        result = evaluate(
+            decoder,
+            split,
+            config.train.seq_len,
+            args.batch or config.train.micro_batch,
+            config.data.isolate_documents,
+            mesh,
+            args.max_tokens or None,
+        )
+        if mesh.is_main:
+            facts = {
+                "checkpoint": str(checkpoint.path),
+                "step": checkpoint.position.step,
+                "split": args.split,
+                "tokens": result.tokens,
+                "loss": result.loss,
+                "unigram_entropy": split.unigram_entropy(),
+                "perplexity": result.perplexity,
+                "bits_per_byte": result.bits_per_byte,
+            }
+            dump(facts, args.json)
+        mesh.barrier()
+    finally:
+        close_mesh()
+    return 0

@@ -1,0 +1,86 @@
+"""The console script `boost`: one file per command, each with `add_parser` and `run`.
+
+Commands import torch, tokenizers and the rest inside `run`, so that `--help` and a mistake in a configuration answer at once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from boost import __version__
+from boost.cli import COMMANDS, load_command
+from boost.errors import BoostError, StorageError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; `boost COMMAND --help` is written by the command's own file."""
+    parser = argparse.ArgumentParser(
+        prog="boost",
+        description="Train low-rank bottleneck LLMs (SVD, CoLA) fast, on one laptop or many GPUs.",
+        epilog="A first run: 'boost prepare --stdlib', then 'boost train demo'. Each command has its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"boost {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        command = load_command(name)
+        subparser = command.add_parser(subparsers)
+        subparser.allow_abbrev = False
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error, not only its line")
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 2 bad input, 3 training stopped by itself, 1 our defect."""
+    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(words)
+    try:
+        if not getattr(args, "takes_overrides", False) and overrides + unknown:
+            parser.error(f"unrecognized arguments: {' '.join(overrides + unknown)} (see boost {args.command} --help)")
+        args.overrides = overrides + unknown
+        return args.run(args) or 0
+    except BoostError as error:
+        if args.debug:
+            raise
+        print_error(str(error))
+        return error.exit_code
+    except OSError as error:
+        if args.debug:
+            raise
+        print_error(f"{error.filename or 'file system'}: {error.strerror or error}")
+        return StorageError.exit_code
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return 130
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes `--section.key value` and `--section.key=value` out of a command line, wherever they stand."""
+    rest, overrides, position = [], [], 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not (word.startswith("--") and "." in word.partition("=")[0]):
+            rest.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and position < len(words) and not words[position].startswith("--"):
+            overrides.append(words[position])
+            position += 1
+    return rest, overrides
+
+
+def print_error(message: str) -> None:
+    """One line on standard error, whatever the message holds."""
+    print(f"boost: error: {' '.join(message.split())}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    # A reader that closes the pipe early (`boost config demo | head`) is not an error.
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -1,0 +1,234 @@
+"""`boost prepare`: text to token store, with progress on standard error and a report on standard output."""
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from boost.data.prepare import PrepareResult, Progress
+    from boost.data.store import TokenStore
+
+EPILOG = """\
+examples:
+  boost prepare --stdlib                          the Python standard library on this machine, into data/stdlib
+  boost prepare notes/ book.txt --out data/mine   your texts, with a tokenizer trained on them
+  boost prepare posts.jsonl --text-field body     one document per line
+  boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
+  boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
+
+Without --out the store is data/stdlib, or data/ and the name of the first input. Running the same command again does
+nothing when the input is unchanged. An interrupted run leaves no store; an older one stays until the new is complete.
+
+Files are read by suffix: .jsonl .ndjson .json (one JSON object a line), .parquet, and anything else as UTF-8 text, one
+document a file; .gz is unpacked. In folders, unreadable files are skipped and reported; a file that you name must be
+readable. Pickles and other formats that can hold code are refused.
+
+Held out is a fraction of the documents, chosen by the hash of their names; of a single document, its last part.
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the command and returns its parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "prepare",
+        help="text to token store: files, folders, a Hugging Face dataset, or the Python standard library",
+        description="Reads text, trains or loads a tokenizer, and writes a token store for 'boost train'.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="text, JSONL or Parquet files, or folders of them")
+    parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
+    parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset of the Hugging Face hub")
+    parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="its split to read (default: %(default)s)")
+    parser.add_argument("--out", metavar="STORE", help="folder of the token store (default: data/NAME OF THE INPUT)")
+    parser.add_argument(
+        "--tokenizer",
+        default="train:4096",
+        metavar="TOKENIZER",
+        help="train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face hub "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="token that ends every document (default: found by its usual names)"
+    )
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="FIELD",
+        help="field or column that holds the text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--heldout", type=float, default=0.05, metavar="FRACTION", help="part to hold out (default: %(default)s)"
+    )
+    parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made of other input")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepares the store and prints the report."""
+    from boost.data.prepare import PrepareOptions, prepare
+
+    options = PrepareOptions(
+        out=Path(args.out or default_out(args.inputs, args.hf, args.stdlib)),
+        inputs=tuple(args.inputs),
+        stdlib=args.stdlib,
+        hf=args.hf,
+        hf_split=args.hf_split,
+        tokenizer=args.tokenizer,
+        eos=args.eos,
+        text_field=args.text_field,
+        heldout=args.heldout,
+        max_documents=args.max_documents,
+        overwrite=args.overwrite,
+    )
+    result = prepare(options, None if args.json else progress_display())
+    if args.json:
+        print(json.dumps(as_json(result), indent=2))
+    else:
+        print_report(result)
+    return 0
+
+
+def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
+    """`data/stdlib`, or `data/` and the first input's name without folders and suffixes."""
+    if inputs:
+        path = Path(inputs[0])
+        name = (path if path.name not in ("", "..") else path.resolve()).name
+        name = name if path.is_dir() else re.sub(r"(\.\w+?)(\.gz)?$", "", name)
+    elif hf and not stdlib:
+        name = re.split(r"[/:]", hf.partition(":")[0])[-1]
+    else:
+        name = "stdlib"
+    return f"data/{name or 'corpus'}"
+
+
+def as_json(result: "PrepareResult") -> dict[str, Any]:
+    """The report for programs; entropy in nats per token, the rest in tokens, documents and bytes."""
+    store = result.store
+    splits = {name: {**sizes, **_density(store, name)} for name, sizes in store.meta["splits"].items()}
+    return {
+        "store": str(store.path),
+        "up_to_date": result.up_to_date,
+        "seconds": round(result.seconds, 3),
+        "vocab_size": store.vocab_size,
+        "eos": store.meta["eos"],
+        "tokenizer_fingerprint": store.fingerprint,
+        "splits": splits,
+        **store.report,
+    }
+
+
+def _density(store: "TokenStore", name: str) -> dict[str, float]:
+    split = store.split(name)
+    return {"bytes_per_token": split.n_bytes / split.n_tokens, "unigram_entropy": split.unigram_entropy()}
+
+
+def print_report(result: "PrepareResult") -> None:
+    """The tables of what was read, what was skipped and why, and what the store holds."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # A pipe has no width: cutting names to 80 columns there would lose what the report is for.
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+    report = as_json(result)
+    # Names go through Text: a file called "[red]" is no markup.
+    read = Table(title="read", title_justify="left", box=None, pad_edge=False)
+    read.add_column("source", overflow="fold")
+    for heading in ("files", "documents", "bytes", "tokens", "skipped"):
+        read.add_column(heading, justify="right")
+    for source in report["sources"]:
+        skipped = sum(skip["count"] for skip in source["skipped"].values())
+        numbers = [source[key] for key in ("files", "documents", "bytes", "tokens")]
+        read.add_row(Text(source["name"]), *(f"{number:,}" for number in (*numbers, skipped)))
+    console.print(read)
+    _print_skipped(console, report["sources"])
+    held = Table(title="\nstore", title_justify="left", box=None, pad_edge=False)
+    held.add_column("split")
+    for heading in ("documents", "bytes", "tokens", "bytes/token", "unigram entropy"):
+        held.add_column(heading, justify="right")
+    for name, split in report["splits"].items():
+        sizes = [f"{split[key]:,}" for key in ("documents", "bytes", "tokens")]
+        held.add_row(name, *sizes, f"{split['bytes_per_token']:.3f}", f"{split['unigram_entropy']:.4f} nats/token")
+    console.print(held)
+    for note in report["notes"]:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    state = "is up to date, nothing to do" if result.up_to_date else f"written in {result.seconds:.1f} s"
+    eos = report["eos"]
+    console.print(
+        Text(f"\n{report['store']} {state}: vocab_size {report['vocab_size']}, eos {eos['token']} (id {eos['id']})"),
+        soft_wrap=True,
+    )
+
+
+def _print_skipped(console: Any, sources: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    if not any(source["skipped"] for source in sources):
+        return
+    console.print("\nskipped")
+    for source in sources:
+        for reason, skip in source["skipped"].items():
+            console.print(Text(f"  {skip['count']:,} {reason}, in {source['name']}"), soft_wrap=True)
+            for example in skip["examples"]:
+                console.print(Text(f"      {example}"), soft_wrap=True)
+            if skip["count"] > len(skip["examples"]):
+                console.print(f"      and {skip['count'] - len(skip['examples']):,} more, in the store's report.json")
+
+
+def progress_display() -> "Progress":
+    """A progress bar when standard error is a terminal, else a line now and then."""
+    return _bar() if sys.stderr.isatty() else _lines()
+
+
+def _bar() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    from boost.data.prepare import Progress
+
+    class Bar(Progress):
+        def __init__(self) -> None:
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+            more = (TextColumn("{task.fields[documents]:,} documents"), TimeElapsedColumn())
+            self.display = RichProgress(*columns, *more, console=Console(stderr=True), transient=True)
+            self.task: Any = None
+
+        def phase(self, name: str, total: int | None) -> None:
+            if self.task is not None:
+                self.display.remove_task(self.task)
+            self.display.start()
+            self.task = self.display.add_task(name, total=total, documents=0)
+
+        def update(self, consumed: int, documents: int) -> None:
+            self.display.update(self.task, completed=consumed, documents=documents)
+
+        def close(self) -> None:
+            self.display.stop()
+
+    return Bar()
+
+
+def _lines(seconds_between: float = 10.0) -> "Progress":
+    from boost.data.prepare import Progress
+
+    class Lines(Progress):
+        def phase(self, name: str, total: int | None) -> None:
+            self.name, self.total, self.shown = name, total, time.monotonic()
+            print(f"prepare: {name}", file=sys.stderr, flush=True)
+
+        def update(self, consumed: int, documents: int) -> None:
+            if time.monotonic() - self.shown >= seconds_between:
+                self.shown = time.monotonic()
+                share = f" ({min(100 * consumed // self.total, 100)} %)" if self.total else ""
+                text = f"prepare: {self.name}: {documents:,} documents, {consumed / 1e6:,.1f} MB{share}"
+                print(text, file=sys.stderr, flush=True)
+
+    return Lines()

@@ -1,0 +1,69 @@
+"""`boost train`: trains what a configuration says, under torchrun or with processes of its own."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from boost.config import Config, load, presets
+from boost.config.rules import check_runnable
+from boost.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model",
+        usage="boost train CONFIG [--nproc N] [--resume auto|PATH] [--section.key value ...]",
+        description="Trains a model. CONFIG is a TOML file or the name of a preset; any of its keys can be given after it.\n"
+        "Without torchrun, as many local processes are started as the mesh has: tp x pp x dp.",
+        epilog="examples:\n"
+        "  boost train demo                                      a few million parameters, btp on 2 processes\n"
+        "  boost train demo --parallel.tp 1 --run.dir runs/one   the same model on one process\n"
+        "  boost train my.toml --train.steps 500 --optim.lr 1e-3\n"
+        "  boost train my.toml --resume auto                     go on where the run in run.dir stopped\n"
+        "  torchrun --nproc-per-node 8 -m boost.cli.main train my.toml --parallel.tp 4 --parallel.dp 2\n\n"
+        f"presets: {', '.join(presets())}\n"
+        "'boost config --fields' explains every key.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")
+    parser.add_argument("--nproc", type=int, metavar="N", help="local processes to start; must equal tp x pp x dp (default)")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="auto: go on from the newest complete checkpoint in run.dir, or begin if there is none; "
+        "PATH: from that checkpoint or run directory",
+    )
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load(args.config, args.overrides)
+    check_runnable(config)
+    _check_processes(config, args.nproc)
+
+    from boost.data.fit import open_fitting_store
+
+    open_fitting_store(config)
+    from boost.train.launch import launch, under_torchrun
+    from boost.train.run import train_process
+    from boost.train.rundir import RunDirectory
+
+    if under_torchrun() or config.parallel.world_size == 1:
+        return train_process(config, args.resume)
+    return launch(
+        train_process, (config, args.resume), config.parallel.world_size, log_dir=RunDirectory(Path(config.run.dir)).logs
+    )
+
+
+def _check_processes(config: Config, nproc: int | None) -> None:
+    """Raises ConfigError if the processes that are to run are not those of the mesh."""
+    parallel = config.parallel
+    mesh = f"parallel.tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp} = {parallel.world_size}"
+    if nproc is not None and nproc != parallel.world_size:
+        raise ConfigError(f"--nproc = {nproc} must equal {mesh}; the legal value is {parallel.world_size}")
+    started = int(os.environ.get("WORLD_SIZE", parallel.world_size))
+    if started != parallel.world_size:
+        raise ConfigError(f"torchrun started {started} processes, but {mesh}; start {parallel.world_size}")

@@ -1,0 +1,6 @@
+"""What a run is: typed, frozen, validated; no torch."""
+
+from boost.config.load import load, presets, to_toml
+from boost.config.schema import Config, ModelConfig, ParallelConfig
+
+__all__ = ["Config", "ModelConfig", "ParallelConfig", "load", "presets", "to_toml"]

@@ -1,0 +1,179 @@
+"""From a preset name or a TOML file, and dotted overrides, to a checked `Config`; and back to TOML."""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from boost.config import rules
+from boost.config.schema import Config
+from boost.errors import ConfigError
+
+_PRESETS = resources.files("boost.config") / "presets"
+
+
+def presets() -> list[str]:
+    """Names that stand where a configuration file is expected."""
+    return sorted(item.name.removesuffix(".toml") for item in _PRESETS.iterdir() if item.name.endswith(".toml"))
+
+
+def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration of `source` (preset name, TOML path, or None for the defaults) under `overrides`.
+
+    `overrides` are the command line's `--section.key value` (or `--section.key=value`) words.
+    Raises ConfigError: one line with the field, the value and the nearest legal one.
+    """
+    tree = {} if source is None else read_source(source)
+    for key, value in parse_overrides(overrides):
+        section, _, name = key.partition(".")
+        table = tree.setdefault(section, {})
+        if isinstance(table, dict):
+            table[name] = value
+    return from_tree(tree)
+
+
+def from_tree(tree: dict[str, Any]) -> Config:
+    """The checked configuration of a parsed TOML or JSON document. Raises ConfigError."""
+    try:
+        config = Config.model_validate(_integers_to_floats(Config, tree))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    rules.check(config)
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """The fully resolved configuration; a field without a value (rank of a dense model) is left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def read_source(source: str) -> dict[str, Any]:
+    """The document of a preset or of a file, unchecked. Raises ConfigError."""
+    path = Path(source)
+    if source in presets():
+        text = (_PRESETS / f"{source}.toml").read_text(encoding="utf-8")
+    elif path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{source} is not a UTF-8 text file (byte {error.start}); a configuration is TOML") from None
+    else:
+        raise ConfigError(f"no configuration file and no preset named '{source}'; {_suggest(source, presets(), 'preset')}")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}") from None
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key with its type, default and documentation."""
+    for section, section_info in Config.model_fields.items():
+        annotation = section_info.annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        for name, info in annotation.model_fields.items():
+            yield f"{section}.{name}", info
+
+
+def type_name(info: FieldInfo) -> str:
+    """A field's type in words: 'integer', 'number', 'true or false', 'text', or its choices."""
+    annotation = info.annotation
+    for choice in (annotation, *get_args(annotation)):
+        plain = get_args(choice)[0] if get_origin(choice) is Annotated else choice
+        if plain in _TYPE_NAMES:
+            return _TYPE_NAMES[plain]
+    return " | ".join(str(choice) for choice in get_args(annotation))
+
+
+_TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+
+
+def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of `--a.b value` and `--a.b=value` words; values are read as their field's type."""
+    known = dict(fields())
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or (key not in known and "." not in key):
+            raise ConfigError(f"unknown argument '{word}'; {_suggest(key, known, 'key', prefix='--')}")
+        if key not in known:
+            raise ConfigError(f"unknown key '{key}'; {_suggest(key, known, 'key')}")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key} has no value; write --{key} VALUE ({type_name(known[key])})")
+            value = rest.pop(0)
+        yield key, _parse_value(value, known[key])
+
+
+def _parse_value(text: str, info: FieldInfo) -> Any:
+    if type_name(info) not in _TYPE_NAMES.values() or type_name(info) == "text":
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _integers_to_floats(model: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
+    """TOML writes `lr = 1` for 1.0: an integer where a number is expected is one (strict validation refuses it)."""
+    known = dict(fields())
+    result: dict[str, Any] = {}
+    for section, table in tree.items():
+        if not isinstance(table, dict):
+            result[section] = table
+            continue
+        result[section] = {
+            name: float(value)
+            if type(value) is int and f"{section}.{name}" in known and type_name(known[f"{section}.{name}"]) == "number"
+            else value
+            for name, value in table.items()
+        }
+    return result
+
+
+def _explain(error: ValidationError) -> str:
+    """The first of pydantic's findings as one line: field, value, nearest legal value."""
+    detail = error.errors()[0]
+    key = ".".join(str(part) for part in detail["loc"])
+    known, value, context = dict(fields()), detail["input"], detail.get("ctx", {})
+    if detail["type"] == "extra_forbidden":
+        if "." in key:
+            return f"unknown key '{key}'; {_suggest(key, known, 'key')}"
+        return f"unknown section '{key}'; {_suggest(key, Config.model_fields, 'section')}"
+    if key in Config.model_fields:
+        return f"{key} = {value!r} is not a section; write its keys under [{key}]"
+    match detail["type"]:
+        case "literal_error":
+            choices = [str(choice) for choice in get_args(known[key].annotation)]
+            return f"{key} = {value!r} is not one of {', '.join(choices)}; {_suggest(str(value), choices, 'value')}"
+        case "greater_than_equal":
+            return f"{key} = {value} is too small; the smallest legal value is {context['ge']}"
+        case "greater_than":
+            return f"{key} = {value} is too small; it must be more than {context['gt']}"
+        case "less_than_equal":
+            return f"{key} = {value} is too large; the largest legal value is {context['le']}"
+    default = known[key].default
+    example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"
+    return f"{key} = {value!r} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
+
+
+def _toml_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
+    """'did you mean ...?' with the nearest choices, or where to find all of them."""
+    names = [str(choice) for choice in choices]
+    last = word.rpartition(".")[2]
+    near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean '{prefix}{near[0]}'?"
+    listing = ", ".join(names) if len(names) <= 20 else "'boost config --fields' lists them"
+    return f"the {what}s are: {listing}" if len(names) <= 20 else listing

@@ -1,0 +1,245 @@
+"""What a run is: typed, frozen, validated. No torch here, so that a mistake is answered before anything heavy starts.
+
+Every field carries its documentation as the string below it: `boost config --fields` and `boost train --help` print it.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Family = Literal["dense", "svd", "cola"]
+LayoutName = Literal["single", "btp"]
+DType = Literal["float32", "bfloat16", "float64"]
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A table of the configuration file. Frozen; unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(Section):
+    """The mathematical function: a LLaMA-style decoder whose linears are dense or a low-rank bottleneck."""
+
+    family: Family = "cola"
+    """dense: y = Wx; svd: y = B(Ax); cola: y = B silu(Ax). All seven linears of a block; embedding and head stay dense."""
+
+    vocab_size: Count = 32000
+    """V, rows of the embedding and of the head; at least the tokenizer's size, and divisible by parallel.tp."""
+
+    dim: Count = 512
+    """d, width of the residual stream."""
+
+    ffn_dim: Count = 1376
+    """f (d_ff), width of the gated MLP."""
+
+    layers: Count = 8
+    """Number of decoder blocks."""
+
+    heads: Count = 8
+    """Attention heads; dim / heads is the width of a head and must be even (rotary pairs)."""
+
+    kv_heads: Count
+    """Key/value heads (GQA); divides heads. Default: heads."""
+
+    rank: Count | None
+    """r, width of the bottleneck of every low-rank linear. Default: dim / 4; none for the dense family."""
+
+    latent_act: Literal["silu", "none"]
+    """Activation of the latent, act in y = B act(Ax). Default: silu for cola, none otherwise."""
+
+    mlp_silu: bool
+    """True keeps SwiGLU's silu on the gate; False is CoLA's down(gate(x) * up(x)) of 350M and up. Default: True."""
+
+    norm_eps: Positive = 1e-6
+    """epsilon of RMSNorm, added to the mean square."""
+
+    rope_theta: Positive = 10000.0
+    """Base of the rotary position embedding."""
+
+    init_std: Positive = 0.02
+    """Standard deviation of the embedding, the head and the dense linears. Factors of low-rank linears have their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        """Defaults that follow from other fields, so that a resolved configuration says every value."""
+        if not isinstance(values, dict):
+            return values
+        family = values.get("family", cls.model_fields["family"].default)
+        dim = values.get("dim", cls.model_fields["dim"].default)
+        low_rank_default = max(dim // 4, 1) if isinstance(dim, int) and family != "dense" else None
+        filled = {
+            "kv_heads": values.get("heads", cls.model_fields["heads"].default),
+            "rank": low_rank_default,
+            "latent_act": "silu" if family == "cola" else "none",
+            "mlp_silu": True,
+        }
+        return filled | values
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the linears are pairs of factors."""
+        return self.family != "dense"
+
+
+class ParallelConfig(Section):
+    """How the function is cut over processes. No choice here changes what is computed."""
+
+    layout: LayoutName = "btp"
+    """single: one process holds every weight; btp: BOOST's bottleneck-aware tensor parallelism (with tp = 1: single)."""
+
+    tp: Count = 1
+    """Tensor-parallel size: processes that share each layer. Innermost axis of the mesh, best inside one node."""
+
+    pp: Count = 1
+    """Pipeline-parallel size: stages of consecutive blocks."""
+
+    dp: Count = 1
+    """Data-parallel size: replicas that split the global batch."""
+
+    norm: Literal["online", "sync"] = "online"
+    """btp's RMSNorm: online sends the statistic with the latents; sync all-reduces it by itself (the paper's ablation)."""
+
+    grouping: bool = True
+    """True: projections of one input (q,k,v; gate,up) share one GEMM and one collective; False: each has its own."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the mesh."""
+        return self.tp * self.pp * self.dp
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Positive = 3e-3
+    """Peak learning rate."""
+
+    beta1: Fraction = 0.9
+    """AdamW's decay of the first moment."""
+
+    beta2: Fraction = 0.999
+    """AdamW's decay of the second moment."""
+
+    eps: Positive = 1e-8
+    """AdamW's epsilon."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+
+    decay_on: Literal["all", "matrices"] = "all"
+    """What decays: everything (CoLA's recipe), or the linears' matrices only (not embedding, head, norms)."""
+
+    clip: Annotated[float, Field(ge=0)] = 0.5
+    """Largest global gradient norm; 0 switches clipping off (the norm is still reported)."""
+
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: cosine falls to min_lr_ratio at the last step; constant stays at lr until the decay."""
+
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up from 0 to lr."""
+
+    decay_steps: Natural = 0
+    """constant only: the last steps, over which the rate falls linearly to min_lr_ratio * lr."""
+
+    min_lr_ratio: Fraction = 0.1
+    """Final learning rate as a fraction of lr."""
+
+
+class TrainConfig(Section):
+    """The loop: how long, in which numbers, and how often it looks up."""
+
+    steps: Count = 1000
+    """Optimizer steps of the whole run (a resumed run counts from the beginning)."""
+
+    seed: Natural = 0
+    """Seed of the initial weights (with each parameter's name) and of the order of the data."""
+
+    seq_len: Count = 256
+    """Tokens of one sequence."""
+
+    global_batch: Count = 32
+    """Sequences of one optimizer step, over all processes."""
+
+    micro_batch: Count = 8
+    """Sequences that one replica takes through the model at once; global_batch / (dp * micro_batch) are accumulated."""
+
+    param_dtype: DType = "float32"
+    """Dtype of the stored (master) weights, gradients and optimizer moments."""
+
+    compute_dtype: DType = "float32"
+    """Dtype of activations and GEMMs: weights are cast to it where they are used, gradients accumulate in param_dtype."""
+
+    eval_every: Natural = 0
+    """Steps between evaluations on held-out text; 0: only at the end."""
+
+    eval_tokens: Natural = 0
+    """Held-out tokens of a periodic evaluation; 0: all of them. The last evaluation always takes all."""
+
+    save_every: Natural = 0
+    """Steps between checkpoints; 0: only at the end (and on SIGTERM)."""
+
+    keep: Count = 3
+    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+
+    log_every: Count = 10
+    """Steps between plain lines on a console that is not a terminal. metrics.jsonl has every step."""
+
+
+class DataConfig(Section):
+    """Where the tokens come from."""
+
+    store: str = "data/stdlib"
+    """Token store made by 'boost prepare'."""
+
+    isolate_documents: bool = False
+    """True: tokens attend only to earlier tokens of their own document; False: to all of their sequence."""
+
+
+class RunConfig(Section):
+    """Where the run lives and who is told about it."""
+
+    dir: str = "runs/demo"
+    """Run directory: resolved configuration, metrics, logs, checkpoints."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU of this process where there is one."""
+
+    timeout_s: Count = 600
+    """Seconds after which a collective that hangs ends the run."""
+
+    peak_tflops: Annotated[float, Field(ge=0)] = 0.0
+    """Peak of one device in compute_dtype, for MFU, in TFLOP/s; 0: from a table of GPUs, or a GEMM measured on a CPU."""
+
+    wandb: bool = False
+    """Also report to Weights & Biases (package wandb, its own login)."""
+
+    trackio: bool = False
+    """Also report to trackio (package trackio)."""
+
+    project: str = "boost"
+    """Project name for W&B and trackio."""
+
+
+class Config(Section):
+    """A whole run. `boost.config.load` builds it and checks what several sections must agree on."""
+
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    parallel: ParallelConfig = ParallelConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    run: RunConfig = RunConfig()

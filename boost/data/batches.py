@@ -1,0 +1,165 @@
+"""Token store to batches: the order of samples is a function of (seed, step) alone, whatever the number of processes.
+
+Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets.
+Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from boost.data.store import Split
+from boost.errors import ConfigError, DataError
+
+IGNORED = -100
+"""Target of a position that has none; the value that torch's cross entropy ignores by default."""
+
+# The index permutation of grain works on 32-bit integers.
+MAX_SAMPLES = 1 << 31
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` and `targets` [B, S] int64; `document_ids` [B, S] int32, the document of each token within its row."""
+
+    tokens: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+    document_ids: npt.NDArray[np.int32]
+
+
+def shuffled_order(n_samples: int, seed: int) -> Any:
+    """An endless sequence by index: each run of `n_samples` items is another permutation of range(n_samples).
+
+    Any item costs the same and no permutation is held in memory.
+    """
+    grain = _import_grain()
+    return grain.MapDataset.range(n_samples).seed(seed).shuffle().repeat()
+
+
+def _import_grain() -> Any:
+    # On import grain warns through absl that jax is not there, which is no news to a user of PyTorch.
+    from absl import logging as absl_logging
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "jax profiler" not in record.getMessage()
+
+    logger = absl_logging.get_absl_logger()
+    logger.addFilter(is_news)
+    try:
+        import grain
+    finally:
+        logger.removeFilter(is_news)
+    return grain
+
+
+class Batches:
+    """Training batches of a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
+
+    The last tokens that do not fill a window are not trained on. Raises `DataError` when the split holds no window.
+    """
+
+    def __init__(self, split: Split, seq_len: int, global_batch: int, seed: int) -> None:
+        if seq_len < 1 or global_batch < 1:
+            raise ConfigError(f"train.seq_len {seq_len} and the global batch {global_batch} must be at least 1")
+        if not 0 <= seed < 1 << 32:
+            raise ConfigError(f"seed {seed}: must be from 0 to {(1 << 32) - 1}")
+        if split.n_tokens < seq_len + 1:
+            raise DataError(
+                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
+                f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
+            )
+        self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
+        self.n_samples = (split.n_tokens - 1) // seq_len
+        if self.n_samples > MAX_SAMPLES:
+            least = -(-split.n_tokens // MAX_SAMPLES)
+            raise DataError(
+                f"{split.path}: {self.n_samples} sequences of {seq_len} are more than {MAX_SAMPLES}; "
+                f"set train.seq_len to {least} or more"
+            )
+        self._order = shuffled_order(self.n_samples, seed)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Target tokens in one pass over the samples."""
+        return self.n_samples * self.seq_len
+
+    def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
+        """The samples of one optimizer step, int64 [G]; `step` counts from 0."""
+        first = step * self.global_batch
+        return np.array([self._order[first + i] for i in range(self.global_batch)], dtype=np.int64)
+
+    def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
+        """This rank's share of a step, G / dp samples in order, `micro_batch` at a time.
+
+        Ranks take contiguous slices, so the samples of a step are the same for every `dp` and `micro_batch` that divide
+        the global batch. Raises `ConfigError` when they do not.
+        """
+        if dp < 1 or micro_batch < 1 or self.global_batch % (dp * micro_batch):
+            raise ConfigError(
+                f"global batch {self.global_batch} is not a multiple of {dp} data-parallel ranks times "
+                f"micro-batch {micro_batch}; set it to {_next_multiple(self.global_batch, dp * micro_batch)}"
+            )
+        share = self.global_batch // dp
+        indices = self.sample_indices(step)[dp_rank * share : (dp_rank + 1) * share]
+        for start in range(0, share, micro_batch):
+            yield _stack([self.sample(int(index)) for index in indices[start : start + micro_batch]])
+
+    def sample(self, index: int) -> Batch:
+        """One sample by index, as a batch of one row without the row axis: arrays [S]."""
+        return _row(self.split, index, self.seq_len)
+
+
+def evaluation_batches(
+    split: Split, seq_len: int, batch: int, dp_rank: int = 0, dp: int = 1, max_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Windows of the split in order, `batch` rows at a time; every token but the first is a target exactly once.
+
+    Targets beyond the end are `IGNORED`. All ranks yield the same number of batches, the last of them filled with rows
+    without targets, since ranks meet in collectives. `max_tokens` keeps the first windows that fit, at least one.
+    Raises `DataError` when the split has no target, at the call and not at the first batch.
+    """
+    if split.n_tokens < 2:
+        raise DataError(f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, nothing to predict; add text")
+    windows = -(-(split.n_tokens - 1) // seq_len)
+    if max_tokens is not None:
+        windows = min(windows, max(max_tokens // seq_len, 1))
+    steps = -(-windows // (batch * dp))
+
+    def batches() -> Iterator[Batch]:
+        for step in range(steps):
+            first = (step * dp + dp_rank) * batch
+            yield _stack([_row(split, index, seq_len, windows) for index in range(first, first + batch)])
+
+    return batches()
+
+
+def _row(split: Split, index: int, seq_len: int, windows: int | None = None) -> Batch:
+    """Window `index` [S]; beyond the split, or the last of `windows`, there is padding of its own document."""
+    start = index * seq_len
+    beyond = windows is not None and index >= windows
+    n_inputs = 0 if beyond else min(seq_len, split.n_tokens - 1 - start)
+    tokens = np.full(seq_len, split.eos, dtype=np.int64)
+    targets = np.full(seq_len, IGNORED, dtype=np.int64)
+    ids = np.zeros(seq_len, dtype=np.int32)
+    if n_inputs:
+        window = split.window(start, n_inputs + 1)
+        tokens[:n_inputs], targets[:n_inputs] = window[:-1], window[1:]
+        ids[:n_inputs] = split.document_ids(start, n_inputs)
+        ids[n_inputs:] = ids[n_inputs - 1] + 1
+    return Batch(tokens, targets, ids)
+
+
+def _stack(rows: list[Batch]) -> Batch:
+    return Batch(
+        np.stack([row.tokens for row in rows]),
+        np.stack([row.targets for row in rows]),
+        np.stack([row.document_ids for row in rows]),
+    )
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return max(-(-value // max(of, 1)), 1) * max(of, 1)

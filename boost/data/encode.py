@@ -1,0 +1,77 @@
+"""Text to tokens in bounded memory: long texts are cut into pieces, pieces are encoded in batches."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from boost.data.report import FileReport
+from boost.data.writer import TokenWriter
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Texts are encoded in pieces of at most this many characters, so that a huge document needs little memory ...
+PIECE_CHARS = 1 << 20
+# ... and in batches of about this many, which the tokenizer spreads over the processor's cores.
+BATCH_CHARS = 1 << 22
+_CLEAN_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+
+
+def cut(text: str, limit: int = PIECE_CHARS) -> Iterator[str]:
+    """Cuts a long text into pieces of at most `limit` characters that join to the text.
+
+    A cut falls after a newline between two visible characters, where a byte-level BPE with the GPT-2 pattern never
+    joins tokens, so the encoding is that of the whole. Failing that, at any white space or even in a word: then, and
+    with tokenizers that mark the start of a text (as SentencePiece's "▁"), a token may differ at each cut.
+    """
+    start = 0
+    while len(text) - start > limit:
+        window = text[start : start + limit + 1]
+        end = _last_cut(window, limit)
+        yield window[:end]
+        start += end
+    yield text[start:] if start else text
+
+
+def _last_cut(window: str, limit: int) -> int:
+    end = limit
+    while (end := window.rfind("\n", 0, end)) > 0:
+        if _CLEAN_LINE_END.match(window, end):
+            return end + 1
+    for place in range(limit, max(limit - 4096, 0), -1):
+        if window[place].isspace() and not window[place - 1].isspace():
+            return place
+    return limit
+
+
+class Encoder:
+    """Turns texts into tokens in batches and hands them to the writer in order."""
+
+    def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter) -> None:
+        self._tokenizer, self._writer = tokenizer, writer
+        self._batch: list[tuple[FileReport, str, str, bool]] = []
+        self._chars = 0
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._unknown_id = tokenizer.token_to_id(unknown) if unknown else None
+        self.unknown = 0
+
+    def add(self, entry: FileReport, split: str, text: str) -> None:
+        """Queues one document, which `entry` is charged for."""
+        pieces = list(cut(text)) if len(text) > PIECE_CHARS else [text]
+        for number, piece in enumerate(pieces, start=1):
+            self._batch.append((entry, split, piece, number == len(pieces)))
+            self._chars += len(piece)
+            if self._chars >= BATCH_CHARS:
+                self.flush()
+
+    def flush(self) -> None:
+        """Encodes and writes what is queued."""
+        texts = [piece for _, _, piece, _ in self._batch]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for (entry, split, piece, end), encoding in zip(self._batch, encodings, strict=True):
+            ids = encoding.ids
+            if self._unknown_id is not None:
+                self.unknown += ids.count(self._unknown_id)
+            self._writer.append(split, ids, len(piece.encode("utf-8")), end)
+            entry.tokens += len(ids) + end
+        self._batch, self._chars = [], 0

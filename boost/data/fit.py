@@ -1,0 +1,28 @@
+"""Whether a token store serves a configuration: asked before any process is started, and again by each of them."""
+
+from pathlib import Path
+
+from boost.config import Config
+from boost.data.batches import Batches
+from boost.data.store import TokenStore
+from boost.errors import ConfigError
+
+
+def open_fitting_store(config: Config) -> TokenStore:
+    """The token store of a configuration. Raises DataError or ConfigError if it is missing, damaged, too small for one
+    sequence, or has more tokens in its vocabulary than the model."""
+    store = TokenStore.open(Path(config.data.store))
+    check_vocabulary(config, store)
+    Batches(store.split("train"), config.train.seq_len, config.train.global_batch, config.train.seed)
+    return store
+
+
+def check_vocabulary(config: Config, store: TokenStore) -> None:
+    """Raises ConfigError if the model has fewer tokens than the store's tokenizer."""
+    if store.vocab_size > config.model.vocab_size:
+        tp = config.parallel.tp
+        legal = -(-store.vocab_size // tp) * tp
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.vocab_size} tokens of the tokenizer "
+            f"in data.store = '{store.path}'; the smallest legal value is {legal}"
+        )

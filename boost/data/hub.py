@@ -1,0 +1,75 @@
+"""A data set of the Hugging Face hub, streamed: no copy on disk, no code of the data set executed."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from boost.data.readers import Document, accept, missing_package
+from boost.data.report import Report
+from boost.errors import DataError
+
+
+class HubSource:
+    """`NAME` or `NAME:CONFIG`, one split of it, streamed by `datasets`. Keys are row numbers."""
+
+    size: int | None = None
+
+    def __init__(self, spec: str, split: str = "train", text_field: str = "text") -> None:
+        self.dataset, _, config = spec.partition(":")
+        self.config = config or None
+        self.split, self.text_field = split, text_field
+        self.name = f"Hugging Face {spec} ({split})"
+        if Path(self.dataset).exists():
+            raise DataError(f"--hf {self.dataset}: this is a path on this machine; give it as INPUT, without --hf")
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset):
+            raise DataError(f"--hf {spec}: not the name of a data set; expected OWNER/NAME or OWNER/NAME:CONFIG")
+
+    def documents(self, report: Report) -> Iterator[Document]:
+        entry = report.source(self.name).file(self.dataset)
+        rows = self._rows()
+        for number, row in enumerate(rows):
+            if self.text_field not in row:
+                columns = ", ".join(map(str, list(row)[:20]))
+                raise DataError(
+                    f"{self.dataset}: no column {self.text_field!r}; choose with --text-field among: {columns}"
+                )
+            if document := accept(row[self.text_field], f"{self.dataset}:{number}", f"row {number}", entry):
+                report.consumed += len(document.text)
+                yield document
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise missing_package("a Hugging Face data set", "datasets") from error
+        with quiet_hub():
+            try:
+                # Never trust_remote_code: a data set is data, not a program.
+                stream = datasets.load_dataset(self.dataset, self.config, split=self.split, streaming=True)
+                yield from stream
+            except (GeneratorExit, DataError):
+                raise
+            except Exception as error:
+                # The library and its transports raise dozens of types; whichever it is, the run cannot go on.
+                line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+                raise DataError(
+                    f"--hf {self.dataset}: {type(error).__name__}: {line}; check the name, --hf-split and the network"
+                ) from error
+
+    def fingerprint(self) -> list[Any]:
+        return [self.dataset, self.config, self.split]
+
+
+@contextmanager
+def quiet_hub() -> Iterator[None]:
+    """Holds back the hub client's five lines per retry; the error that ends the retries still comes through."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

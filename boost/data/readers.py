@@ -1,0 +1,193 @@
+"""Files to documents: plain text, JSON lines and Parquet. Nothing here executes what it reads.
+
+A problem of a whole file is raised as `Unreadable`; the caller decides whether it ends the run (the user named that
+file) or goes to the report (a folder was walked). A problem of one line or row goes to the report at once.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from boost.data.report import FileReport, Report
+from boost.errors import DataError
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+PARQUET_SUFFIXES = (".parquet",)
+# Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
+REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
+
+# Beyond these sizes a file is surely no text document but something to cut first; they bound memory.
+MAX_DOCUMENT_BYTES = 4 << 30
+MAX_LINE_BYTES = 1 << 30
+
+NOT_UTF8 = "not UTF-8 text"
+BINARY = "binary (holds a NUL byte)"
+EMPTY = "empty"
+NO_STRING = "text field is not a string"
+SURROGATE = "not valid Unicode (half of a surrogate pair)"
+
+
+class Unreadable(Exception):
+    """A whole file that cannot be read: why, where in the file, and what the user can do about it."""
+
+    def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
+        super().__init__(reason)
+        self.reason, self.where, self.fix = reason, where, fix
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text that attends only to itself. `key` names it and decides its split; `entry` is its file's report."""
+
+    key: str
+    text: str
+    entry: FileReport
+
+
+def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: Report) -> Iterator[Document]:
+    """The documents of one file, by its suffix. Raises `Unreadable`, or `DataError` for a wrong `text_field`."""
+    name = path.name.lower()
+    if name.endswith(REFUSED_SUFFIXES):
+        raise Unreadable("refused: pickles and binary arrays are never loaded", fix="export its text as .txt or .jsonl")
+    try:
+        if name.endswith(JSONL_SUFFIXES):
+            yield from _read_jsonl(path, key, text_field, entry, report)
+        elif name.endswith(PARQUET_SUFFIXES):
+            yield from _read_parquet(path, key, text_field, entry, report)
+        else:
+            yield from _read_text(path, key, entry, report)
+    except EOFError as error:
+        raise Unreadable("damaged gzip file", "it ends too early", "copy it again") from error
+    except gzip.BadGzipFile as error:
+        raise Unreadable("damaged gzip file", str(error), "copy it again") from error
+
+
+def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
+    """A document for the text, or None and a line of the report that says why not."""
+    if not isinstance(text, str):
+        entry.skip(NO_STRING, f"{where}: {type(text).__name__}".removeprefix(": "))
+    elif not text or text.isspace():
+        entry.skip(EMPTY, where)
+    else:
+        try:
+            entry.take(len(text.encode("utf-8")))
+            return Document(key, text, entry)
+        except UnicodeEncodeError as error:
+            entry.skip(SURROGATE, f"{where}: character {error.start}".removeprefix(": "))
+    return None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
+
+
+def decode(data: bytes) -> str:
+    """Bytes of a file as text without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
+    nul = data.find(b"\0")
+    if nul >= 0:
+        raise Unreadable(BINARY, f"byte {nul}")
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start} (0x{data[error.start]:02x})"
+        raise Unreadable(NOT_UTF8, where, "convert it, for example 'iconv -f latin1 -t utf-8'") from None
+
+
+def _read_text(path: Path, key: str, entry: FileReport, report: Report) -> Iterator[Document]:
+    with _open(path) as file:
+        data = file.read(MAX_DOCUMENT_BYTES + 1)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise Unreadable(f"longer than {MAX_DOCUMENT_BYTES >> 30} GiB", fix="cut it into several files")
+    text = decode(data)
+    del data
+    document = accept(text, key, "", entry)
+    report.consumed += path.stat().st_size
+    if document:
+        yield document
+
+
+def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report: Report) -> Iterator[Document]:
+    compressed = path.name.lower().endswith(".gz")
+    with _open(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"line {number}"
+            if not compressed:
+                report.consumed += len(line)
+            if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise Unreadable(f"a line longer than {MAX_LINE_BYTES >> 30} GiB", where, "cut it in shorter ones")
+            if not line.strip():
+                entry.skip("blank line", where)
+                continue
+            try:
+                record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            except UnicodeDecodeError as error:
+                entry.skip(NOT_UTF8, f"{where}, byte {error.start}")
+                continue
+            except (ValueError, RecursionError) as error:
+                entry.skip("not a line of JSON", f"{where}: {error}")
+                continue
+            if not isinstance(record, dict) or text_field not in record:
+                found = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
+                entry.skip(f"no field {text_field!r}", f"{where} has {found}")
+                continue
+            if document := accept(record[text_field], f"{key}:{number}", where, entry):
+                yield document
+    if compressed:
+        report.consumed += path.stat().st_size
+
+
+def _read_parquet(path: Path, key: str, text_field: str, entry: FileReport, report: Report) -> Iterator[Document]:
+    pq = require_parquet()
+    import pyarrow
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowException) as error:
+        raise Unreadable("not a Parquet file", str(error).splitlines()[0], "copy it again") from error
+    with file:
+        schema = file.schema_arrow
+        if text_field not in schema.names:
+            columns = ", ".join(schema.names[:20])
+            raise DataError(f"{path}: no column {text_field!r}; choose with --text-field among: {columns}")
+        kind = schema.field(text_field).type
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise DataError(f"{path}: column {text_field!r} holds {kind}, not strings; choose another --text-field")
+        row, groups, size = 0, file.metadata.num_row_groups, path.stat().st_size
+        for group in range(groups):
+            try:
+                # Few rows at a time: a row can be a whole book.
+                for batch in file.iter_batches(64, row_groups=[group], columns=[text_field]):
+                    for value in batch.column(0):
+                        try:
+                            text = value.as_py()
+                        except UnicodeDecodeError as error:
+                            entry.skip(NOT_UTF8, f"row {row}, byte {error.start}")
+                        else:
+                            if document := accept(text, f"{key}:{row}", f"row {row}", entry):
+                                yield document
+                        row += 1
+            except (pyarrow.ArrowException, OSError) as error:
+                where = f"row group {group}: {str(error).splitlines()[0]}"
+                raise Unreadable("damaged Parquet file", where, "copy it again") from error
+            report.consumed += size // groups
+
+
+def require_parquet() -> Any:
+    """The module `pyarrow.parquet`. Raises `DataError` with the install command when it is missing."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise missing_package("Parquet files", "pyarrow") from error
+    return pyarrow.parquet
+
+
+def missing_package(what: str, package: str) -> DataError:
+    """The error of an optional dependency that is not installed."""
+    return DataError(f"reading {what} needs the package {package!r}: pip install 'boost-llm[data]'")

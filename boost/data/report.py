@@ -1,0 +1,135 @@
+"""What a preparation read, what it skipped and why: per file, per source, and summed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+# Enough examples to find the trouble; ten million bad lines must not become ten million strings.
+MAX_EXAMPLES = 5
+
+
+def display_name(name: str) -> str:
+    """The name as printable text: file names may hold bytes that are not UTF-8, or control characters."""
+    text = name.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+@dataclass
+class Skip:
+    """How often one reason occurred, and where it occurred first."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, where: str, count: int = 1) -> None:
+        self.count += count
+        if where and len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(where)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "examples": self.examples}
+
+
+@dataclass
+class FileReport:
+    """One input file (or one streamed data set). `bytes` are UTF-8 bytes of the text taken, `tokens` include eos."""
+
+    name: str
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    skipped: dict[str, Skip] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.name = display_name(self.name)
+
+    def take(self, n_bytes: int) -> None:
+        """Counts one document that was read."""
+        self.documents += 1
+        self.bytes += n_bytes
+
+    def skip(self, reason: str, where: str = "") -> None:
+        """Counts one document, line or file that was not read; `where` is its place inside this file."""
+        self.skipped.setdefault(reason, Skip()).add(display_name(where))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "tokens": self.tokens,
+            "skipped": {reason: skip.as_dict() for reason, skip in self.skipped.items()},
+        }
+
+
+@dataclass
+class SourceReport:
+    """One argument of the command line: a folder, a file, the standard library or a Hugging Face data set."""
+
+    name: str
+    files: list[FileReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.name = display_name(self.name)
+
+    def file(self, name: str) -> FileReport:
+        """Opens the entry of one file."""
+        self.files.append(FileReport(name))
+        return self.files[-1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sums over this source's files; `files` counts those that gave at least one document."""
+        return {
+            "name": self.name,
+            "files": sum(entry.documents > 0 for entry in self.files),
+            "documents": sum(entry.documents for entry in self.files),
+            "bytes": sum(entry.bytes for entry in self.files),
+            "tokens": sum(entry.tokens for entry in self.files),
+            "skipped": merge_skips(self.files),
+        }
+
+
+@dataclass
+class Report:
+    """The whole of one pass over the sources. `consumed` counts bytes of input passed by, for a progress bar."""
+
+    sources: list[SourceReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    consumed: int = 0
+
+    def source(self, name: str) -> SourceReport:
+        """Opens the entry of one source."""
+        self.sources.append(SourceReport(name))
+        return self.sources[-1]
+
+    def summary(self) -> dict[str, Any]:
+        """Sums per source, small enough for `store.json`."""
+        return {"sources": [source.as_dict() for source in self.sources], "notes": self.notes}
+
+    def details(self) -> dict[str, Any]:
+        """Every file by name, for `report.json`."""
+        return {source.name: [entry.as_dict() for entry in source.files] for source in self.sources}
+
+    def skipped_in_words(self) -> str:
+        """For an error line: `3 skipped: 2 empty (a.txt), 1 binary, holds NUL bytes (b.dat: byte 9)`."""
+        skips = merge_skips(entry for source in self.sources for entry in source.files)
+        if not skips:
+            return "nothing was found to read"
+        reasons = ", ".join(
+            f"{skip['count']} {reason}" + (f" ({skip['examples'][0]})" if skip["examples"] else "")
+            for reason, skip in skips.items()
+        )
+        return f"{sum(skip['count'] for skip in skips.values())} skipped: {reasons}"
+
+
+def merge_skips(entries: Iterable[FileReport]) -> dict[str, dict[str, Any]]:
+    """The skips of many files by reason; every example gains the name of its file."""
+    merged: dict[str, Skip] = {}
+    for entry in entries:
+        for reason, skip in entry.skipped.items():
+            total = merged.setdefault(reason, Skip())
+            places = [f"{entry.name}: {where}" for where in skip.examples] or [entry.name]
+            total.add(places[0], skip.count)
+            for place in places[1:]:
+                total.add(place, 0)
+    return {reason: skip.as_dict() for reason, skip in merged.items()}

@@ -1,0 +1,173 @@
+"""What a preparation reads: files and folders, the standard library, a Hugging Face data set.
+
+A source lists itself when it is made (so a missing file stops the run before any work) and can be read more than once:
+`documents(report)` yields its documents in a fixed order and writes what it took and skipped into the report.
+"""
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from boost.data.readers import Document, Unreadable, read_file
+from boost.data.report import Report, SourceReport
+from boost.data.store import STORE_FILE
+from boost.data.writer import is_leftover
+from boost.errors import DataError
+
+
+class Source(Protocol):
+    """One thing to read. `size` is bytes on disk, or None when it is streamed."""
+
+    name: str
+    size: int | None
+
+    def documents(self, report: Report) -> Iterator[Document]:
+        """Yields the documents in a fixed order, each recorded in the report. Raises `DataError`."""
+        ...
+
+    def fingerprint(self) -> list[Any]:
+        """What identifies the input without reading it, as JSON values: names, sizes and times of files."""
+        ...
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read. `explicit` files were named by the user, so failing to read one ends the run."""
+
+    path: Path
+    key: str
+    explicit: bool
+    size: int = 0
+    mtime_ns: int = 0
+    refused: str = ""
+
+
+@dataclass
+class Seen:
+    """What earlier inputs of the same command line have taken: real paths, and document keys."""
+
+    paths: set[str] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
+
+    def unique_key(self, key: str) -> str:
+        """The key, with a number when another input has it: two documents of one key would share their split."""
+        number, candidate = 2, key
+        while candidate in self.keys:
+            number, candidate = number + 1, f"{key}#{number}"
+        self.keys.add(candidate)
+        return candidate
+
+
+class FilesSource:
+    """One path of the command line: a file, or a folder that is walked in sorted order.
+
+    Hidden files and folders are passed over and reported. Symbolic links to folders are not followed, and a file that
+    can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus keeps its split.
+    """
+
+    def __init__(self, path: str | Path, text_field: str = "text", seen: Seen | None = None) -> None:
+        self.path, self.name, self.text_field = Path(path), str(path), text_field
+        self._passed_over: list[tuple[str, str]] = []
+        self._seen = seen or Seen()
+        if not self.path.exists():
+            raise DataError(
+                f"{path}: no such file or folder; check the spelling, or use --stdlib for a built-in corpus"
+            )
+        if self.path.is_dir():
+            self.files = [self._input(found, explicit=False) for found in self._walk()]
+        else:
+            self.files = [self._input(self.path, explicit=True)]
+        self.size: int | None = sum(file.size for file in self.files)
+
+    def _walk(self) -> Iterator[Path]:
+        def unreadable(error: OSError) -> None:
+            raise DataError(f"{error.filename}: {error.strerror}; make the folder readable or leave it out")
+
+        for folder, folders, names in os.walk(self.path, onerror=unreadable):
+            if {STORE_FILE, "train.tokens"} <= set(names):
+                # Else a store inside its own input would be new input to the next run.
+                self._pass_over(folder, "a token store")
+                folders.clear()
+                continue
+            for name in sorted((*folders, *names)):
+                if name.startswith("."):
+                    self._pass_over(os.path.join(folder, name), "hidden")
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and not is_leftover(name))
+            yield from (
+                Path(folder, name) for name in sorted(names) if not name.startswith(".") and not is_leftover(name)
+            )
+
+    def _pass_over(self, path: str, reason: str) -> None:
+        self._passed_over.append((os.path.relpath(path, self.path), reason))
+
+    def _input(self, path: Path, explicit: bool) -> InputFile:
+        key = path.name if explicit else path.relative_to(self.path).as_posix()
+        try:
+            found = path.stat()
+        except OSError as error:
+            return InputFile(path, key, explicit, refused=f"cannot be opened: {error.strerror}")
+        if not stat.S_ISREG(found.st_mode):
+            return InputFile(path, key, explicit, refused="not a regular file")
+        real = os.path.realpath(path)
+        if real in self._seen.paths:
+            return InputFile(path, key, False, refused="already read under another name")
+        self._seen.paths.add(real)
+        return InputFile(path, self._seen.unique_key(key), explicit, found.st_size, found.st_mtime_ns)
+
+    def documents(self, report: Report) -> Iterator[Document]:
+        section = report.source(self.name)
+        for name, reason in self._passed_over:
+            section.file(name).skip(reason)
+        for file in self.files:
+            yield from self._read(file, section, report)
+
+    def _read(self, file: InputFile, section: SourceReport, report: Report) -> Iterator[Document]:
+        entry = section.file(file.key)
+        try:
+            if file.refused:
+                raise Unreadable(file.refused)
+            if file.size == 0:
+                entry.skip("empty")
+                return
+            try:
+                yield from read_file(file.path, file.key, self.text_field, entry, report)
+            except OSError as error:
+                raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+        except Unreadable as trouble:
+            if file.explicit:
+                where = f" at {trouble.where}" if trouble.where else ""
+                raise DataError(f"{file.path}: {trouble.reason}{where}; {trouble.fix}") from trouble
+            entry.skip(trouble.reason, trouble.where)
+
+    def fingerprint(self) -> list[Any]:
+        return [[file.key, file.size, file.mtime_ns] for file in self.files]
+
+
+def open_sources(
+    inputs: Sequence[str | Path] = (),
+    *,
+    stdlib: bool = False,
+    hf: str | None = None,
+    hf_split: str = "train",
+    text_field: str = "text",
+) -> list[Source]:
+    """The sources of one command line, in the order stdlib, paths, data set. Raises `DataError` when there is none."""
+    sources: list[Source] = []
+    if stdlib:
+        from boost.data.stdlib import StdlibSource
+
+        sources.append(StdlibSource())
+    seen = Seen()
+    sources += [FilesSource(path, text_field, seen) for path in inputs]
+    if hf is not None:
+        from boost.data.hub import HubSource
+
+        sources.append(HubSource(hf, hf_split, text_field))
+    if not sources:
+        raise DataError(
+            "no input given; name text, JSONL or Parquet files, --hf NAME, or --stdlib for a built-in corpus"
+        )
+    return sources

@@ -1,0 +1,214 @@
+"""The token store: what `boost prepare` writes and training reads through memory maps.
+
+    STORE/store.json           what it holds: format, tokenizer, sizes, input fingerprint, options, report
+    STORE/report.json          the report file by file
+    STORE/tokenizer.json       the Hugging Face tokenizer
+    STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents one after another
+    STORE/train.documents      little-endian int64, n_documents + 1 offsets into the tokens, from 0 to n_tokens
+    STORE/heldout.tokens, STORE/heldout.documents
+
+Every document ends with the end-of-document token. A store appears under its name only when it is complete.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
+from boost.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FORMAT = 1
+SPLITS = ("train", "heldout")
+STORE_FILE, REPORT_FILE, TOKENIZER_FILE = "store.json", "report.json", "tokenizer.json"
+OFFSET_DTYPE = np.dtype("<i8")
+_CHUNK = 1 << 22
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype on disk of token ids below `vocab_size`."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a store: `tokens` [n_tokens] (uint16 or uint32) and `documents` [n_documents + 1] (int64), mapped.
+
+    `n_bytes` is the UTF-8 length of the text the tokens came from, without end-of-document tokens.
+    """
+
+    name: str
+    path: Path
+    tokens: npt.NDArray[Any]
+    documents: npt.NDArray[np.int64]
+    n_bytes: int
+    vocab_size: int
+    eos: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.documents) - 1
+
+    def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Tokens [length] from `start`, copied to int64. Raises IndexError beyond the split's ends."""
+        self._check(start, length)
+        return np.asarray(self.tokens[start : start + length], dtype=np.int64)
+
+    def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
+        """For each of `length` positions from `start`, its document counted from the window's first, int32 [length]."""
+        self._check(start, length)
+        first = int(np.searchsorted(self.documents, start, side="right"))
+        last = int(np.searchsorted(self.documents, start + length, side="left"))
+        begins = np.asarray(self.documents[first:last]) - start
+        return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
+
+    def _check(self, start: int, length: int) -> None:
+        if start < 0 or length < 0 or start + length > self.n_tokens:
+            raise IndexError(f"tokens {start}..{start + length} of split {self.name!r}, which has {self.n_tokens}")
+
+    def token_counts(self) -> npt.NDArray[np.int64]:
+        """How often each token occurs, int64 [vocab_size]; reads the whole split in pieces."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for start in range(0, self.n_tokens, _CHUNK):
+            counts += np.bincount(self.tokens[start : start + _CHUNK], minlength=self.vocab_size)
+        return counts
+
+    def unigram_entropy(self) -> float:
+        """Entropy of the split's own token frequencies, in nats per token: the loss of knowing frequencies only."""
+        counts = self.token_counts()
+        share = counts[counts > 0] / self.n_tokens
+        return float(-(share * np.log(share)).sum())
+
+
+class TokenStore:
+    """A finished token store, opened read-only with `TokenStore.open`."""
+
+    def __init__(self, path: Path, meta: dict[str, Any], tokenizer_json: str) -> None:
+        self.path, self.meta, self._tokenizer_json = path, meta, tokenizer_json
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TokenStore":
+        """Opens and checks a store. Raises `DataError` when it is missing, unfinished, damaged or of another format."""
+        path = Path(path)
+        meta = read_meta(path)
+        if meta["format"] != FORMAT:
+            raise _damaged(path, f"has format {meta['format']}, this version of boost reads {FORMAT}")
+        try:
+            tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
+            fingerprint = tokenizer_fingerprint(tokenizer_json)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, f"{TOKENIZER_FILE} cannot be read ({error})") from error
+        if fingerprint != meta["tokenizer_fingerprint"]:
+            raise _damaged(path, f"{TOKENIZER_FILE} is not the tokenizer that made the tokens")
+        store = cls(path, meta, tokenizer_json)
+        for name in SPLITS:
+            store._check_files(name)
+        return store
+
+    def _check_files(self, name: str) -> None:
+        sizes = self.meta["splits"][name]
+        expected = {
+            f"{name}.tokens": sizes["tokens"] * np.dtype(self.meta["dtype"]).itemsize,
+            f"{name}.documents": (sizes["documents"] + 1) * OFFSET_DTYPE.itemsize,
+        }
+        for file, size in expected.items():
+            found = (self.path / file).stat().st_size if (self.path / file).is_file() else None
+            if found is None:
+                raise _damaged(self.path, f"{file} is missing")
+            if found != size:
+                raise _damaged(self.path, f"{file} has {found} bytes, {STORE_FILE} says {size}")
+        offsets = self.split(name).documents
+        if offsets[0] != 0 or offsets[-1] != sizes["tokens"]:
+            raise _damaged(self.path, f"{name}.documents does not span the {sizes['tokens']} tokens")
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; a model's `vocab_size` must be at least this."""
+        return int(self.meta["vocab_size"])
+
+    @property
+    def eos(self) -> int:
+        """Id of the token that ends every document."""
+        return int(self.meta["eos"]["id"])
+
+    @property
+    def fingerprint(self) -> str:
+        """The tokenizer's fingerprint, to be kept with a model trained on this store."""
+        return str(self.meta["tokenizer_fingerprint"])
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What was read and skipped, per source."""
+        return dict(self.meta["report"])
+
+    @cached_property
+    def _tokenizer(self) -> "Tokenizer":
+        return parse_tokenizer(self._tokenizer_json)
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of this store; see `load_tokenizer` for how it encodes."""
+        return self._tokenizer
+
+    def require_tokenizer(self, fingerprint: str, owner: str) -> None:
+        """Raises `DataError` unless the store was made by that tokenizer; `owner` names who asks, as a checkpoint."""
+        if fingerprint != self.fingerprint:
+            raise DataError(
+                f"{self.path}: its tokenizer ({self.fingerprint[:12]}) is not the one of {owner} ({fingerprint[:12]}); "
+                f"prepare the corpus with that tokenizer: boost prepare INPUT --out OTHER --tokenizer PATH"
+            )
+
+    def split(self, name: str) -> Split:
+        """The split `train` or `heldout`, mapped into memory."""
+        sizes = self.meta["splits"][name]
+        return Split(
+            name=name,
+            path=self.path,
+            tokens=np.memmap(self.path / f"{name}.tokens", dtype=np.dtype(self.meta["dtype"]), mode="r"),
+            documents=np.memmap(self.path / f"{name}.documents", dtype=OFFSET_DTYPE, mode="r"),
+            n_bytes=int(sizes["bytes"]),
+            vocab_size=self.vocab_size,
+            eos=self.eos,
+        )
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The content of `store.json`. Raises `DataError` when there is no finished store or the file is damaged."""
+    if not path.exists():
+        raise DataError(f"{path}: no token store here; make it with: boost prepare --stdlib --out {path}")
+    if not (path / STORE_FILE).is_file():
+        raise DataError(f"{path}: not a token store (no {STORE_FILE}); make one with: boost prepare INPUT --out STORE")
+    try:
+        meta = json.loads((path / STORE_FILE).read_text(encoding="utf-8"))
+        _check_shape(meta)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
+    return dict(meta)
+
+
+def _check_shape(meta: Any) -> None:
+    """Touches every field that is used later, so that a damaged file is found here and not in a training run."""
+    if meta["format"] != FORMAT:
+        return
+    for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
+        meta[key]
+    vocab_size = int(meta["vocab_size"])
+    if meta["dtype"] != token_dtype(vocab_size).str or not 0 <= int(meta["eos"]["id"]) < vocab_size:
+        raise ValueError("dtype, vocab_size and eos do not fit each other")
+    for name in SPLITS:
+        if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes")) < 1:
+            raise ValueError(f"split {name} is empty")
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"{path}: {what}; rebuild it with: boost prepare INPUT --out {path} --overwrite")

@@ -1,0 +1,148 @@
+"""Tokenizers: train a byte-level BPE, or load any Hugging Face tokenizer, and find its end-of-document token."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+# All 256 bytes and the end-of-document token: the smallest byte-level vocabulary that loses nothing.
+MIN_VOCAB = 257
+# In the order of preference: several tokenizers hold more than one of them.
+EOS_GUESSES = (
+    END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end|>", "<|im_end|>", "[EOS]", "[SEP]",
+)  # fmt: skip
+
+
+def parse_training(spec: str) -> int | None:
+    """The vocabulary size of `train:SIZE`, or None when the spec names an existing tokenizer. Raises `DataError`."""
+    if not spec.startswith("train:"):
+        return None
+    size = spec.removeprefix("train:")
+    if not size.isdecimal() or not MIN_VOCAB <= int(size) <= 1 << 24:
+        raise DataError(f"--tokenizer {spec}: the size must be a number from {MIN_VOCAB} up, as in train:4096")
+    return int(size)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEXT) -> "Tokenizer":
+    """Trains a byte-level BPE: `eos` has id 0, all 256 bytes follow, then merges seen at least twice.
+
+    The same texts in the same order give the same tokenizer. It has `vocab_size` entries, or fewer when the texts are
+    too small to hold that many merges; `vocabulary_size` tells. No byte sequence is unknown to it.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[eos],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _as_plain_encoder(tokenizer)
+
+
+def load_tokenizer(spec: str | Path) -> "Tokenizer":
+    """Loads `tokenizer.json`, a folder that holds one, or a tokenizer of the Hugging Face hub by name.
+
+    Encoding with it adds no special token, cuts nothing and pads nothing, and text that spells a special token is
+    encoded as ordinary text, so a document cannot forge a document boundary. Raises `DataError`.
+    """
+    from tokenizers import Tokenizer
+
+    path = Path(spec)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise DataError(f"{spec}: holds no tokenizer.json; save the tokenizer with Hugging Face 'save_pretrained'")
+    if path.is_file():
+        try:
+            return _as_plain_encoder(Tokenizer.from_file(str(path)))
+        except Exception as error:
+            # The Rust side raises plain Exception for whatever it cannot parse.
+            raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
+    if str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
+        raise DataError(f"--tokenizer {spec}: no such file; give a tokenizer.json, a hub name, or train:4096")
+    return _from_hub(str(spec))
+
+
+def _from_hub(name: str) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    from boost.data.hub import quiet_hub
+
+    try:
+        with quiet_hub():
+            return _as_plain_encoder(Tokenizer.from_pretrained(name))
+    except Exception as error:
+        raise DataError(
+            f"--tokenizer {name}: neither a file here nor reachable on the Hugging Face hub "
+            f"({type(error).__name__}: {_first_line(error)}); check the name and the network, or use train:4096"
+        ) from error
+
+
+def parse_tokenizer(text: str) -> "Tokenizer":
+    """A tokenizer from the text of its `tokenizer.json`, set up as `load_tokenizer` does."""
+    from tokenizers import Tokenizer
+
+    return _as_plain_encoder(Tokenizer.from_str(text))
+
+
+def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
+    # BERT-like files carry a truncation to 512 tokens, which would silently lose text.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: "Tokenizer") -> int:
+    """One more than the largest token id, which a model's `vocab_size` must cover; some vocabularies have holes."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def find_eos(tokenizer: "Tokenizer", eos: str | None = None, folder: str | Path | None = None) -> tuple[str, int]:
+    """The end-of-document token and its id: `eos` if given, else what `folder` or custom says. Raises `DataError`."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if eos is not None:
+        if eos not in vocabulary:
+            raise DataError(f"--eos {eos}: not a token of this tokenizer; give one of its {len(vocabulary)} tokens")
+        return eos, vocabulary[eos]
+    for guess in (_configured_eos(folder), *EOS_GUESSES):
+        if guess in vocabulary:
+            return guess, vocabulary[guess]
+    raise DataError("the tokenizer has no end-of-document token that is known; name one of its tokens with --eos TOKEN")
+
+
+def _configured_eos(folder: str | Path | None) -> str:
+    """The eos_token of a `tokenizer_config.json` beside the tokenizer, or an empty string."""
+    file = Path(folder or os.devnull, "tokenizer_config.json")
+    try:
+        token: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def tokenizer_fingerprint(tokenizer: "Tokenizer | str") -> str:
+    """sha256 (hex) of the tokenizer's JSON with sorted keys and no spaces; takes the text of its file as well."""
+    text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
+    canonical = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

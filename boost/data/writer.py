@@ -1,0 +1,164 @@
+"""Writing a token store so that a reader sees the old one, or the new one complete, or none.
+
+All writing goes to `STORE.boost-tmp` beside the store; the last act is a rename. `STORE.boost-lock` is locked
+meanwhile, so whatever `.boost-tmp` or `.boost-old` the holder of the lock finds was left by a process that is gone.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE
+from boost.errors import DataError, StorageError
+
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def sibling(store: Path, suffix: str) -> Path:
+    """`STORE.boost-tmp`, `-old` or `-lock`: names that nobody else gives to a folder, since leftovers are deleted."""
+    return store.with_name(f"{store.name}.boost-{suffix}")
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder name is one that `sibling` makes."""
+    return name.endswith((".boost-tmp", ".boost-old", ".boost-lock"))
+
+
+@contextmanager
+def locked(store: Path) -> Iterator[None]:
+    """Holds the store's lock and settles what an interrupted run left. Raises `DataError` if another holds it."""
+    store.parent.mkdir(parents=True, exist_ok=True)
+    lock = sibling(store, "lock")
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise DataError(f"{store}: another 'boost prepare' is writing it; wait or choose another --out") from error
+        # The previous holder may have unlinked the file between our open and our lock; then the lock is of no name.
+        if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+            break
+        os.close(descriptor)
+    try:
+        _recover(store)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _recover(store: Path) -> None:
+    """Removes an unfinished store, and puts back an old one whose replacement was cut between its two renames."""
+    old = sibling(store, "old")
+    if old.exists():
+        if (store / STORE_FILE).exists():
+            shutil.rmtree(old)
+        elif not store.exists():
+            os.rename(old, store)
+    shutil.rmtree(sibling(store, "tmp"), ignore_errors=True)
+
+
+@contextmanager
+def new_store(store: Path) -> Iterator[Path]:
+    """Yields an empty folder; on leaving without an error it becomes `store`, replacing an older one. Hold `locked`.
+
+    On any error the folder is removed and an existing store is as it was. Raises `StorageError` when the disk is full.
+    """
+    folder = sibling(store, "tmp")
+    try:
+        folder.mkdir()
+        yield folder
+        _sync(folder)
+        old = sibling(store, "old")
+        if store.exists():
+            os.rename(store, old)
+        try:
+            os.rename(folder, store)
+        except OSError:
+            if old.exists():
+                os.rename(old, store)
+            raise
+        _sync_one(store.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise StorageError(
+                f"{store}: {os.strerror(error.errno)} while writing; nothing was changed; "
+                f"free some space or choose another --out"
+            ) from error
+        raise
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.iterdir():
+        _sync_one(file)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class TokenWriter:
+    """Appends encoded text to the files of a folder. A context manager; `finish` writes the rest and `store.json`."""
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int) -> None:
+        self.folder, self.dtype, self.eos = folder, dtype, eos
+        self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0} for name in SPLITS}
+        self._files = ExitStack()
+        # Unbuffered: a full disk must be met by the write, not again by every close.
+        self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
+        self._documents = {name: self._create(f"{name}.documents") for name in SPLITS}
+        for file in self._documents.values():
+            write_all(file, bytes(OFFSET_DTYPE.itemsize))
+
+    def _create(self, name: str) -> Any:
+        return self._files.enter_context(open(self.folder / name, "xb", buffering=0))
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def append(self, split: str, ids: npt.ArrayLike, n_bytes: int, end: bool) -> None:
+        """Appends tokens to the split's last document; `end` closes the document with the eos token."""
+        tokens = np.asarray(ids, dtype=self.dtype)
+        if end:
+            tokens = np.append(tokens, self.dtype.type(self.eos))
+        write_all(self._tokens[split], tokens.tobytes())
+        sizes = self.sizes[split]
+        sizes["tokens"] += len(tokens)
+        sizes["bytes"] += n_bytes
+        if end:
+            sizes["documents"] += 1
+            write_all(self._documents[split], np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes())
+
+    def finish(self, tokenizer_json: str, meta: dict[str, Any], details: dict[str, Any]) -> None:
+        """Writes the tokenizer, the detailed report and, last, `store.json` with `meta` and the sizes."""
+        (self.folder / TOKENIZER_FILE).write_text(tokenizer_json, encoding="utf-8")
+        (self.folder / REPORT_FILE).write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
+        content = {**meta, "dtype": self.dtype.str, "splits": self.sizes}
+        (self.folder / STORE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_all(file: Any, data: bytes) -> None:
+    """Writes all of the data to an unbuffered file, which may take it in parts. Raises OSError as `write` does."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

@@ -1,0 +1,83 @@
+"""Rotary causal attention over the heads that this process holds.
+
+Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads held here, E width of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens that one block has seen, [B, K, capacity, E]; grown in place while generating."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+    def append(self, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores new tokens behind the old ones and returns all of them."""
+        end = self.length + k_BKSE.shape[2]
+        self.keys[:, :, self.length : end] = k_BKSE
+        self.values[:, :, self.length : end] = v_BKSE
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What attention needs to know of a micro-batch, the same for every block."""
+
+    batch: int
+    """B."""
+    cos: Tensor
+    """[S, E], of the tokens' positions, in the activations' dtype."""
+    sin: Tensor
+    mask: Tensor | None = None
+    """[B, 1, S, S], true where a token may look; None: causal within the sequence."""
+    caches: tuple[KVCache, ...] = ()
+    """One a block while generating, else empty."""
+
+
+def make_context(
+    batch: int, positions_S: Tensor, head_dim: int, theta: float, dtype: torch.dtype, document_ids_BS: Tensor | None = None
+) -> Context:
+    """The context of a micro-batch; with document ids, tokens attend to earlier tokens of their own document only.
+
+    Angles are computed in fp32 (fp64 for fp64 activations) whatever `dtype` is. Rotary positions are relative, so documents
+    need no positions of their own.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=wide) / head_dim)
+    angles = torch.outer(positions_S.to(wide), frequencies).repeat(1, 2)
+    mask = None
+    if document_ids_BS is not None:
+        length = document_ids_BS.shape[1]
+        same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
+        mask = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+    return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), mask)
+
+
+def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Rotary embedding in the rotate-half form (the two halves of a head are its pairs)."""
+    first, second = x_BHSE.chunk(2, dim=-1)
+    return x_BHSE * cos_SE + torch.cat((-second, first), dim=-1) * sin_SE
+
+
+def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Context, layer: int) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v for every head held here: [T, H * E], [T, K * E] twice -> [T, H * E]."""
+    q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
+    q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+    first = True
+    if context.caches:
+        first = context.caches[layer].length == 0
+        k, v = context.caches[layer].append(k, v)
+    assert first or q.shape[2] == 1, "a cache that is not empty takes one token at a time"
+    causal = first and context.mask is None
+    a = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return a.transpose(1, 2).reshape(q_TO.shape)

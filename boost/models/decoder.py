@@ -1,0 +1,96 @@
+"""The decoder, written once. It knows the mathematics of LLaMA; how it is cut over processes is the layout's affair.
+
+Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in whatever shape the layout gives it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from boost.config import architecture
+from boost.config.architecture import Parameter
+from boost.config.schema import ModelConfig
+from boost.models.attention import Context, KVCache, attend, make_context
+from boost.models.group import Group
+from boost.models.interface import Latents, Layout
+from boost.models.stored import Stored
+
+
+class Block(Stored):
+    """Attention and gated MLP, each: enter the wide side, do the local work, leave it again."""
+
+    def __init__(self, model: ModelConfig, layer: int, layout: Layout) -> None:
+        super().__init__()
+        self.layer, self.layout = layer, layout
+        self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
+        prefix = f"layers.{layer}"
+        for norm in ("attn_norm", "mlp_norm"):
+            self.store(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
+        shapes = architecture.groups(model)
+        self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, prefix, layout) for shape in shapes)
+
+    def forward(self, x: Tensor, carried: Latents, context: Context) -> tuple[Tensor, Latents]:
+        """The residual stream after this block, and the latents that cross to the next one."""
+        layout = self.layout
+        (q, k, v), carried = layout.enter(x, self.attn_norm, self.qkv, carried)
+        a = attend(q, k, v, self.head_dim, context, self.layer)
+        update, carried = layout.leave(a, self.o, carried)
+        x = x + update
+        (gate, up), carried = layout.enter(x, self.mlp_norm, self.gate_up, carried)
+        m = (F.silu(gate) if self.mlp_silu else gate) * up
+        update, carried = layout.leave(m, self.down, carried)
+        return x + update, carried
+
+
+class Decoder(Stored):
+    """Embedding, blocks, final norm and head under one layout. Weights are uninitialised until `init.initialize`."""
+
+    def __init__(self, model: ModelConfig, layout: Layout, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.model, self.layout, self.compute_dtype = model, layout, compute_dtype
+        self.store("embed", (architecture.embedding(model),), layout)
+        self.blocks = nn.ModuleList(Block(model, layer, layout) for layer in range(model.layers))
+        self.store("final_norm", (architecture.final_norm(model),), layout)
+        self.store("head", (architecture.head(model),), layout)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+        """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider.
+
+        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only.
+        """
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        context = self._context(tokens_BS, positions_S, document_ids_BS)
+        x = self._residual(tokens_BS, context)
+        return self.layout.loss(x, self.final_norm, self.head, targets_BS.reshape(-1))
+
+    @torch.no_grad()
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
+        """Logits [B, V] of the token after the last of `tokens_BS`, which follow those already in the caches."""
+        batch, length = tokens_BS.shape
+        positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
+        context = self._context(tokens_BS, positions_S)
+        x = self._residual(tokens_BS, Context(batch, context.cos, context.sin, caches=caches))
+        return self.layout.logits(x, self.final_norm, self.head).view(batch, length, -1)[:, -1]
+
+    def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
+        """Empty caches for `batch` sequences of up to `capacity` tokens, one a block, for the heads held here."""
+        shape = (batch, self.model.kv_heads // self.layout.size, capacity, self.model.head_dim)
+        device = self.embed.device
+
+        def empty() -> Tensor:
+            return torch.empty(shape, dtype=self.compute_dtype, device=device)
+
+        return tuple(KVCache(empty(), empty()) for _ in self.blocks)
+
+    def _context(self, tokens_BS: Tensor, positions_S: Tensor, document_ids_BS: Tensor | None = None) -> Context:
+        model = self.model
+        return make_context(
+            tokens_BS.shape[0], positions_S, model.head_dim, model.rope_theta, self.compute_dtype, document_ids_BS
+        )
+
+    def _residual(self, tokens_BS: Tensor, context: Context) -> Tensor:
+        x = self.layout.embed(tokens_BS.reshape(-1), self.embed).to(self.compute_dtype)
+        carried: Latents = ()
+        for block in self.blocks:
+            x, carried = block(x, carried, context)
+        return x

@@ -1,0 +1,61 @@
+"""Storage of parameters: one tensor may hold several mathematical parameters, stacked along dim 0 for one GEMM."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from boost.config.architecture import Parameter
+from boost.models.interface import Cut, Layout, local_shape
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows `start : start + rows` of a stored tensor that are this process's part of one parameter."""
+
+    parameter: Parameter
+    start: int
+    rows: int
+
+    def view(self, stored: Tensor) -> Tensor:
+        """The part of a stored tensor, or of anything of its shape (gradient, moments), as a view."""
+        return stored.narrow(0, self.start, self.rows)
+
+
+class Stored(nn.Module):
+    """A module that knows which parameters its tensors hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, tuple[Part, ...]] = {}
+        self.cuts: dict[str, Cut] = {}
+
+    def store(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
+        """Makes the tensor `attribute` for parameters of one role, uninitialised."""
+        role = parameters[0].role
+        assert all(parameter.role == role for parameter in parameters), "one stored tensor, one role"
+        shapes = [local_shape(parameter, layout) for parameter in parameters]
+        parts, start = [], 0
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            parts.append(Part(parameter, start, shape[0]))
+            start += shape[0]
+        self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
+        self.parts[attribute], self.cuts[attribute] = tuple(parts), layout.cut(role)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One stored tensor of a model with what it holds."""
+
+    tensor: nn.Parameter
+    parts: tuple[Part, ...]
+    cut: Cut
+
+
+def storages(model: nn.Module) -> Iterator[Storage]:
+    """Every stored tensor of a model, in a fixed order."""
+    for module in model.modules():
+        if isinstance(module, Stored):
+            for attribute, parts in module.parts.items():
+                yield Storage(getattr(module, attribute), parts, module.cuts[attribute])

@@ -1,0 +1,123 @@
+"""The processes of a run as one mesh (pp, dp, tp), TP innermost so that it stays inside a node."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
+
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This process's place on one axis of the mesh. `group` is None where the axis has one process: nothing is sent."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands. A run of one process has no process group at all."""
+
+    device: torch.device
+    tp: Axis = Axis()
+    dp: Axis = Axis()
+    rank: int = 0
+    size: int = 1
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the run."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits for every process of the run."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def world_size() -> int:
+    """Number of processes that torchrun (or our launcher) started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_rank() -> int:
+    """This process's number in the whole run; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of this process for `run.device`. Raises ConfigError if a GPU is asked for and missing."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = 'cuda', but torch sees no GPU; the nearest legal value is 'cpu'")
+    if device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local process {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; "
+            "start as many processes as GPUs, or set run.device = 'cpu'"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600) -> Mesh:
+    """Joins the process group of this run (none for one process) and returns this process's place in it.
+
+    Raises ConfigError if the number of processes is not tp x pp x dp.
+    """
+    size = world_size()
+    if size != parallel.world_size:
+        raise ConfigError(
+            f"{size} processes were started, but parallel.tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp} "
+            f"= {parallel.world_size}; start {parallel.world_size}"
+        )
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if size == 1:
+        return Mesh(chosen)
+    if not dist.is_initialized():
+        _join(chosen, timeout_s)
+    return mesh_of(parallel, chosen)
+
+
+def mesh_of(parallel: ParallelConfig, device: torch.device) -> Mesh:
+    """This process's place, in a process group that exists already."""
+    device_mesh = init_device_mesh(device.type, (parallel.pp, parallel.dp, parallel.tp), mesh_dim_names=AXES)
+
+    def axis(name: str) -> Axis:
+        size = device_mesh[name].size()
+        return Axis(device_mesh.get_local_rank(name), size, device_mesh.get_group(name) if size > 1 else None)
+
+    return Mesh(device, axis("tp"), axis("dp"), dist.get_rank(), dist.get_world_size(), device_mesh)
+
+
+def close_mesh() -> None:
+    """Leaves the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(device: torch.device, timeout_s: int) -> None:
+    """Gloo on CPU, NCCL on GPUs (with gloo beside it where CPU tensors are sent).
+
+    After an elastic restart the shared store still holds the addresses of the attempt before: each attempt has a prefix of
+    its own, without which gloo connects to processes that are gone.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"attempt{attempt}", store), rank=rank, world_size=size, timeout=timeout
+    )

@@ -1,0 +1,113 @@
+"""RMSNorm across shards of the hidden dimension.
+
+Legend: T tokens, D = d/p hidden width held here, R latent width. The statistic s = sum of x^2 over the whole width commutes
+with the linear map behind the norm, A (gamma * x) / sqrt(s/d + eps), so its terms can travel with the partial sums A x.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boost.config.traffic import STATISTIC_TERMS
+from boost.parallel.collectives import all_reduce
+from boost.parallel.mesh import Axis
+
+def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics are kept in fp32, or in fp64 for fp64 activations."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
+    """1 / sqrt(s/d + eps), [T, 1], in the statistic's dtype."""
+    return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
+
+
+def scale(x: Tensor, c_T1: Tensor) -> Tensor:
+    """x * c, rounded to x's dtype once."""
+    return (x * c_T1).to(x.dtype)
+
+
+class _SumOfSquares(torch.autograd.Function):
+    """forward: [T, D] -> s = sum_j x_j^2, [T], fp32 or wider; dgrad: dx = 2 x ds. No collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD)
+        return _sum_of_squares(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, ds_T: Tensor) -> Tensor:
+        (x_TD,) = ctx.saved_tensors
+        return x_TD * (2 * ds_T).to(x_TD.dtype).unsqueeze(-1)
+
+
+class _ProjectAndMeasure(torch.autograd.Function):
+    """forward: x [T, D], A [R, D] -> u = x A^T [T, R] and s = sum_j x_j^2 [T];
+    dgrad: dx = du A + 2 x ds; wgrad: dA = du^T x. No collective. One pass over x less than two separate functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_TD, a_RD)
+        return x_TD @ a_RD.t(), _sum_of_squares(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, du_TR: Tensor, ds_T: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD, a_RD = ctx.saved_tensors
+        dx_TD = (du_TR @ a_RD).addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
+        return dx_TD, du_TR.t() @ x_TD
+
+
+class _SumWithStatistic(torch.autograd.Function):
+    """forward: (u, s) = sum over processes of (u_i, s_i) in ONE all-reduce; dgrad: identity for both, no collective.
+
+    The payload is flat: u's elements, then s. In fp32 and fp64, s is T more elements. In bf16 a sum of rounded statistics
+    would lose what fp32 had, so each process writes its s_i into a slot of its own as three bf16 terms that hold all 24
+    bits; the others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, u_TR: Tensor, s_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+        if u_TR.dtype == s_T.dtype:
+            statistic = s_T
+        else:
+            statistic = _split_exactly(s_T, u_TR.dtype, axis)
+        flat = all_reduce(torch.cat((u_TR.reshape(-1), statistic)), axis)
+        u_sum, statistic_sum = flat.split((u_TR.numel(), statistic.numel()))
+        if u_TR.dtype != s_T.dtype:
+            statistic_sum = statistic_sum.view(-1, s_T.numel()).to(s_T.dtype).sum(0)
+        return u_sum.view_as(u_TR), statistic_sum
+
+    @staticmethod
+    def backward(ctx: Any, du_TR: Tensor, ds_T: Tensor) -> tuple[Tensor, Tensor, None]:
+        return du_TR, ds_T, None
+
+
+def sum_of_squares(x_TD: Tensor) -> Tensor:
+    """Differentiable sum of x^2 over the local width, [T], fp32 or wider."""
+    return _SumOfSquares.apply(x_TD)
+
+
+def project_and_measure(x_TD: Tensor, a_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """Differentiable (x A^T, sum of x^2) over the local width."""
+    return _ProjectAndMeasure.apply(x_TD, a_RD)
+
+
+def sum_with_statistic(u_TR: Tensor, s_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Differentiable sum over processes of partial latents and statistics, in one all-reduce."""
+    return _SumWithStatistic.apply(u_TR, s_T, axis)
+
+
+def _sum_of_squares(x_TD: Tensor) -> Tensor:
+    # vector_norm accumulates in the wide dtype without a wide copy of x.
+    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square_()
+
+
+def _split_exactly(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
+    """fp32 [T] -> [p, 3, T] flat in `dtype`, zero but for this process's slot, whose three terms sum to s exactly."""
+    slots = torch.zeros(axis.size, STATISTIC_TERMS, s_T.numel(), dtype=dtype, device=s_T.device)
+    rest = s_T
+    for term in range(STATISTIC_TERMS):
+        slots[axis.rank, term] = rest.to(dtype)
+        rest = rest - slots[axis.rank, term].to(s_T.dtype)
+    return slots.view(-1)

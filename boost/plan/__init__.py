@@ -1,0 +1,1 @@
+"""The performance model: arithmetic that imports the configuration only."""

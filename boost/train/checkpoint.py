@@ -1,0 +1,377 @@
+"""Checkpoints: sharded safetensors and JSON, nothing that needs unpickling, complete or absent.
+
+    checkpoints/step-00000200/
+        state.json                 step, data position, optimizer updates, mesh, configuration, versions
+        tokenizer.json             what makes the weights usable by themselves
+        tensors/shard-*.safetensors  each process's parts of weights, moments and random states (torch.distributed.checkpoint)
+        manifest.json              size and BLAKE2 of every file above; written last
+
+Tensors are saved under the names and global shapes of the mathematical parameters, never of fused or cut storage, so any mesh
+and layout loads what any other saved. Everything is written into `.step-....tmp`, flushed to disk, and renamed at the end:
+a folder with the final name is complete.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from boost import __version__
+from boost.config import Config
+from boost.config.architecture import parameters
+from boost.config.load import from_tree
+from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, StorageError
+from boost.models.decoder import Decoder
+from boost.models.stored import Part, Storage, storages
+from boost.optim.adamw import MOMENTS, set_update_count, update_count
+from boost.parallel.mesh import Mesh
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands: enough, with the configuration, to continue as if it had never stopped."""
+
+    step: int
+    """Optimizer steps done. The data position and the learning rate are functions of it."""
+    tokens: int
+    """Tokens trained on."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, opened and checked for being one of ours."""
+
+    path: Path
+    position: Position
+    config: Config
+    updates: int
+    data: dict[str, Any]
+    """What the run was trained on: fingerprints of the token store and its tokenizer."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer file that belongs to the weights."""
+        return self.path / "tokenizer.json"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands once complete."""
+    return folder / f"step-{step:08d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / "manifest.json").is_file())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint meant by a checkpoint, a run directory or a checkpoints folder: the newest one in it.
+
+    Raises CheckpointError if there is none.
+    """
+    if (path / "state.json").is_file() or (path / "manifest.json").is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := complete_checkpoints(folder):
+            return found[-1]
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at '{path}': there is no such folder")
+    raise CheckpointError(f"no complete checkpoint in '{path}'; name a run directory or a step-... folder")
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads and checks everything but the tensors. Raises CheckpointError."""
+    path = find_checkpoint(path)
+    state = _read_json(path / "state.json")
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"'{path}' has checkpoint format {state.get('format')!r}; this version reads {FORMAT}")
+    try:
+        config = from_tree(state["config"])
+        position = Position(int(state["step"]), int(state["tokens"]))
+        return Checkpoint(path, position, config, int(state["updates"]), dict(state["data"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"'{path}/state.json' lacks or garbles {error}") from None
+    except BoostError as error:
+        raise CheckpointError(f"'{path}/state.json' holds a configuration that is not legal: {error}") from None
+
+
+def verify(path: Path) -> None:
+    """Compares every file of a checkpoint with its manifest. Raises DamagedCheckpointError naming the first that differs."""
+    manifest = _read_json(path / "manifest.json")
+    present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {"manifest.json"}
+    if strangers := present - manifest.keys():
+        raise DamagedCheckpointError(f"'{path}' is damaged: {min(strangers)} is not in its manifest")
+    for name, expected in manifest.items():
+        file = path / name
+        if not file.is_file():
+            raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
+        if file.stat().st_size != expected["bytes"]:
+            raise DamagedCheckpointError(
+                f"'{path}' is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+            )
+        if _digest(file) != expected["blake2b"]:
+            raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
+
+
+def save_checkpoint(
+    folder: Path,
+    decoder: Decoder,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    config: Config,
+    tokenizer: Path,
+    data: dict[str, Any],
+    mesh: Mesh,
+) -> Path:
+    """Saves from all processes; returns the complete checkpoint's folder.
+
+    Raises StorageError on every process if any of them could not write; what was written is removed then, and earlier
+    checkpoints are untouched.
+    """
+    final = checkpoint_path(folder, position.step)
+    temporary = folder / f".{final.name}.tmp"
+    try:
+        _on_main(mesh, lambda: _begin(folder, temporary))
+        _together(mesh, lambda: _write_tensors(temporary, decoder, optimizer, mesh))
+        state = {
+            "format": FORMAT,
+            "boost": __version__,
+            "torch": torch.__version__,
+            "step": position.step,
+            "tokens": position.tokens,
+            "updates": update_count(optimizer),
+            "next_sample": position.step * config.train.global_batch,
+            "processes": mesh.size,
+            "data": data,
+            "config": config.model_dump(),
+        }
+        _on_main(mesh, lambda: _finish(temporary, final, state, tokenizer))
+    except _WriteFailed as error:
+        if mesh.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"checkpoint of step {position.step} not saved in '{folder}': {error}") from None
+    return final
+
+
+def load_weights(checkpoint: Checkpoint, decoder: Decoder, mesh: Mesh) -> None:
+    """Fills a decoder of any mesh and layout from a checkpoint. Raises CheckpointError."""
+    _load(checkpoint, decoder, _named_parts(decoder, mesh, {}), mesh)
+
+
+def load_training_state(
+    checkpoint: Checkpoint, decoder: Decoder, optimizer: torch.optim.Optimizer, mesh: Mesh
+) -> Position:
+    """Fills weights, moments and random states; returns where to continue. Raises CheckpointError."""
+    wanted = _named_parts(decoder, mesh, optimizer.state)
+    random_states = _random_states(mesh)
+    saved = {key for key in _read_keys(checkpoint.path) if key.startswith("rng.")}
+    # A process that the saved mesh did not have keeps the state that its seed gave it.
+    random_states = {key: value for key, value in random_states.items() if key in saved}
+    _load(checkpoint, decoder, wanted | random_states, mesh)
+    _restore_random_states(random_states)
+    set_update_count(optimizer, checkpoint.updates)
+    return checkpoint.position
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` complete checkpoints, and what interrupted saves left."""
+    for path in complete_checkpoints(folder)[:-keep]:
+        # Renamed first: a folder with a checkpoint's name is complete at every instant.
+        doomed = path.with_name(f".{path.name}.old")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+class _WriteFailed(Exception):
+    """Some process could not write; known to all of them."""
+
+
+def _begin(folder: Path, temporary: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(".step-*"):
+        shutil.rmtree(left_over)
+    (temporary / "tensors").mkdir(parents=True)
+
+
+def _write_tensors(temporary: Path, decoder: Decoder, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    tensors = _named_parts(decoder, mesh, optimizer.state) | _random_states(mesh)
+    writer = HuggingFaceStorageWriter(str(temporary / "tensors"), save_distributed=True)
+    with _quiet():
+        dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
+
+
+def _finish(temporary: Path, final: Path, state: dict[str, Any], tokenizer: Path) -> None:
+    (temporary / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+    shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+    manifest = {}
+    for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        manifest[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "blake2b": _digest(file)}
+        _flush(file)
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    _flush(temporary / "manifest.json")
+    replaced = final.with_name(f".{final.name}.old")
+    if final.exists():  # the same step saved again after a resume from an earlier one
+        final.rename(replaced)
+    temporary.rename(final)
+    _flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _named_parts(decoder: Decoder, mesh: Mesh, state: Any) -> dict[str, Tensor]:
+    """Weights, and moments where `state` has them, as views under mathematical names (DTensors on a mesh)."""
+    named: dict[str, Tensor] = {}
+    for storage in storages(decoder):
+        for part in storage.parts:
+            name = part.parameter.name
+            named[f"model.{name}"] = _global_view(storage.tensor, storage, part, mesh)
+            for moment in MOMENTS if storage.tensor in state else ():
+                moments = state[storage.tensor][moment]
+                named[f"optim.{moment}.{name}"] = _global_view(moments, storage, part, mesh)
+    return named
+
+
+def _global_view(tensor: Tensor, storage: Storage, part: Part, mesh: Mesh) -> Tensor:
+    local = part.view(tensor.detach())
+    if mesh.device_mesh is None:
+        return local
+    shape = torch.Size(part.parameter.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    placement = Replicate() if storage.cut.dim is None else Shard(storage.cut.dim)
+    return DTensor.from_local(
+        local, mesh.device_mesh["dp", "tp"], (Replicate(), placement), run_check=False, shape=shape, stride=stride
+    )
+
+
+def _random_states(mesh: Mesh) -> dict[str, Tensor]:
+    states = {f"rng.cpu.{mesh.rank}": torch.get_rng_state()}
+    if mesh.device.type == "cuda":
+        states[f"rng.cuda.{mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
+    return states
+
+
+def _restore_random_states(states: dict[str, Tensor]) -> None:
+    for key, value in states.items():
+        if key.startswith("rng.cpu."):
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value)
+
+
+def _load(checkpoint: Checkpoint, decoder: Decoder, wanted: dict[str, Tensor], mesh: Mesh) -> None:
+    _together(mesh, lambda: _check_fits(checkpoint, decoder), CheckpointError)
+    _on_main(mesh, lambda: verify(checkpoint.path), DamagedCheckpointError)
+    missing = wanted.keys() - _read_keys(checkpoint.path)
+    if missing:
+        raise CheckpointError(f"'{checkpoint.path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
+    reader = HuggingFaceStorageReader(str(checkpoint.path / "tensors"))
+    with _quiet():
+        dcp.load(wanted, storage_reader=reader, no_dist=mesh.size == 1)
+
+
+def _check_fits(checkpoint: Checkpoint, decoder: Decoder) -> None:
+    """The saved model must be the one that is to be filled: same family, same shapes."""
+    saved, wanted = checkpoint.config.model, decoder.model
+    for field in type(wanted).model_fields:
+        if getattr(saved, field) != getattr(wanted, field):
+            raise CheckpointError(
+                f"'{checkpoint.path}' is of another model: model.{field} = {getattr(saved, field)!r} there, "
+                f"{getattr(wanted, field)!r} here; take model.{field} = {getattr(saved, field)!r} or another checkpoint"
+            )
+    assert {p.name for p in parameters(saved)} == {p.name for p in parameters(wanted)}
+
+
+def _read_keys(path: Path) -> set[str]:
+    """Names of all saved tensors, from the headers of the safetensors files."""
+    from safetensors import SafetensorError, safe_open
+
+    keys: set[str] = set()
+    for file in (path / "tensors").glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                keys.update(opened.keys())
+        except SafetensorError as error:
+            raise DamagedCheckpointError(f"'{file}' is damaged: {error}") from None
+    return keys
+
+
+def _together(mesh: Mesh, action: Any, failure: type[Exception] = _WriteFailed) -> None:
+    """Runs `action` on every process; if it fails on any, raises the first failure on all."""
+    message = ""
+    try:
+        action()
+    except (OSError, BoostError, dcp.api.CheckpointException) as error:
+        message = _root_cause(error)
+    messages = [message]
+    if mesh.size > 1:
+        messages = [""] * mesh.size
+        dist.all_gather_object(messages, message)
+    if first := next(filter(None, messages), None):
+        raise failure(first)
+
+
+def _on_main(mesh: Mesh, action: Any, failure: type[Exception] = _WriteFailed) -> None:
+    """Runs `action` on the main process while the others wait; a failure is raised on all."""
+    _together(mesh, action if mesh.is_main else lambda: None, failure)
+
+
+def _root_cause(error: BaseException) -> str:
+    """One line for what went wrong, out of the wrapping that torch.distributed.checkpoint puts around it."""
+    if isinstance(error, dcp.api.CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"process {rank}: {_root_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"'{path.parent}' is not complete: {path.name} is missing") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"'{path}' is damaged: it holds no JSON object")
+    return value
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Asks the disk, not only the system, to hold a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,268 @@
+"""What a person at the terminal sees of a run: a progress bar, or plain lines where there is no terminal.
+
+Rank 0 speaks; every other rank has a `SilentConsole`. `progress` is the bar of anything else that takes seconds.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Any, Self, TextIO, TypeVar, overload
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from boost.train.metrics import EvalMetrics, StepMetrics
+
+Item = TypeVar("Item")
+
+PLAIN_SECONDS = 10.0
+"""Seconds between the plain lines of `progress`; what takes less prints nothing."""
+
+
+class Console:
+    """What the trainer tells a person, as a context manager. This base says nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Shows one optimizer step."""
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        """Shows one evaluation."""
+
+    def note(self, text: str) -> None:
+        """Shows one line of text."""
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+
+
+class SilentConsole(Console):
+    """The console of every rank but 0."""
+
+
+class PlainConsole(Console):
+    """Lines for a file or a pipe: the first step, every `log_every`-th and the last."""
+
+    def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
+        self._total, self._every, self._out = total_steps, log_every, out
+        self._first = start_step + 1
+        self._pace = Pace(total_steps)
+
+    def step(self, metrics: StepMetrics) -> None:
+        eta = self._pace.eta(metrics)
+        if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
+            self.note(step_line(metrics, self._total, eta))
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self.note(evaluation_line(metrics, self._total))
+
+    def note(self, text: str) -> None:
+        print(text, file=self._out or sys.stdout, flush=True)
+
+
+class BarConsole(Console):
+    """A live bar at the foot of a terminal; evaluations and notes scroll above it."""
+
+    def __init__(self, total_steps: int, start_step: int, rich_console: RichConsole | None = None) -> None:
+        self._total = total_steps
+        self._pace = Pace(total_steps)
+        self._bar = _make_bar(rich_console)
+        self._task = self._bar.add_task("train", total=total_steps, completed=start_step, stats="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        _live_bars.append(self._bar)
+        return self
+
+    def step(self, metrics: StepMetrics) -> None:
+        stats = step_stats(metrics, self._pace.eta(metrics))
+        self._bar.update(self._task, completed=metrics.step, stats=stats)
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self.note(evaluation_line(metrics, self._total))
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+        if self._bar in _live_bars:
+            _live_bars.remove(self._bar)
+
+
+_live_bars: list[Progress] = []
+"""The bar on this process's terminal, if there is one: a terminal shows one live display, others join it."""
+
+
+def make_console(total_steps: int, start_step: int, log_every: int, rank: int) -> Console:
+    """The console of this process, a context manager: a bar on rank 0's terminal, plain lines without one, else silent.
+
+    `start_step` is the number of steps that a resumed run has done already.
+    """
+    if rank != 0:
+        return SilentConsole()
+    if RichConsole().is_terminal:
+        return BarConsole(total_steps, start_step)
+    return PlainConsole(total_steps, start_step, log_every)
+
+
+@overload
+def progress(work: int, description: str, enabled: bool = ...) -> Iterator[int]: ...
+@overload
+def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Iterator[Item]: ...
+
+
+def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
+    """Yields the items of `work` (an iterable, or the numbers below an int) under a bar that says `description`.
+
+    Without a terminal: a plain line every 10 s. With `enabled` False (every rank but 0): nothing is shown.
+    """
+    items: Iterable[Any] = range(work) if isinstance(work, int) else work
+    total = len(items) if isinstance(items, Sized) else None
+    if not enabled:
+        yield from items
+    elif _live_bars:
+        yield from _with_bar(_live_bars[-1], items, total, description)
+    elif RichConsole().is_terminal:
+        with _make_bar(transient=True) as bar:
+            yield from _with_bar(bar, items, total, description)
+    else:
+        yield from _with_lines(items, total, description)
+
+
+def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
+    """A bar whose tasks have a field `stats`: text between the count and the elapsed time."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[stats]}", markup=False),
+        TimeElapsedColumn(),
+        console=rich_console,
+        expand=True,
+        transient=transient,
+        refresh_per_second=4,
+    )
+
+
+def _with_bar(bar: Progress, items: Iterable[Item], total: int | None, description: str) -> Iterator[Item]:
+    task = bar.add_task(description, total=total, stats="")
+    begun = time.monotonic()
+    try:
+        for done, item in enumerate(items, start=1):
+            yield item
+            bar.update(task, completed=done, stats=_remaining(done, total, time.monotonic() - begun))
+    finally:
+        bar.remove_task(task)
+
+
+def _with_lines(
+    items: Iterable[Item], total: int | None, description: str, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Item]:
+    begun = last = clock()
+    for done, item in enumerate(items, start=1):
+        yield item
+        now = clock()
+        if now - last >= PLAIN_SECONDS:
+            last = now
+            of = "" if total is None else f"/{total}"
+            print(f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip(), flush=True)
+
+
+def _remaining(done: int, total: int | None, elapsed: float) -> str:
+    return "" if total is None else f"eta {duration(elapsed / done * (total - done))}"
+
+
+class Pace:
+    """How long the rest will take, by the wall clock: evaluations and checkpoints count, the first step does not."""
+
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock = total_steps, clock
+        self._first: tuple[int, float] | None = None
+
+    def eta(self, metrics: StepMetrics) -> float:
+        """Seconds until the last step."""
+        now = self._clock()
+        if self._first is None:
+            # The first step starts threads, allocates and compiles: the pace is measured from its end.
+            self._first = (metrics.step, now)
+        step, then = self._first
+        each = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
+        return each * (self._total - metrics.step)
+
+
+def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
+    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2 %  1.2 GiB  eta 3:21`"""
+    return (
+        f"step {_place(metrics.step, total_steps)}  loss {metrics.loss:.4f}  "
+        f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {count(metrics.tokens_per_second)} tok/s  "
+        f"mfu {percent(metrics.mfu)}  {size(metrics.memory_bytes)}  eta {duration(eta)}"
+    )
+
+
+def step_stats(metrics: StepMetrics, eta: float) -> str:
+    """The same for the bar, shorter."""
+    return (
+        f"loss {metrics.loss:.4f} {count(metrics.tokens_per_second)} tok/s mfu {percent(metrics.mfu)} "
+        f"{size(metrics.memory_bytes)} eta {duration(eta)}"
+    )
+
+
+def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
+    """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`"""
+    return (
+        f"eval {_place(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
+        f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {count(metrics.tokens)} tokens"
+    )
+
+
+def _place(step: int, total_steps: int) -> str:
+    return f"{step:>{max(len(str(total_steps)), 5)}}/{total_steps}"
+
+
+def count(number: float) -> str:
+    """A number of things with three digits or so: 950, 8.1k, 12k, 1.3M, 2.5G; 'n/a' for nan."""
+    return _scaled(number, 1000.0, ("", "k", "M", "G", "T"))
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in binary units: 512 B, 3.4 MiB, 1.2 GiB."""
+    return _scaled(n_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def percent(fraction: float) -> str:
+    """A fraction as '41.2 %'; 'n/a' for nan."""
+    return f"{fraction * 100:.1f} %" if math.isfinite(fraction) else "n/a"
+
+
+def duration(seconds: float) -> str:
+    """0:07, 3:21, 2:03:21 or 3d 4:00:00; '-' for what is not finite."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, second = divmod(round(max(seconds, 0.0)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
+    if not math.isfinite(number):
+        return "n/a"
+    index = 0
+    while index + 1 < len(units) and round(abs(number)) >= base:
+        number, index = number / base, index + 1
+    digits = 1 if index and abs(number) < 9.95 else 0
+    if base == 1024 and index:
+        digits = 1
+    return f"{number:.{digits}f}{units[index]}"

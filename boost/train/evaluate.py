@@ -1,0 +1,51 @@
+"""Held-out loss, without bias: the sum over every token divided by the number of tokens, on any number of processes."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from boost.data.batches import Batch, evaluation_batches
+from boost.data.store import Split
+from boost.models.decoder import Decoder
+from boost.parallel.collectives import all_reduce
+from boost.parallel.loss import IGNORED
+from boost.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What held-out text says of a model."""
+
+    tokens: int
+    """Targets that were counted, each once."""
+    loss: float
+    """Mean cross-entropy, nats a token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float
+    """loss / ln 2 x tokens of the split / bytes of its text: comparable between tokenizers."""
+
+
+def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(tokens, targets, document ids or None) of a batch as the decoder takes them."""
+    tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
+    return tokens, targets, torch.from_numpy(batch.document_ids).to(device) if isolate else None
+
+
+@torch.no_grad()
+def evaluate(
+    decoder: Decoder, split: Split, seq_len: int, batch: int, isolate: bool, mesh: Mesh, max_tokens: int | None = None
+) -> Evaluation:
+    """Evaluates on the whole split, or on its first `max_tokens`. Every process returns the same numbers."""
+    total = torch.zeros(2, dtype=torch.double, device=mesh.device)
+    for part in evaluation_batches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens):
+        tokens, targets, documents = to_device(part, isolate, mesh.device)
+        total[0] += decoder(tokens, targets, documents).double()
+        total[1] += (targets != IGNORED).sum()
+    if mesh.dp.size > 1:
+        total = all_reduce(total, mesh.dp)
+    nats, count = total.tolist()
+    loss = nats / count
+    bits_per_byte = loss / math.log(2) * split.n_tokens / split.n_bytes
+    return Evaluation(int(count), loss, math.exp(min(loss, 700)), bits_per_byte)

@@ -1,0 +1,73 @@
+"""Text from a model: one token after the other, with a key/value cache, on one process or a TP group.
+
+Every TP process has the same logits and the same seeded generator, so all of them choose the same token without a word.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from boost.errors import ConfigError
+from boost.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution alone."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError naming the field, its value and the nearest legal one."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"--temperature = {self.temperature} must be 0 (greedy) or more; the usual value is 0.8")
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; the nearest legal value is 0")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; the nearest legal value is 1.0 (off)")
+
+
+def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """The next token of each sequence, [B] int64, from logits [B, V]."""
+    if sampling.temperature == 0:
+        return logits_BV.argmax(-1)
+    return torch.multinomial(distribution(logits_BV, sampling), 1, generator=generator).squeeze(-1)
+
+
+def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set that holds p, never empty)."""
+    logits_BV = logits_BV.float() / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        smallest = logits_BV.topk(sampling.top_k).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest, float("-inf"))
+    probabilities_BV = logits_BV.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = probabilities_BV.sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
+        probabilities_BV = torch.zeros_like(ordered).scatter_(-1, order, ordered)
+        probabilities_BV /= probabilities_BV.sum(-1, keepdim=True)
+    return probabilities_BV
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder, prompt: list[int], max_tokens: int, sampling: Sampling, eos: int | None = None
+) -> Iterator[int]:
+    """Yields up to `max_tokens` new tokens behind a prompt of at least one; stops behind `eos`, which is yielded."""
+    device = decoder.embed.device
+    # Drawn on the CPU, so that a seed means the same text on every device.
+    generator = torch.Generator().manual_seed(sampling.seed)
+    caches = decoder.make_caches(1, len(prompt) + max_tokens)
+    tokens_BS = torch.tensor([prompt], device=device)
+    for _ in range(max_tokens):
+        chosen = choose(decoder.next_logits(tokens_BS, caches).cpu(), sampling, generator)
+        yield int(chosen)
+        if int(chosen) == eos:
+            return
+        tokens_BS = chosen.to(device).view(1, 1)

@@ -1,0 +1,148 @@
+"""What the hardware could do and how much of it a run uses: peak FLOP/s, memory in use, model FLOP utilisation."""
+
+import math
+import os
+import re
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+_TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peaks of one GPU in TFLOP/s, dense (datasheets often print twice that, "with sparsity")."""
+
+    name: str
+    """Words of the name that torch.cuda.get_device_name gives."""
+    bf16: float
+    """Tensor cores, bfloat16 products with fp32 accumulation (fp16 where the GPU has no bfloat16)."""
+    fp32: float
+    """fp32 without tensor cores."""
+    tf32: float | None = None
+    """Tensor cores in TF32: what fp32 products may use if torch.set_float32_matmul_precision allows it."""
+    fp64: float | None = None
+    """fp64, tensor cores where the GPU has them for fp64."""
+
+
+# The first name whose words the device's name has counts: longer names stand before their beginnings.
+GPU_PEAKS: tuple[Peak, ...] = (
+    # NVIDIA Blackwell datasheets (HGX B200; GB200 NVL72 per GPU).
+    Peak("GB200", 2500, 80, 1250, 40),
+    Peak("B200", 2250, 75, 1125, 37),
+    # NVIDIA H100, H100 NVL, H200 and GH200 datasheets; SXM boards do not carry "PCIe" or "NVL" in their name.
+    Peak("GH200", 989, 67, 494, 67),
+    Peak("H200 NVL", 835, 60, 417, 60),
+    Peak("H200", 989, 67, 494, 67),
+    Peak("H100 NVL", 835, 60, 417, 60),
+    Peak("H100 PCIe", 756, 51, 378, 51),
+    Peak("H100", 989, 67, 494, 67),
+    Peak("H800", 989, 67, 494, 1),
+    Peak("H20", 148, 44, 74, 1),
+    # NVIDIA A100 datasheet; the A800 differs in NVLink only.
+    Peak("A100", 312, 19.5, 156, 19.5),
+    Peak("A800", 312, 19.5, 156, 19.5),
+    # NVIDIA A30, A40, A10, A10G (AWS G5), RTX A6000 datasheets.
+    Peak("A30", 165, 10.3, 82, 10.3),
+    Peak("A40", 149.7, 37.4, 74.8),
+    Peak("A10G", 70, 35, 35),
+    Peak("A10", 125, 31.2, 62.5),
+    Peak("RTX A6000", 154.8, 38.7, 77.4),
+    # NVIDIA Ada datasheets and whitepaper (fp32 accumulation).
+    Peak("L40S", 362, 91.6, 183),
+    Peak("L40", 181, 90.5, 90.5),
+    Peak("L4", 121, 30.3, 60),
+    Peak("RTX 4090 D", 147, 73.5, 73.5),
+    Peak("RTX 4090", 165.2, 82.6, 82.6),
+    Peak("RTX 3090", 71, 35.6, 35.6),
+    # NVIDIA V100 and T4 datasheets: fp16 tensor cores only.
+    Peak("V100", 125, 15.7, None, 7.8),
+    Peak("T4", 65, 8.1),
+    # AMD MI300X datasheet (matrix cores; fp32 vector).
+    Peak("MI300X", 1307.4, 163.4, 653.7, 163.4),
+)
+
+_GEMM_SIZE = 1024
+_GEMM_SECONDS = 0.2
+_GEMM_LEAST = 3
+
+
+def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
+    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from the table, else measured.
+
+    On a CPU it is the best of several GEMMs with this process's threads, about 0.2 s: what is reachable now, not a
+    datasheet's number. nan for a GPU that the table does not know: run.peak_tflops says it then.
+    """
+    if override_tflops > 0:
+        return override_tflops * _TERA
+    if device.type == "cuda":
+        return gpu_peak_flops(torch.cuda.get_device_name(device), compute_dtype)
+    return measured_flops(device, compute_dtype)
+
+
+def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
+    """FLOP/s of the GPU called `name`; nan if the table does not have it, or for a laptop's or a slice (MIG) of it."""
+    found = next((peak for peak in GPU_PEAKS if _has_words(name, peak.name)), None)
+    if found is None or _has_words(name, "Laptop") or _has_words(name, "MIG"):
+        return math.nan
+    if compute_dtype == torch.float32:
+        tensor_cores = torch.get_float32_matmul_precision() != "highest"
+        tflops: float | None = (found.tf32 or found.fp32) if tensor_cores else found.fp32
+    elif compute_dtype == torch.float64:
+        tflops = found.fp64
+    else:
+        tflops = found.bf16
+    return math.nan if tflops is None else tflops * _TERA
+
+
+def _has_words(name: str, words: str) -> bool:
+    """Whether `words` stand in `name` as whole words: the A40 is not the RTX A4000."""
+    return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", name, re.IGNORECASE) is not None
+
+
+def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
+    """FLOP/s of the best of several square GEMMs on `device`, a CPU. The first one warms up and is not counted."""
+    a = torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=torch.Generator().manual_seed(0)).to(device, compute_dtype)
+    out = torch.empty_like(a)
+    torch.mm(a, a, out=out)
+    best, done = math.inf, 0
+    deadline = time.perf_counter() + _GEMM_SECONDS
+    while done < _GEMM_LEAST or time.perf_counter() < deadline:
+        begun = time.perf_counter()
+        torch.mm(a, a, out=out)
+        best = min(best, time.perf_counter() - begun)
+        done += 1
+    return 2 * _GEMM_SIZE**3 / best
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of this process in bytes: the peak that torch allocated on a GPU, the resident set on a CPU.
+
+    Where the system does not tell the resident set of now (no /proc), it is the largest so far.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far, in bytes (the kernel says KiB, on macOS bytes)."""
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: float) -> float:
+    """Model FLOP utilisation, a fraction: MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s of one device).
+
+    `tokens_per_second` counts all devices; `flops_per_token` is boost.config.architecture.flops_per_token: forward and
+    backward of the model's mathematics, recomputation never counted. nan if the peak is not known.
+    """
+    return tokens_per_second * flops_per_token / (devices * peak)

@@ -1,0 +1,260 @@
+"""Training: the same few lines for one process on a laptop and for a mesh of GPUs.
+
+A step is a pure function of (weights, moments, step number): the data, the learning rate and everything else follow from the
+step, so a resumed run repeats to the bit what it would have done.
+"""
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boost.config import Config
+from boost.config.architecture import flops_per_token
+from boost.data.batches import Batches
+from boost.data.fit import open_fitting_store
+from boost.errors import CheckpointError, ConfigError, DamagedCheckpointError, StorageError, TrainingError
+from boost.models.decoder import Decoder
+from boost.models.init import initialize
+from boost.models.stored import storages
+from boost.optim.adamw import build_adamw, set_learning_rate
+from boost.optim.schedule import learning_rate
+from boost.parallel.gradients import Agreement, agree, clip, reduce_gradients
+from boost.parallel.mesh import Mesh
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Checkpoint, Position
+from boost.train.console import Console
+from boost.train.evaluate import Evaluation, evaluate, to_device
+from boost.train.hardware import memory_bytes, mfu
+from boost.train.metrics import EvalMetrics, MetricsWriter, StepMetrics
+from boost.train.model import build_decoder
+from boost.train.rundir import RunDirectory
+from boost.train.signals import StopRequest
+
+log = logging.getLogger("boost")
+
+MAX_BAD_STEPS = 3
+"""Steps in a row whose loss or gradient is not finite before the run gives up; none of them changes a weight."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    position: Position
+    evaluation: Evaluation | None
+    """On all held-out text; None if the run was stopped before its last step."""
+    checkpoint: Path | None
+    """The newest complete checkpoint."""
+    stopped_by: str | None
+    """The signal that stopped it, if one did."""
+
+
+class Trainer:
+    """A run on this process: weights, optimizer, data and where they stand."""
+
+    def __init__(self, config: Config, mesh: Mesh, run: RunDirectory) -> None:
+        """Builds everything at step 0. Raises DataError if the token store does not serve the configuration."""
+        self.config, self.mesh, self.run = config, mesh, run
+        train = config.train
+        self.store = open_fitting_store(config)
+        self.heldout = self.store.split("heldout")
+        self.batches = Batches(self.store.split("train"), train.seq_len, train.global_batch, train.seed)
+        torch.manual_seed(train.seed + mesh.rank)
+        self.decoder: Decoder = build_decoder(config, mesh)
+        self.storages = list(storages(self.decoder))
+        self.optimizer = build_adamw(self.storages, config.optim)
+        self.position = Position(0, 0)
+        self.bad_steps = 0
+
+    def start(self, resume_from: list[Path]) -> None:
+        """Takes the first sound checkpoint of `resume_from`; initial weights if there is none to take.
+
+        Raises CheckpointError if the checkpoint is of another model, of other data, or if all are damaged.
+        """
+        for path in resume_from:
+            try:
+                found = ckpt.open_checkpoint(path)
+                self._check_resumable(found)
+                self.position = ckpt.load_training_state(found, self.decoder, self.optimizer, self.mesh)
+            except DamagedCheckpointError as error:
+                log.warning("%s; trying an earlier checkpoint", error)
+                if path == resume_from[-1]:
+                    raise
+            else:
+                log.info("resumed from %s at step %d", found.path, self.position.step)
+                return
+        initialize(self.decoder, self.config.train.seed)
+
+    def fit(self, console: Console, writer: MetricsWriter | None, peak: float) -> Outcome:
+        """Trains from the current position to the last step, or until a signal; saves; evaluates at the end."""
+        config, train = self.config, self.config.train
+        flops = flops_per_token(config.model, train.seq_len)
+        saved: Path | None = None
+        with StopRequest() as request:
+            while self.position.step < train.steps:
+                step = self.position.step
+                begun = time.perf_counter()
+                rate = learning_rate(config.optim, step, train.steps)
+                agreement = self.step(rate, request.requested)
+                seconds = time.perf_counter() - begun
+                speed = train.global_batch * train.seq_len / seconds
+                metrics = StepMetrics(
+                    step=self.position.step,
+                    loss=agreement.loss,
+                    lr=rate,
+                    gradient_norm=agreement.gradient_norm,
+                    tokens_per_second=speed,
+                    mfu=mfu(speed, flops, self.mesh.size, peak),
+                    memory_bytes=memory_bytes(self.mesh.device),
+                    tokens=self.position.tokens,
+                    seconds=seconds,
+                )
+                console.step(metrics)
+                if writer:
+                    writer.step(metrics)
+                last = self.position.step == train.steps
+                if agreement.stop and not last:
+                    saved = self.save()
+                    return Outcome(self.position, None, saved, request.name or "a signal to another process")
+                if _due(self.position.step, train.eval_every) and not last:
+                    self.evaluate(console, writer, train.eval_tokens or None)
+                if last or _due(self.position.step, train.save_every):
+                    saved = self._save_or_warn(console, must=last)
+        evaluation = self.evaluate(console, writer, None)
+        newest = ckpt.complete_checkpoints(self.run.checkpoints)
+        return Outcome(self.position, evaluation, saved or (newest[-1] if newest else None), None)
+
+    def step(self, rate: float, stop: bool) -> Agreement:
+        """One optimizer step on one global batch. Updates nothing if any process saw a number that is not finite.
+
+        Raises TrainingError after MAX_BAD_STEPS such steps in a row.
+        """
+        train, mesh = self.config.train, self.mesh
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=mesh.device, dtype=torch.double)
+        tokens = train.global_batch * train.seq_len
+        for batch in self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch):
+            share = self.decoder(*to_device(batch, self.config.data.isolate_documents, mesh.device)) / tokens
+            share.backward()
+            loss += share.detach()
+        reduce_gradients(self.storages, mesh)
+        agreement = agree(self.storages, loss, stop, mesh)
+        if math.isfinite(agreement.loss) and math.isfinite(agreement.gradient_norm):
+            clip((s.tensor for s in self.storages), agreement.gradient_norm, self.config.optim.clip)
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+            self.bad_steps = 0
+        else:
+            self._bad_step(agreement)
+        self.position = Position(self.position.step + 1, self.position.tokens + tokens)
+        return agreement
+
+    def evaluate(self, console: Console, writer: MetricsWriter | None, max_tokens: int | None) -> Evaluation:
+        """Held-out loss at the current position, reported."""
+        train = self.config.train
+        result = evaluate(
+            self.decoder,
+            self.heldout,
+            train.seq_len,
+            train.micro_batch,
+            self.config.data.isolate_documents,
+            self.mesh,
+            max_tokens,
+        )
+        metrics = EvalMetrics(
+            step=self.position.step,
+            heldout_loss=result.loss,
+            perplexity=result.perplexity,
+            bits_per_byte=result.bits_per_byte,
+            tokens=result.tokens,
+        )
+        console.evaluation(metrics)
+        if writer:
+            writer.evaluation(metrics)
+        return result
+
+    def save(self) -> Path:
+        """A complete checkpoint of the current position. Raises StorageError on every process if it could not be written."""
+        path = ckpt.save_checkpoint(
+            self.run.checkpoints,
+            self.decoder,
+            self.optimizer,
+            self.position,
+            self.config,
+            self.store.tokenizer_path,
+            self._data_identity(),
+            self.mesh,
+        )
+        if self.mesh.is_main:
+            ckpt.remove_old(self.run.checkpoints, self.config.train.keep)
+        self.mesh.barrier()
+        log.info("saved %s", path)
+        return path
+
+    def _save_or_warn(self, console: Console, must: bool) -> Path | None:
+        """A periodic save that fails costs a warning, not the run; the last one must succeed."""
+        try:
+            return self.save()
+        except StorageError as error:
+            if must:
+                raise
+            log.warning("%s; training goes on", error)
+            console.note(f"warning: {error}; training goes on, earlier checkpoints are intact")
+            return None
+
+    def _bad_step(self, agreement: Agreement) -> None:
+        self.bad_steps += 1
+        what = f"loss {agreement.loss}, gradient norm {agreement.gradient_norm} at step {self.position.step + 1}"
+        log.warning("%s: no weight was changed", what)
+        if self.bad_steps >= MAX_BAD_STEPS:
+            raise TrainingError(
+                f"{what}: not finite for {self.bad_steps} steps in a row, no weight was changed; resume from a checkpoint "
+                f"with a lower optim.lr (now {self.config.optim.lr}) or more optim.warmup_steps"
+            )
+
+    def _data_identity(self) -> dict[str, Any]:
+        return {"store": self.store.fingerprint, "tokenizer": self.store.tokenizer_fingerprint, "eos": self.store.eos}
+
+    def _check_resumable(self, found: Checkpoint) -> None:
+        """The order of the data is a function of these fields: another value would repeat or skip samples."""
+        for field in ("seed", "seq_len", "global_batch"):
+            before, now = getattr(found.config.train, field), getattr(self.config.train, field)
+            if before != now:
+                raise ConfigError(
+                    f"train.{field} = {now}, but '{found.path}' was trained with {before}, and the order of the data "
+                    f"depends on it; resume with train.{field} = {before}, or start another run.dir"
+                )
+        if found.position.step > self.config.train.steps:
+            raise ConfigError(
+                f"train.steps = {self.config.train.steps}, but '{found.path}' has done {found.position.step} steps; "
+                f"the smallest legal value is {found.position.step}"
+            )
+        for what, fingerprint in self._data_identity().items():
+            if found.data.get(what) != fingerprint:
+                raise CheckpointError(
+                    f"'{found.path}' was trained on another {'tokenizer' if what == 'tokenizer' else 'token store'} than "
+                    f"data.store = '{self.config.data.store}'; resume with the store it was trained on"
+                )
+
+
+def resume_candidates(resume: str | None, run: RunDirectory) -> list[Path]:
+    """Checkpoints that `--resume` means, the newest first: all of this run's for 'auto', else the one at a path.
+
+    Raises CheckpointError if the path has none.
+    """
+    if resume is None:
+        return []
+    if resume == "auto":
+        return ckpt.complete_checkpoints(run.checkpoints)[::-1]
+    return [ckpt.find_checkpoint(Path(resume))]
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+

@@ -1,0 +1,186 @@
+"""What a run measures, written where people look: metrics.jsonl, TensorBoard, and by a flag W&B and trackio.
+
+A line of metrics.jsonl is one JSON object, `{"kind": "step", "step": 120, "loss": 4.3, ...}` or `{"kind": "eval", ...}`
+with the fields of the two classes below. JSON has no number for what is not finite: the line then holds the string
+"nan", "inf" or "-inf" (which pandas.to_numeric understands too); `read_metrics` turns it back into a float.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from boost.config import Config
+from boost.errors import ConfigError, DataError
+from boost.train.rundir import RunDirectory, storage_errors
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, over all processes."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean cross-entropy of the step's tokens, in nats."""
+    lr: float
+    """Learning rate of this step."""
+    gradient_norm: float
+    """Global norm before clipping."""
+    tokens_per_second: float
+    """Tokens of the step / seconds, over all processes."""
+    mfu: float
+    """Model FLOP utilisation, a fraction (boost.train.hardware.mfu has the formula); nan if the peak is not known."""
+    memory_bytes: int
+    """Of rank 0: peak allocated on a GPU, resident set on a CPU."""
+    tokens: int
+    """Tokens seen since the beginning of the run."""
+    seconds: float
+    """Wall-clock time of the step."""
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One evaluation on held-out text."""
+
+    step: int
+    """Steps done before it."""
+    heldout_loss: float
+    """Mean cross-entropy in nats per token."""
+    perplexity: float
+    """exp(heldout_loss)."""
+    bits_per_byte: float
+    """Cross-entropy in bits per byte of the text: comparable between tokenizers."""
+    tokens: int
+    """Held-out tokens that were predicted."""
+
+
+class MetricsWriter:
+    """Writes metrics to everything that the configuration names. For rank 0 only.
+
+    With `resumed_step` = N, lines of steps after N (of a run that went on after its last checkpoint) and a line torn by
+    a crash are dropped first, so that no step appears twice. Raises ConfigError if a tracker's package is missing,
+    StorageError if the run directory cannot be written.
+    """
+
+    def __init__(self, run: RunDirectory, config: Config, resumed_step: int | None = None) -> None:
+        self._run = run
+        # Before any file is touched: a missing package must not cost the lines of an earlier run.
+        modules = _tracker_modules(config)
+        with storage_errors(run.path):
+            if resumed_step is not None and run.metrics.exists():
+                truncate_metrics(run.metrics, resumed_step)
+            self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = None if resumed_step is None else resumed_step + 1
+            self._board = SummaryWriter(str(run.tensorboard), purge_step=purge)
+        self._trackers = [_Tracker(module, run, config) for module in modules]
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Writes one step. Raises StorageError."""
+        self._write("step", "train", metrics)
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        """Writes one evaluation. Raises StorageError."""
+        self._write("eval", "eval", metrics)
+
+    def close(self) -> None:
+        """Flushes and closes everything; a second call does nothing."""
+        with storage_errors(self._run.path):
+            if self._file.closed:
+                return
+            self._file.close()
+            self._board.close()
+        for tracker in self._trackers:
+            tracker.finish()
+
+    def _write(self, kind: str, prefix: str, metrics: StepMetrics | EvalMetrics) -> None:
+        values = dataclasses.asdict(metrics)
+        with storage_errors(self._run.path):
+            self._file.write(_to_line({"kind": kind, **values}))
+            self._file.flush()
+            named = {f"{prefix}/{name}": value for name, value in values.items() if name != "step"}
+            for name, value in named.items():
+                self._board.add_scalar(name, value, metrics.step)
+        for tracker in self._trackers:
+            tracker.log(named, metrics.step)
+
+
+class _Tracker:
+    """wandb, or trackio, which has the same three calls."""
+
+    def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
+        self._module = module
+        module.init(project=config.run.project, name=run.path.resolve().name, config=config.model_dump())
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self._module.log(values, step=step)
+
+    def finish(self) -> None:
+        self._module.finish()
+
+
+def _tracker_modules(config: Config) -> list[ModuleType]:
+    modules = []
+    for name, wanted in (("wandb", config.run.wandb), ("trackio", config.run.trackio)):
+        if not wanted:
+            continue
+        try:
+            modules.append(importlib.import_module(name))
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise ConfigError(
+                f"run.{name} = true needs the package '{name}': pip install 'boost-llm[{name}]'"
+            ) from None
+    return modules
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Every line of a metrics.jsonl, in order; a last line without its end (a crash, or a live run) is left out.
+
+    Raises DataError if another line is not a JSON object, FileNotFoundError if there is no such file.
+    """
+    lines = Path(path).read_bytes().split(b"\n")[:-1]
+    return [_from_line(line, path, number) for number, line in enumerate(lines, start=1)]
+
+
+def truncate_metrics(path: Path, last_step: int) -> None:
+    """Leaves the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one."""
+    kept = path.with_name(f"{path.name}.tmp")
+    with open(path, "rb") as old, open(kept, "wb") as new:
+        for number, line in enumerate(old, start=1):
+            if line.endswith(b"\n") and _from_line(line, path, number).get("step", 0) <= last_step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(kept, path)
+
+
+def _to_line(values: dict[str, Any]) -> str:
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise DataError(f"line {number} of '{path}' is not a JSON object; mend or remove that line")
+    return {
+        name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name != "kind" else value
+        for name, value in values.items()
+    }

@@ -1,0 +1,178 @@
+"""The folder of a run. Nothing in it is ever overwritten; a resumed run adds to it.
+
+config.toml        the fully resolved configuration; config.2.toml, ... of each later start
+environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
+metrics.jsonl      one JSON object a line for every step and every evaluation (boost.train.metrics)
+tensorboard/       the same numbers as TensorBoard events
+logs/rank{r}.log   what process r had to say, with times; rank{r}.out is its output where it has no terminal
+checkpoints/       complete checkpoints (boost.train.checkpoint)
+"""
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from boost import __version__
+from boost.config import Config, to_toml
+from boost.errors import ConfigError, StorageError
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class RunDirectory:
+    """The paths of a run directory. Making the object touches nothing; `create` makes the folder."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def create(cls, config: Config, resume: bool) -> "RunDirectory":
+        """Makes the folder `config.run.dir` and writes configuration and environment into it. For rank 0 only.
+
+        Raises ConfigError if a fresh run would meet an earlier one there (nothing is touched), StorageError if the
+        folder cannot be written.
+        """
+        run = cls(config.run.dir)
+        with storage_errors(config.run.dir):
+            if not resume and run.holds_run():
+                raise ConfigError(
+                    f"run.dir = '{config.run.dir}' holds a run already; go on with it by --resume auto, "
+                    "or choose another --run.dir"
+                )
+            for folder in (run.logs, run.checkpoints, run.tensorboard):
+                folder.mkdir(parents=True, exist_ok=True)
+            _write_beside(run.path, "config", ".toml", to_toml(config))
+            _write_beside(run.path, "environment", ".json", json.dumps(environment(config), indent=2) + "\n")
+        return run
+
+    def holds_run(self) -> bool:
+        """Whether training has left something here: a line of metrics or a checkpoint."""
+        if self.metrics.is_file() and self.metrics.stat().st_size > 0:
+            return True
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
+
+@contextlib.contextmanager
+def storage_errors(directory: Path | str) -> Iterator[None]:
+    """Turns an OSError about the run directory into the one line that a user can act on. Raises StorageError."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise StorageError(
+            f"run.dir = '{directory}' cannot be written: {error.strerror or error}{where}; "
+            "free the disk or mend the path, or choose another --run.dir"
+        ) from error
+
+
+def configure_logging(logs: Path | str, rank: int) -> None:
+    """Sends the 'boost' logger, from INFO up, to `logs`/rank{rank}.log: appended, with times. Raises StorageError.
+
+    A second call takes the place of the first.
+    """
+    with storage_errors(Path(logs).parent):
+        Path(logs).mkdir(parents=True, exist_ok=True)
+        handler = _RankLog(Path(logs) / f"rank{rank}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+    logger = logging.getLogger("boost")
+    for earlier in [earlier for earlier in logger.handlers if isinstance(earlier, _RankLog)]:
+        logger.removeHandler(earlier)
+        earlier.close()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    # The root logger's handlers belong to libraries that print on the terminal, where the progress bar is.
+    logger.propagate = False
+
+
+class _RankLog(logging.FileHandler):
+    """A type of its own, so that a later call finds it among the logger's handlers."""
+
+
+def environment(config: Config) -> dict[str, Any]:
+    """What a run depends on beside its configuration. No host name: run directories are shared."""
+    import numpy
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "boost": __version__,
+        "git": git_state(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "numpy": numpy.__version__,
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": available_cores(),
+        "gpus": gpus,
+        "world_size": config.parallel.world_size,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+    }
+
+
+def git_state() -> dict[str, Any] | None:
+    """{'commit': hash or None before the first commit, 'dirty': bool} of the checkout that boost runs from, or None.
+
+    An installed boost may lie inside somebody else's repository (a virtual environment): that commit is not ours.
+    """
+    package = Path(__file__).resolve().parent.parent
+    top = _git(package, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
+        return None
+    status = _git(package, "status", "--porcelain")
+    return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def available_cores() -> int:
+    """Cores that this process may use: a container or a batch system often allows fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor's name; its architecture where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _write_beside(folder: Path, stem: str, suffix: str, text: str) -> None:
+    """Writes stem.suffix, or stem.2.suffix, ...: the first name that is free."""
+    number = 1
+    while True:
+        name = f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}"
+        try:
+            with open(folder / name, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        except FileExistsError:
+            number += 1

@@ -1,0 +1,140 @@
+"""Configurations: what is legal is resolved, what is not is one line naming field, value and nearest legal value."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from boost.config import load, presets, to_toml
+from boost.config.load import fields, from_tree, read_source
+from boost.errors import ConfigError
+
+BAD = [
+    (["--train.step", "3"], ["train.step", "did you mean 'train.steps'"]),
+    (["--train.tp", "2"], ["train.tp", "did you mean 'parallel.tp'"]),
+    (["--lr", "1"], ["--lr", "did you mean '--optim.lr'"]),
+    (["stray"], ["stray"]),
+    (["--train.steps"], ["train.steps", "no value", "integer"]),
+    (["--train.steps", "--train.seed", "1"], ["train.steps", "no value"]),
+    (["--train.steps", "abc"], ["train.steps", "'abc'", "integer", "1000"]),
+    (["--train.steps", "1.5"], ["train.steps", "1.5", "integer"]),
+    (["--train.steps", "0"], ["train.steps = 0", "smallest legal value is 1"]),
+    (["--parallel.grouping", "False"], ["parallel.grouping", "'False'", "true or false"]),
+    (["--optim.beta1", "1.5"], ["optim.beta1 = 1.5", "largest legal value is 1"]),
+    (["--optim.lr", "0"], ["optim.lr = 0", "more than 0"]),
+    (["--optim.lr", "nan"], ["optim.lr"]),
+    (["--optim.lr", "inf"], ["optim.lr"]),
+    (["--model.family", "colla"], ["model.family = 'colla'", "did you mean 'cola'"]),
+    (["--model.rank", "x"], ["model.rank = 'x'", "integer"]),
+    (["--model.heads", "7"], ["model.heads = 7", "model.dim = 512", "nearest legal value is 8"]),
+    (["--model.heads", "512"], ["model.heads = 512", "odd width 1", "nearest legal value is 256"]),
+    (["--model.kv_heads", "3"], ["model.kv_heads = 3", "model.heads = 8", "nearest legal value is 4"]),
+    (["--model.rank", "9000"], ["model.rank = 9000", "largest legal value is 512"]),
+    (["--model.family", "dense", "--model.rank", "8"], ["model.rank = 8", "dense"]),
+    (["--parallel.tp", "3"], ["parallel.tp = 3", "model.heads = 8", "nearest legal value is 4"]),
+    (["--parallel.tp", "2", "--model.ffn_dim", "5461"], ["parallel.tp = 2", "model.ffn_dim = 5461", "nearest legal value is 1"]),
+    (["--parallel.tp", "2", "--parallel.layout", "single"], ["parallel.layout = 'single'", "parallel.tp = 2"]),
+    (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "parallel.tp = 1"]),
+    (["--train.global_batch", "30"], ["train.global_batch = 30", "= 8", "nearest legal value is 32"]),
+    (["--optim.schedule", "constant", "--optim.decay_steps", "2000"], ["optim.decay_steps = 2000", "largest legal value is 1000"]),
+    (["--optim.decay_steps", "5"], ["optim.decay_steps = 5", "constant"]),
+    (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
+    (["--train.compute_dtype", "float16"], ["train.compute_dtype = 'float16'", "bfloat16"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD, ids=[" ".join(o) for o, _ in BAD])
+def test_a_mistake_is_one_line_with_field_value_and_way_out(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, overrides)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nstep = 3", ["train.step", "train.steps"]),
+        ("[trian]\nsteps = 3", ["trian", "did you mean 'train'"]),
+        ("train = 3", ["train = 3", "[train]"]),
+        ("[train", ["not TOML"]),
+        ("[train]\nsteps = true", ["train.steps = True", "integer"]),
+        ("[run]\ndir = 3", ["run.dir = 3", "text"]),
+    ],
+)
+def test_a_mistake_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(str(tmp_path / "x.toml"))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no preset named 'dmeo'; did you mean 'demo'"):
+        load("dmeo")
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not a UTF-8 text file"):
+        load(str(tmp_path / "x.toml"))
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_a_resolved_preset_is_a_configuration_of_the_same_run(preset: str, tmp_path: Path) -> None:
+    config = load(preset)
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load(str(tmp_path / "resolved.toml")) == config
+    assert read_source(preset)["model"].items() <= config.model.model_dump().items()
+
+
+def test_presets_of_the_issue_exist() -> None:
+    paper = {f"boost-{size}" for size in ("1b", "3b", "7b", "13b", "30b")}
+    recipes = {f"cola-{size}" for size in ("60m", "130m", "350m", "1b", "7b")}
+    assert paper | recipes | {"demo"} <= set(presets())
+
+
+def test_defaults_follow_the_family() -> None:
+    dense = load(None, ["--model.family", "dense"]).model
+    assert (dense.rank, dense.latent_act) == (None, "none")
+    svd = load(None, ["--model.family", "svd", "--model.dim", "64", "--model.heads", "4"]).model
+    assert (svd.rank, svd.latent_act, svd.kv_heads, svd.mlp_silu) == (16, "none", 4, True)
+
+
+def test_overrides_win_and_are_read_as_their_fields_type() -> None:
+    config = load("demo", ["--train.steps=7", "--optim.lr", "1", "--run.dir", "123", "--parallel.grouping", "false"])
+    assert config.train.steps == 7
+    assert config.optim.lr == 1.0
+    assert config.run.dir == "123"
+    assert config.parallel.grouping is False
+
+
+def test_every_field_is_documented() -> None:
+    for key, info in fields():
+        assert info.description and len(info.description) > 10, key
+
+
+def test_configurations_are_frozen() -> None:
+    config = from_tree({})
+    with pytest.raises(Exception, match="frozen"):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+def test_the_configuration_needs_no_torch() -> None:
+    code = "import boost.config, boost.plan.collectives, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_mistake_is_answered_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from boost.cli.main import main; code = main(['train', 'demo', '--train.step', '3']);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("boost: error: unknown key 'train.step'")
+    assert done.stderr.count("\n") == 1
+    print(f"answered in {time.monotonic() - begun:.2f} s")

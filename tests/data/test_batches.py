@@ -1,0 +1,137 @@
+"""Order as a function of (seed, step); the same samples for every number of processes; every token evaluated once."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from boost.data.batches import IGNORED, Batches, evaluation_batches, shuffled_order
+from boost.data.store import Split
+from boost.errors import ConfigError, DataError
+
+
+def make_split(n_tokens, document=5):
+    offsets = np.unique(np.append(np.arange(0, n_tokens, document), n_tokens)).astype(np.int64)
+    # Every token is its own position, so that a target tells which one it is.
+    return Split("train", "STORE", np.arange(n_tokens, dtype=np.uint32), offsets, n_tokens, n_tokens + 1, eos=n_tokens)
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32 - 1))
+def test_every_epoch_holds_every_sample_once(n, seed):
+    order = shuffled_order(n, seed)
+    for epoch in range(3):
+        assert sorted(order[epoch * n + i] for i in range(n)) == list(range(n))
+
+
+def test_epochs_and_seeds_differ():
+    n = 500
+    a, b = shuffled_order(n, 1), shuffled_order(n, 2)
+    first, second, other = [a[i] for i in range(n)], [a[n + i] for i in range(n)], [b[i] for i in range(n)]
+    for one, two in ((first, second), (first, other), (first, list(range(n)))):
+        # Two independent permutations agree in about one place.
+        assert sum(x == y for x, y in zip(one, two, strict=True)) < 15
+
+
+def test_order_holds_no_index_array():
+    # Two billion samples: an array of them would take 16 GB, and a list of their shuffles minutes.
+    order = shuffled_order(2**31, 0)
+    assert all(0 <= order[i] < 2**31 for i in (0, 10**9, 2**31, 5 * 2**31 + 3))
+
+
+def test_order_does_not_change_between_releases():
+    # A change here would make every run resume onto other data.
+    order = shuffled_order(10, 7)
+    assert [order[i] for i in range(20)] == [7, 9, 0, 8, 4, 2, 5, 6, 3, 1, 6, 0, 4, 2, 7, 9, 1, 5, 8, 3]
+
+
+def test_batches_cross_the_epoch():
+    batches = Batches(make_split(101), seq_len=10, global_batch=4, seed=3)
+    assert batches.n_samples == 10 and batches.tokens_per_epoch == 100
+    seen = np.concatenate([batches.sample_indices(step) for step in range(5)])
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+
+
+def test_any_step_without_the_ones_before():
+    split = make_split(1001)
+    one, other = (Batches(split, 10, 8, seed=5) for _ in range(2))
+    forward = [one.sample_indices(step).tolist() for step in range(30)]
+    assert [other.sample_indices(step).tolist() for step in reversed(range(30))] == forward[::-1]
+
+
+@pytest.mark.parametrize(("dp", "micro_batch"), [(1, 12), (1, 1), (2, 3), (3, 4), (4, 3), (12, 1)])
+def test_ranks_and_micro_batches_only_cut_the_global_batch(dp, micro_batch):
+    batches = Batches(make_split(500), seq_len=8, global_batch=12, seed=1)
+    whole = next(batches.micro_batches(2, 0, 1, 12))
+    parts = [part for rank in range(dp) for part in batches.micro_batches(2, rank, dp, micro_batch)]
+    assert all(part.tokens.shape == (micro_batch, 8) for part in parts)
+    for name in ("tokens", "targets", "document_ids"):
+        np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+def test_a_sample_is_a_window_with_its_documents():
+    batches = Batches(make_split(41, document=7), seq_len=10, global_batch=1, seed=0)
+    row = batches.sample(2)
+    np.testing.assert_array_equal(row.tokens, np.arange(20, 30))
+    np.testing.assert_array_equal(row.targets, np.arange(21, 31))
+    np.testing.assert_array_equal(row.document_ids, np.arange(20, 30) // 7 - 2)
+    assert (row.tokens.dtype, row.targets.dtype, row.document_ids.dtype) == (np.int64, np.int64, np.int32)
+    np.testing.assert_array_equal(batches.sample(3).targets, np.arange(31, 41))
+
+
+def test_corpus_shorter_than_a_sequence():
+    with pytest.raises(DataError, match=r"has 10 tokens, fewer than one sequence of 10 \+ 1; set train.seq_len to 9"):
+        Batches(make_split(10), 10, 1, 0)
+    assert Batches(make_split(10), 9, 1, 0).n_samples == 1
+
+
+def test_global_batch_that_does_not_divide():
+    batches = Batches(make_split(100), 4, 10, 0)
+    with pytest.raises(ConfigError, match="global batch 10 .* set it to 12"):
+        next(batches.micro_batches(0, 0, 2, 3))
+    with pytest.raises(ConfigError, match="seed -1"):
+        Batches(make_split(100), 4, 10, -1)
+
+
+@given(st.integers(2, 80), st.integers(1, 12), st.integers(1, 3), st.integers(1, 4))
+def test_evaluation_predicts_every_token_but_the_first_once(n_tokens, seq_len, batch, dp):
+    split = make_split(n_tokens)
+    per_rank = [list(evaluation_batches(split, seq_len, batch, rank, dp)) for rank in range(dp)]
+    assert len({len(batches) for batches in per_rank}) == 1
+    targets = []
+    for part in (part for batches in per_rank for part in batches):
+        assert part.tokens.shape == part.targets.shape == part.document_ids.shape == (batch, seq_len)
+        real = part.targets != IGNORED
+        np.testing.assert_array_equal(part.tokens[real] + 1, part.targets[real])
+        assert (part.tokens[~real] == split.eos).all()
+        targets += part.targets[real].tolist()
+    assert sorted(targets) == list(range(1, n_tokens))
+
+
+def test_padding_belongs_to_no_document_of_the_text():
+    (batch,) = evaluation_batches(make_split(8, document=5), 10, 1)
+    assert batch.document_ids[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
+
+
+def test_evaluation_of_the_first_windows():
+    split = make_split(101)
+    parts = list(evaluation_batches(split, 10, 2, max_tokens=35))
+    targets = np.concatenate([part.targets[part.targets != IGNORED] for part in parts])
+    assert targets.tolist() == list(range(1, 31))
+    assert sum((part.targets != IGNORED).sum() for part in evaluation_batches(split, 10, 2, max_tokens=1)) == 10
+
+
+def test_evaluation_of_a_single_token_is_refused_at_the_call():
+    with pytest.raises(DataError, match="nothing to predict"):
+        evaluation_batches(make_split(1), 4, 1)
+
+
+def test_importing_grain_says_nothing_and_hides_nothing():
+    code = (
+        "from boost.data.batches import shuffled_order; shuffled_order(3, 0)\n"
+        "from absl import logging; logging.warning('kept')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "jax" not in done.stderr and "kept" in done.stderr

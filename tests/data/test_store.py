@@ -1,0 +1,142 @@
+"""The token store: what is written is what is read, and whatever is damaged says how to mend it."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from boost.data.prepare import PrepareOptions, prepare
+from boost.data.store import Split, TokenStore, token_dtype
+from boost.data.tokenizer import tokenizer_fingerprint
+from boost.errors import DataError
+
+
+@pytest.fixture
+def store(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02}.txt").write_text(f"Document {i}.\n" + "Ünïcode, 日本語 and words.\n" * (i % 4 + 1), "utf-8")
+    return prepare(PrepareOptions(out=tmp_path / "store", inputs=(str(folder),), tokenizer="train:300")).store
+
+
+def split_of(lengths, dtype=np.uint16):
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.arange(offsets[-1]).astype(dtype) % 7
+    return Split("train", "STORE", tokens, offsets, n_bytes=1, vocab_size=7, eos=0)
+
+
+def test_text_comes_back_document_by_document(store, tmp_path):
+    texts, n_bytes = [], 0
+    for name in ("train", "heldout"):
+        split = store.split(name)
+        assert split.n_documents > 0
+        n_bytes += split.n_bytes
+        for begin, end in zip(split.documents[:-1], split.documents[1:], strict=True):
+            ids = split.window(int(begin), int(end - begin))
+            assert ids[-1] == store.eos and store.eos not in ids[:-1]
+            texts.append(store.tokenizer().decode(ids[:-1].tolist(), skip_special_tokens=False))
+    originals = [path.read_text("utf-8") for path in (tmp_path / "texts").iterdir()]
+    assert sorted(texts) == sorted(originals)
+    assert n_bytes == sum(len(text.encode("utf-8")) for text in originals)
+
+
+def test_arrays_are_read_only_maps(store):
+    split = store.split("train")
+    assert isinstance(split.tokens, np.memmap) and split.tokens.dtype == np.dtype("<u2")
+    with pytest.raises(ValueError):
+        split.tokens[0] = 1
+
+
+def test_dtype_by_vocabulary():
+    assert token_dtype(65536) == np.dtype("<u2")
+    assert token_dtype(65537) == np.dtype("<u4")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
+def test_document_ids_count_documents_from_the_windows_first(lengths, data):
+    split = split_of(lengths)
+    start = data.draw(st.integers(0, split.n_tokens - 1))
+    length = data.draw(st.integers(1, split.n_tokens - start))
+    whole = np.repeat(np.arange(len(lengths)), lengths)[start : start + length]
+    ids = split.document_ids(start, length)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, whole - whole[0])
+
+
+def test_window_beyond_the_end_is_an_error_not_a_short_array():
+    split = split_of([5])
+    with pytest.raises(IndexError):
+        split.window(3, 3)
+    with pytest.raises(IndexError):
+        split.document_ids(-1, 2)
+
+
+def test_unigram_entropy_is_in_nats():
+    split = split_of([8])
+    object.__setattr__(split, "tokens", np.array([0, 1, 2, 3] * 5, dtype=np.uint16))
+    assert split.unigram_entropy() == pytest.approx(math.log(4))
+
+
+def edit_meta(store, **changes):
+    file = store.path / "store.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def truncate(store):
+    file = store.path / "train.tokens"
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+def swap_tokenizer(store):
+    file = store.path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    file.write_text(json.dumps(content))
+
+
+DAMAGES = {
+    "fewer bytes than": (truncate, r"train\.tokens has \d+ bytes, store\.json says \d+"),
+    "other tokenizer": (swap_tokenizer, "not the tokenizer that made the tokens"),
+    "no offsets": (lambda s: (s.path / "heldout.documents").unlink(), r"heldout\.documents is missing"),
+    "no tokenizer": (lambda s: (s.path / "tokenizer.json").unlink(), r"tokenizer\.json cannot be read"),
+    "cut store.json": (lambda s: (s.path / "store.json").write_text('{"format": 1,'), r"store\.json is damaged"),
+    "not an object": (lambda s: (s.path / "store.json").write_text("[]"), r"store\.json is damaged"),
+    "no splits": (lambda s: edit_meta(s, splits={}), r"store\.json is damaged"),
+    "wrong dtype": (lambda s: edit_meta(s, dtype="<u4"), "do not fit each other"),
+    "newer format": (lambda s: edit_meta(s, format=99), "has format 99"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_one_line_that_names_the_mending_command(store, name):
+    damage, message = DAMAGES[name]
+    damage(store)
+    with pytest.raises(DataError, match=message) as caught:
+        TokenStore.open(store.path)
+    assert "boost prepare" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_offsets_that_do_not_span_the_tokens(store):
+    file = store.path / "train.documents"
+    offsets = np.fromfile(file, dtype="<i8")
+    offsets[-1] += 1
+    offsets.tofile(file)
+    with pytest.raises(DataError, match="does not span"):
+        TokenStore.open(store.path)
+
+
+def test_missing_store_and_foreign_folder(tmp_path):
+    with pytest.raises(DataError, match="no token store here; make it with: boost prepare"):
+        TokenStore.open(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="not a token store"):
+        TokenStore.open(tmp_path)
+
+
+def test_another_tokenizer_is_refused(store):
+    store.require_tokenizer(tokenizer_fingerprint(store.tokenizer()), "the checkpoint")
+    with pytest.raises(DataError, match="is not the one of runs/a"):
+        store.require_tokenizer("0" * 64, "runs/a")

@@ -1,0 +1,152 @@
+"""Tokenizers: trained the same every time, loading any Hugging Face file without its habits of cutting and adding."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from boost.data import tokenizer as tk
+from boost.data.encode import cut
+from boost.errors import DataError
+
+TEXTS = [f"The value of item {i} is {i * 37 % 101}.\n    return x_{i}\n\n" for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tk.train_tokenizer(TEXTS, 400)
+
+
+def test_layout_of_the_vocabulary(trained):
+    vocabulary = trained.get_vocab()
+    assert tk.vocabulary_size(trained) == 400 == len(vocabulary)
+    assert vocabulary["<|endoftext|>"] == 0
+    assert sorted(vocabulary[symbol] for symbol in pre_tokenizers.ByteLevel.alphabet()) == list(range(1, 257))
+
+
+def test_training_is_the_same_in_another_process(trained):
+    code = (
+        "import sys, json; from boost.data.tokenizer import *\n"
+        "print(tokenizer_fingerprint(train_tokenizer(json.load(sys.stdin), 400)))"
+    )
+    env = {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True, check=True, env=env
+    )
+    assert done.stdout.strip() == tk.tokenizer_fingerprint(trained)
+
+
+def test_a_small_corpus_gives_a_smaller_vocabulary():
+    assert 257 < tk.vocabulary_size(tk.train_tokenizer(["aa aa aa"], 4096)) < 300
+
+
+@given(st.text())
+def test_nothing_is_lost_or_added(text):
+    tokenizer = tk.train_tokenizer(TEXTS[:5], 300)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert 0 not in ids
+
+
+def test_text_cannot_forge_a_document_end(trained):
+    ids = trained.encode("a<|endoftext|>b", add_special_tokens=False).ids
+    assert 0 not in ids and trained.decode(ids) == "a<|endoftext|>b"
+
+
+@given(st.lists(st.sampled_from(["word", " and", "\n", "\n\n", "    ", "é", ".", "x=1", "\t"]), max_size=60))
+def test_pieces_join_to_the_text_within_the_limit(parts):
+    text = "".join(parts)
+    pieces = list(cut(text, limit=16))
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= 16 for piece in pieces) or text == ""
+
+
+@given(st.lists(st.sampled_from(["word", " and", "é", ".", "  x", "it's", " 12"]), min_size=1, max_size=8))
+def test_cutting_at_a_clean_line_end_changes_no_token(words):
+    tokenizer = tk.train_tokenizer(TEXTS[:50], 320)
+    line = "a" + "".join(words) + ".\n"
+    text = line * 12 + "\n\n    end"
+    pieces = list(cut(text, limit=len(line) * 3 + 2))
+    assert len(pieces) > 2
+    whole = tokenizer.encode(text, add_special_tokens=False).ids
+    assert [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False).ids] == whole
+
+
+@pytest.mark.parametrize("spec", ["train:", "train:12", "train:x", "train:-5", "train:4e3"])
+def test_bad_training_spec(spec):
+    with pytest.raises(DataError, match="must be a number from 257"):
+        tk.parse_training(spec)
+
+
+def word_level(*tokens):
+    return Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+
+
+@pytest.fixture
+def bert_like(tmp_path):
+    tokenizer = word_level("[UNK]", "[CLS]", "[SEP]", "a")
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4, pad_id=0)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_truncation_and_padding_of_the_file_are_off(bert_like):
+    tokenizer = tk.load_tokenizer(bert_like)
+    assert tokenizer.encode("a " * 9, add_special_tokens=False).ids == [3] * 9
+    assert tokenizer.encode("a", add_special_tokens=False).ids == [3]
+    assert tk.find_eos(tokenizer) == ("[SEP]", 2)
+
+
+def test_eos_by_name_by_config_by_guess_or_an_error(tmp_path):
+    tokenizer = word_level("?", "</s>", "<end>", "<|endoftext|>")
+    assert tk.find_eos(tokenizer) == ("<|endoftext|>", 3)
+    assert tk.find_eos(tokenizer, "<end>") == ("<end>", 2)
+    for eos_token in ("</s>", {"content": "</s>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+        assert tk.find_eos(tokenizer, folder=tmp_path) == ("</s>", 1)
+    (tmp_path / "tokenizer_config.json").write_text("[1")
+    assert tk.find_eos(tokenizer, folder=tmp_path) == ("<|endoftext|>", 3)
+    with pytest.raises(DataError, match="--eos nope: not a token"):
+        tk.find_eos(tokenizer, "nope")
+    with pytest.raises(DataError, match="name one of its tokens with --eos TOKEN"):
+        tk.find_eos(word_level("?", "a"))
+
+
+def test_vocabulary_with_holes():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
+    assert tk.vocabulary_size(tokenizer) == 10
+
+
+def test_fingerprint_is_of_the_content_not_the_layout(trained):
+    text = trained.to_str()
+    assert tk.tokenizer_fingerprint(json.dumps(json.loads(text), indent=8)) == tk.tokenizer_fingerprint(trained)
+    assert tk.tokenizer_fingerprint(tk.parse_tokenizer(text)) == tk.tokenizer_fingerprint(text)
+    assert tk.tokenizer_fingerprint(word_level("a")) != tk.tokenizer_fingerprint(word_level("b"))
+
+
+def test_missing_and_wrong_files(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        tk.load_tokenizer(str(tmp_path / "no.json"))
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+        tk.load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match=r"not a Hugging Face tokenizer\.json") as caught:
+        tk.load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreachable_hub_is_one_line(monkeypatch):
+    # Offline mode of the hub client fails at once where a machine without network retries for half a minute.
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="neither a file here nor reachable on the Hugging Face hub") as caught:
+        tk.load_tokenizer("someone/never-cached-tokenizer")
+    assert "\n" not in str(caught.value)

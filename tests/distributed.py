@@ -1,0 +1,109 @@
+"""The one helper of multi-process tests: pools of gloo processes that live across tests, with a time limit on each call.
+
+    results = run_distributed(2, function, *arguments)      # one result a process, by rank
+
+`function` is a module-level function of a test file; it is called in every process of an open process group, with one
+thread. An exception in any process fails the test with its traceback; a call that outlasts its limit, or a process that
+dies, ends the whole pool, and the next call makes a new one. No process outlives the test session.
+"""
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIME_LIMIT_S = 180.0
+
+
+def run_distributed(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIME_LIMIT_S) -> list[Any]:
+    """Calls `function(*arguments)` in each of `size` processes; returns their results by rank."""
+    pool = _pools.get(size)
+    if pool is None or not pool.alive():
+        pool = _pools[size] = _Pool(size)
+    try:
+        return pool.call(function, arguments, timeout)
+    except BaseException:
+        _pools.pop(size).close()
+        raise
+
+
+class _Pool:
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._rendezvous = tempfile.mkdtemp(prefix="boost-test-")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, f"{self._rendezvous}/store", theirs), daemon=True, name=f"rank{rank}"
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
+        for connection in self._connections:
+            connection.send((function, arguments))
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            for rank, connection in enumerate(self._connections):
+                if rank in results or not connection.poll(0.01):
+                    continue
+                try:
+                    failed, value = connection.recv()
+                except EOFError:
+                    raise AssertionError(f"process {rank} ended in {function.__name__}") from None
+                if failed:
+                    raise AssertionError(f"process {rank} in {function.__name__}:\n{value}")
+                results[rank] = value
+            if time.monotonic() > deadline:
+                silent = [rank for rank in range(len(self._connections)) if rank not in results]
+                raise AssertionError(f"{function.__name__}: no answer from processes {silent} within {timeout} s")
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = (False, function(*arguments))
+        except BaseException:
+            answer = (True, traceback.format_exc())
+        connection.send(answer)
+
+
+_pools: dict[int, _Pool] = {}
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
