@@ -20,7 +20,9 @@ from typing import Any
 TIME_LIMIT_S = 180.0
 
 
-def run_distributed(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIME_LIMIT_S) -> list[Any]:
+def run_distributed(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIME_LIMIT_S
+) -> list[Any]:
     """Calls `function(*arguments)` in each of `size` processes; returns their results by rank."""
     pool = _pools.get(size)
     if pool is None or not pool.alive():

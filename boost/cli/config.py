@@ -23,7 +23,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost config --fields              every key with its type, default and meaning",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file; without it, list the presets")
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; without it, list the presets"
+    )
     parser.add_argument("--check", action="store_true", help="only say whether it is valid")
     parser.add_argument("--fields", action="store_true", help="list every key with its documentation")
     parser.add_argument("--json", action="store_true", help="print JSON instead of TOML or a table")
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_presets(as_json: bool) -> None:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in presets():
         config = load(name)
         model, parallel = config.model, config.parallel
@@ -67,6 +69,7 @@ def _print_presets(as_json: bool) -> None:
                 "seq_len": config.train.seq_len,
             }
         )
+    rows.sort(key=lambda row: (row["preset"] != "demo", row["preset"].partition("-")[0], row["parameters"]))
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -75,7 +78,7 @@ def _print_presets(as_json: bool) -> None:
 
     table = Table(box=None, header_style="bold")
     for column in rows[0]:
-        table.add_column(column, justify="left" if column in ("preset", "family") else "right")
+        table.add_column(column, justify="left" if column in ("preset", "family") else "right", no_wrap=True)
     for row in rows:
         cells = {**row, "parameters": f"{row['parameters'] / 1e6:,.1f}M"}
         table.add_row(*(str(cell) for cell in cells.values()))

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
-from boost.errors import DataError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -23,8 +22,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add_checkpoint_arguments(parser)
     parser.add_argument("--store", metavar="PATH", help="token store (default: the one it was trained on)")
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="default: heldout")
-    parser.add_argument("--batch", type=int, default=0, metavar="N", help="sequences at once (default: train.micro_batch)")
-    parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="only the first N tokens (default: all)")
+    parser.add_argument(
+        "--batch", type=int, default=0, metavar="N", help="sequences at once (default: train.micro_batch)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=0, metavar="N", help="about N tokens, spread evenly (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -36,18 +39,13 @@ def run(args: argparse.Namespace) -> int:
 def evaluate_process(args: argparse.Namespace) -> int:
     """One process of the evaluation; the main one prints."""
     from boost.data.store import TokenStore
-    from boost.data.tokenizer import tokenizer_fingerprint
     from boost.parallel.mesh import close_mesh
     from boost.train.evaluate import evaluate
 
     try:
         checkpoint, config, mesh, decoder = open_model(args)
         store = TokenStore.open(Path(args.store or config.data.store))
-        if store.tokenizer_fingerprint != checkpoint.data["tokenizer"]:
-            raise DataError(
-                f"the tokenizer of '{store.path}' is not the one that '{checkpoint.path}' was trained with; "
-                f"prepare the text with --tokenizer {checkpoint.tokenizer}"
-            )
+        store.require_tokenizer(checkpoint.data["tokenizer"], f"'{checkpoint.path}'")
         split = store.split(args.split)
         result = evaluate(
             decoder,

@@ -25,8 +25,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="most new tokens (default 200)")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token; the same as --temperature 0")
     parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default 0: all)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="only the likeliest that hold P (default 0.95)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default 0: all)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="only the likeliest that hold P (default 0.95)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON: prompt, text, tokens")
     return parser
@@ -46,9 +50,13 @@ def generate_process(args: argparse.Namespace) -> int:
     from boost.train.generate import generate
 
     try:
-        checkpoint, _, mesh, decoder = open_model(args)
+        checkpoint, config, mesh, decoder = open_model(args)
         tokenizer, eos = load_tokenizer(str(checkpoint.tokenizer)), checkpoint.data["eos"]
         prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos]
+        if max(prompt) >= config.model.vocab_size:
+            raise ConfigError(
+                f"--prompt has token {max(prompt)}, but the model knows {config.model.vocab_size}; reword it"
+            )
         tokens: list[int] = []
         written = ""
         streams = mesh.is_main and not args.json

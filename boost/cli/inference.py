@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """CHECKPOINT, --tp and --device."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run directory (its newest checkpoint) or step-... folder")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="run directory (its newest checkpoint) or step-... folder"
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="TP processes, started here (default 1)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
 
 
 def inference_config(saved: Config, tp: int, device: str) -> Config:

@@ -28,7 +28,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")
-    parser.add_argument("--nproc", type=int, metavar="N", help="local processes to start; must equal tp x pp x dp (default)")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="local processes to start; must equal tp x pp x dp (default)"
+    )
     parser.add_argument(
         "--resume",
         metavar="auto|PATH",
@@ -45,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     _check_processes(config, args.nproc)
 
     from boost.data.fit import open_fitting_store
+    from boost.train.metrics import tracker_modules
 
+    tracker_modules(config)
     open_fitting_store(config)
     from boost.train.launch import launch, under_torchrun
     from boost.train.run import train_process
@@ -54,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     if under_torchrun() or config.parallel.world_size == 1:
         return train_process(config, args.resume)
     return launch(
-        train_process, (config, args.resume), config.parallel.world_size, log_dir=RunDirectory(Path(config.run.dir)).logs
+        train_process,
+        (config, args.resume),
+        config.parallel.world_size,
+        log_dir=RunDirectory(Path(config.run.dir)).logs,
     )
 
 

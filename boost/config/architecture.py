@@ -117,5 +117,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     6 * layers * dim * seq_len for attention's two products over the causal half of the scores
     (2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward). Recomputation is never counted.
     """
-    linear = sum(parameter.size for parameter in parameters(model) if parameter.role not in ("embed", "norm", "final_norm"))
+    linear = sum(
+        parameter.size for parameter in parameters(model) if parameter.role not in ("embed", "norm", "final_norm")
+    )
     return 6 * linear + 6 * model.layers * model.dim * seq_len

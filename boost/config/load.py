@@ -62,9 +62,13 @@ def read_source(source: str) -> dict[str, Any]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{source} is not a UTF-8 text file (byte {error.start}); a configuration is TOML") from None
+            raise ConfigError(
+                f"{source} is not a UTF-8 text file (byte {error.start}); a configuration is TOML"
+            ) from None
     else:
-        raise ConfigError(f"no configuration file and no preset named '{source}'; {_suggest(source, presets(), 'preset')}")
+        raise ConfigError(
+            f"no configuration file and no preset named '{source}'; {_suggest(source, presets(), 'preset')}"
+        )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -41,8 +41,9 @@ def _model_problems(config: Config) -> Iterator[str]:
         best = nearest(model.heads, lambda h: model.dim % h == 0 and (model.dim // h) % 2 == 0)
         yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; the nearest legal value is {best}"
     if model.head_dim % 2:
-        best = nearest(model.heads, lambda h: model.dim % (2 * h) == 0) if model.dim % 2 == 0 else None
-        mend = f"the nearest legal value is {best}" if best else f"take an even model.dim, as {model.dim + 1}"
+        mend = f"take an even model.dim, as {model.dim + 1}"
+        if model.dim % 2 == 0:
+            mend = f"the nearest legal value is {nearest(model.heads, lambda h: model.dim % (2 * h) == 0)}"
         yield f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; {mend}"
     if model.heads % model.kv_heads:
         best = nearest(model.kv_heads, lambda h: model.heads % h == 0)

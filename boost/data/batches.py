@@ -119,29 +119,30 @@ def evaluation_batches(
     """Windows of the split in order, `batch` rows at a time; every token but the first is a target exactly once.
 
     Targets beyond the end are `IGNORED`. All ranks yield the same number of batches, the last of them filled with rows
-    without targets, since ranks meet in collectives. `max_tokens` keeps the first windows that fit, at least one.
+    without targets, since ranks meet in collectives. `max_tokens` keeps as many windows as fit, at least one,
+    spread evenly over the split.
     Raises `DataError` when the split has no target, at the call and not at the first batch.
     """
     if split.n_tokens < 2:
         raise DataError(f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, nothing to predict; add text")
-    windows = -(-(split.n_tokens - 1) // seq_len)
+    windows = kept = -(-(split.n_tokens - 1) // seq_len)
     if max_tokens is not None:
-        windows = min(windows, max(max_tokens // seq_len, 1))
-    steps = -(-windows // (batch * dp))
+        kept = min(windows, max(max_tokens // seq_len, 1))
+    steps = -(-kept // (batch * dp))
 
     def batches() -> Iterator[Batch]:
         for step in range(steps):
             first = (step * dp + dp_rank) * batch
-            yield _stack([_row(split, index, seq_len, windows) for index in range(first, first + batch)])
+            chosen = [i * windows // kept if i < kept else None for i in range(first, first + batch)]
+            yield _stack([_row(split, index, seq_len) for index in chosen])
 
     return batches()
 
 
-def _row(split: Split, index: int, seq_len: int, windows: int | None = None) -> Batch:
-    """Window `index` [S]; beyond the split, or the last of `windows`, there is padding of its own document."""
-    start = index * seq_len
-    beyond = windows is not None and index >= windows
-    n_inputs = 0 if beyond else min(seq_len, split.n_tokens - 1 - start)
+def _row(split: Split, index: int | None, seq_len: int) -> Batch:
+    """Window `index` [S]; beyond the split there is padding of its own document, and only that for None."""
+    start = (index or 0) * seq_len
+    n_inputs = 0 if index is None else min(seq_len, split.n_tokens - 1 - start)
     tokens = np.full(seq_len, split.eos, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     ids = np.zeros(seq_len, dtype=np.int32)

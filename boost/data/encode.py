@@ -1,7 +1,7 @@
 """Text to tokens in bounded memory: long texts are cut into pieces, pieces are encoded in batches."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from boost.data.report import FileReport
@@ -10,10 +10,10 @@ from boost.data.writer import TokenWriter
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Texts are encoded in pieces of at most this many characters, so that a huge document needs little memory ...
-PIECE_CHARS = 1 << 20
+# Texts are encoded in pieces of at most this many characters: an encoding takes about a hundred bytes a character ...
+PIECE_CHARS = 1 << 16
 # ... and in batches of about this many, which the tokenizer spreads over the processor's cores.
-BATCH_CHARS = 1 << 22
+BATCH_CHARS = 1 << 20
 _CLEAN_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 
@@ -47,8 +47,9 @@ def _last_cut(window: str, limit: int) -> int:
 class Encoder:
     """Turns texts into tokens in batches and hands them to the writer in order."""
 
-    def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter) -> None:
-        self._tokenizer, self._writer = tokenizer, writer
+    def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter, working: Callable[[int], None]) -> None:
+        """`working` is told after every batch how many characters of the present text are left."""
+        self._tokenizer, self._writer, self._working = tokenizer, writer, working
         self._batch: list[tuple[FileReport, str, str, bool]] = []
         self._chars = 0
         unknown = getattr(tokenizer.model, "unk_token", None)
@@ -57,12 +58,14 @@ class Encoder:
 
     def add(self, entry: FileReport, split: str, text: str) -> None:
         """Queues one document, which `entry` is charged for."""
-        pieces = list(cut(text)) if len(text) > PIECE_CHARS else [text]
-        for number, piece in enumerate(pieces, start=1):
-            self._batch.append((entry, split, piece, number == len(pieces)))
+        left = len(text)
+        for piece in cut(text, PIECE_CHARS):
+            left -= len(piece)
+            self._batch.append((entry, split, piece, left == 0))
             self._chars += len(piece)
             if self._chars >= BATCH_CHARS:
                 self.flush()
+                self._working(left)
 
     def flush(self) -> None:
         """Encodes and writes what is queued."""

@@ -18,11 +18,11 @@ def open_fitting_store(config: Config) -> TokenStore:
 
 
 def check_vocabulary(config: Config, store: TokenStore) -> None:
-    """Raises ConfigError if the model has fewer tokens than the store's tokenizer."""
-    if store.vocab_size > config.model.vocab_size:
+    """Raises ConfigError if the store holds tokens that the model has no rows for."""
+    if store.largest_token >= config.model.vocab_size:
         tp = config.parallel.tp
         legal = -(-store.vocab_size // tp) * tp
         raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the {store.vocab_size} tokens of the tokenizer "
-            f"in data.store = '{store.path}'; the smallest legal value is {legal}"
+            f"model.vocab_size = {config.model.vocab_size}, but data.store = '{store.path}' holds tokens up to "
+            f"{store.largest_token}; take the size of its tokenizer, {legal}"
         )

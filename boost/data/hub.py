@@ -24,7 +24,7 @@ class HubSource:
         self.name = f"Hugging Face {spec} ({split})"
         if Path(self.dataset).exists():
             raise DataError(f"--hf {self.dataset}: this is a path on this machine; give it as INPUT, without --hf")
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset):
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset) or config.startswith("/"):
             raise DataError(f"--hf {spec}: not the name of a data set; expected OWNER/NAME or OWNER/NAME:CONFIG")
 
     def documents(self, report: Report) -> Iterator[Document]:

@@ -176,14 +176,12 @@ def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, fol
         spec = Path(options.tokenizer)
         eos = find_eos(tokenizer, options.eos, spec if spec.is_dir() else spec.parent if spec.is_file() else None)
     else:
-        documents = reading.documents("training the tokenizer")
-        pieces = (piece for document in documents for name, text in rule.parts(document) if name == "train"
-                  for piece in cut(text))  # fmt: skip
-        tokenizer = train_tokenizer(_up_to(pieces, TRAINING_CHARS), vocab_size, options.eos or END_OF_TEXT)
+        pieces = _up_to(_train_pieces(reading, rule), TRAINING_CHARS)
+        tokenizer = train_tokenizer(pieces, vocab_size, options.eos or END_OF_TEXT)
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
     size = vocabulary_size(tokenizer)
     with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        encoder = Encoder(tokenizer, writer)
+        encoder = Encoder(tokenizer, writer, reading.working)
         for document in reading.documents("encoding"):
             for name, text in rule.parts(document):
                 encoder.add(document.entry, name, text)
@@ -225,14 +223,33 @@ class _Reading:
     def __init__(self, sources: list[Source], limit: int | None, total: int | None, progress: Progress) -> None:
         self._sources, self._limit, self._total, self._progress = sources, limit, total, progress
         self.report = Report()
+        self._taken = 0
 
     def documents(self, phase: str) -> Iterator[Document]:
         self.report = report = Report()
         self._progress.phase(phase, self._total)
         everything = (document for source in self._sources for document in source.documents(report))
-        for number, document in enumerate(islice(everything, self._limit), start=1):
+        self._taken = 0
+        for document in islice(everything, self._limit):
+            self._taken += 1
             yield document
-            self._progress.update(report.consumed, number)
+            self._progress.update(report.consumed, self._taken)
+
+    def working(self, left: int) -> None:
+        """Shows progress inside a long document, of which about `left` bytes are still to be done."""
+        self._progress.update(max(self.report.consumed - left, 0), self._taken)
+
+
+def _train_pieces(reading: _Reading, rule: SplitRule) -> Iterator[str]:
+    """The train split's text in pieces, for training a tokenizer: held-out text must not shape the vocabulary."""
+    for document in reading.documents("training the tokenizer"):
+        for name, text in rule.parts(document):
+            left = len(text)
+            for piece in cut(text) if name == "train" else ():
+                yield piece
+                left -= len(piece)
+                if left:
+                    reading.working(left)
 
 
 def _up_to(pieces: Iterable[str], limit: int) -> Iterator[str]:

@@ -124,12 +124,14 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
                 entry.skip("blank line", where)
                 continue
             try:
-                record = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                record = json.loads((line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip())
             except UnicodeDecodeError as error:
                 entry.skip(NOT_UTF8, f"{where}, byte {error.start}")
                 continue
             except (ValueError, RecursionError) as error:
-                entry.skip("not a line of JSON", f"{where}: {error}")
+                # The decoder's own text says "line 1", which would mislead here.
+                place = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                entry.skip("not a line of JSON", f"{where}: {place}")
                 continue
             if not isinstance(record, dict) or text_field not in record:
                 found = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__

@@ -134,8 +134,13 @@ class TokenStore:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id; a model's `vocab_size` must be at least this."""
+        """One more than the tokenizer's largest token id."""
         return int(self.meta["vocab_size"])
+
+    @property
+    def largest_token(self) -> int:
+        """The largest id that occurs: a model needs one row more. Some tokenizers have entries that text never uses."""
+        return max(int(self.meta["splits"][name]["largest_token"]) for name in SPLITS)
 
     @property
     def eos(self) -> int:
@@ -206,7 +211,7 @@ def _check_shape(meta: Any) -> None:
     if meta["dtype"] != token_dtype(vocab_size).str or not 0 <= int(meta["eos"]["id"]) < vocab_size:
         raise ValueError("dtype, vocab_size and eos do not fit each other")
     for name in SPLITS:
-        if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes")) < 1:
+        if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
             raise ValueError(f"split {name} is empty")
 
 

@@ -119,7 +119,7 @@ class TokenWriter:
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int) -> None:
         self.folder, self.dtype, self.eos = folder, dtype, eos
-        self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0} for name in SPLITS}
+        self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._files = ExitStack()
         # Unbuffered: a full disk must be met by the write, not again by every close.
         self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
@@ -145,6 +145,7 @@ class TokenWriter:
         sizes = self.sizes[split]
         sizes["tokens"] += len(tokens)
         sizes["bytes"] += n_bytes
+        sizes["largest_token"] = max(sizes["largest_token"], int(tokens.max(initial=0)))
         if end:
             sizes["documents"] += 1
             write_all(self._documents[split], np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes())

@@ -43,7 +43,12 @@ class Context:
 
 
 def make_context(
-    batch: int, positions_S: Tensor, head_dim: int, theta: float, dtype: torch.dtype, document_ids_BS: Tensor | None = None
+    batch: int,
+    positions_S: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    document_ids_BS: Tensor | None = None,
 ) -> Context:
     """The context of a micro-batch; with document ids, tokens attend to earlier tokens of their own document only.
 

@@ -19,6 +19,9 @@ from boost.models.stored import Stored
 class Block(Stored):
     """Attention and gated MLP, each: enter the wide side, do the local work, leave it again."""
 
+    attn_norm: Tensor
+    mlp_norm: Tensor
+
     def __init__(self, model: ModelConfig, layer: int, layout: Layout) -> None:
         super().__init__()
         self.layer, self.layout = layer, layout
@@ -44,6 +47,10 @@ class Block(Stored):
 
 class Decoder(Stored):
     """Embedding, blocks, final norm and head under one layout. Weights are uninitialised until `init.initialize`."""
+
+    embed: Tensor
+    final_norm: Tensor
+    head: Tensor
 
     def __init__(self, model: ModelConfig, layout: Layout, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

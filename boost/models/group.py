@@ -21,6 +21,9 @@ class Group(Stored):
     collective without a copy; factors B have one tensor a slot; a dense group is one tensor W [sum of outputs, I].
     """
 
+    A: Tensor
+    W: Tensor
+
     def __init__(self, model: ModelConfig, shape: architecture.Group, prefix: str, layout: Layout) -> None:
         super().__init__()
         self.shape = shape

@@ -15,6 +15,7 @@ from boost.models.stored import Storage
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis, Mesh
 
+
 @dataclass(frozen=True)
 class Agreement:
     """What all processes know after a step's backward pass."""
@@ -44,7 +45,9 @@ def agree(storages: Sequence[Storage], loss: Tensor, stop: bool, mesh: Mesh) -> 
     squares = _sum_of_squares(cut, loss.device)
     if mesh.tp.rank == 0:  # held whole by every TP process: counted by one
         squares = squares + _sum_of_squares(whole, loss.device)
-    facts = torch.stack((loss.double() / mesh.tp.size, squares / mesh.dp.size, loss.new_tensor(stop, dtype=torch.double)))
+    facts = torch.stack(
+        (loss.double() / mesh.tp.size, squares / mesh.dp.size, loss.new_tensor(stop, dtype=torch.double))
+    )
     if mesh.size > 1:
         facts = all_reduce(facts, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
     loss_sum, square_sum, stops = facts.tolist()

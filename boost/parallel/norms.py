@@ -13,6 +13,7 @@ from boost.config.traffic import STATISTIC_TERMS
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Axis
 
+
 def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
     """Statistics are kept in fp32, or in fp64 for fp64 activations."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -68,10 +69,7 @@ class _SumWithStatistic(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u_TR: Tensor, s_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-        if u_TR.dtype == s_T.dtype:
-            statistic = s_T
-        else:
-            statistic = _split_exactly(s_T, u_TR.dtype, axis)
+        statistic = s_T if u_TR.dtype == s_T.dtype else _split_exactly(s_T, u_TR.dtype, axis)
         flat = all_reduce(torch.cat((u_TR.reshape(-1), statistic)), axis)
         u_sum, statistic_sum = flat.split((u_TR.numel(), statistic.numel()))
         if u_TR.dtype != s_T.dtype:

@@ -17,6 +17,9 @@ from boost.train.metrics import EvalMetrics, StepMetrics
 
 Item = TypeVar("Item")
 
+WIDE = 100
+"""Columns of a terminal from which on the bar says the MFU too."""
+
 PLAIN_SECONDS = 10.0
 """Seconds between the plain lines of `progress`; what takes less prints nothing."""
 
@@ -84,7 +87,7 @@ class BarConsole(Console):
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        stats = step_stats(metrics, self._pace.eta(metrics))
+        stats = step_stats(metrics, self._pace.eta(metrics), wide=self._bar.console.width >= WIDE)
         self._bar.update(self._task, completed=metrics.step, stats=stats)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
@@ -165,13 +168,11 @@ def _with_bar(bar: Progress, items: Iterable[Item], total: int | None, descripti
         bar.remove_task(task)
 
 
-def _with_lines(
-    items: Iterable[Item], total: int | None, description: str, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Item]:
-    begun = last = clock()
+def _with_lines(items: Iterable[Item], total: int | None, description: str) -> Iterator[Item]:
+    begun = last = time.monotonic()
     for done, item in enumerate(items, start=1):
         yield item
-        now = clock()
+        now = time.monotonic()
         if now - last >= PLAIN_SECONDS:
             last = now
             of = "" if total is None else f"/{total}"
@@ -209,10 +210,11 @@ def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
     )
 
 
-def step_stats(metrics: StepMetrics, eta: float) -> str:
-    """The same for the bar, shorter."""
+def step_stats(metrics: StepMetrics, eta: float, wide: bool) -> str:
+    """The same for the bar, shorter; MFU only where a terminal is wide enough for it beside the bar."""
+    used = f"mfu {percent(metrics.mfu)} " if wide else ""
     return (
-        f"loss {metrics.loss:.4f} {count(metrics.tokens_per_second)} tok/s mfu {percent(metrics.mfu)} "
+        f"loss {metrics.loss:.4f} {count(metrics.tokens_per_second)} tok/s {used}"
         f"{size(metrics.memory_bytes)} eta {duration(eta)}"
     )
 

@@ -11,6 +11,7 @@ from boost.models.decoder import Decoder
 from boost.parallel.collectives import all_reduce
 from boost.parallel.loss import IGNORED
 from boost.parallel.mesh import Mesh
+from boost.train.console import progress
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Evaluation:
     """loss / ln 2 x tokens of the split / bytes of its text: comparable between tokenizers."""
 
 
-def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def to_device(
+    batch: Batch, isolate: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(tokens, targets, document ids or None) of a batch as the decoder takes them."""
     tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
     return tokens, targets, torch.from_numpy(batch.document_ids).to(device) if isolate else None
@@ -37,9 +40,10 @@ def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[torch.
 def evaluate(
     decoder: Decoder, split: Split, seq_len: int, batch: int, isolate: bool, mesh: Mesh, max_tokens: int | None = None
 ) -> Evaluation:
-    """Evaluates on the whole split, or on its first `max_tokens`. Every process returns the same numbers."""
+    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. Every process returns the same numbers."""
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
-    for part in evaluation_batches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens):
+    batches = evaluation_batches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
+    for part in progress(batches, "evaluate", enabled=mesh.is_main):
         tokens, targets, documents = to_device(part, isolate, mesh.device)
         total[0] += decoder(tokens, targets, documents).double()
         total[1] += (targets != IGNORED).sum()

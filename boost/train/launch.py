@@ -72,8 +72,8 @@ def launch(
     are sent on, and the processes leave as they see fit. To be called on the main thread.
 
     Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its
-    connections; KeyboardInterrupt if an interrupt ended one. A defect in `entry` has its traceback printed once, kept in
-    log_dir/rank{r}.log, and 1 is returned.
+    connections; KeyboardInterrupt if an interrupt ended one. A defect in `entry` has its traceback printed once and
+    kept in log_dir/rank{r}.log, and 1 is returned.
     """
     if nproc < 1:
         raise ConfigError(f"--nproc = {nproc} is not a number of processes; the smallest legal value is 1")
@@ -233,15 +233,14 @@ def read_reports(folder: Path) -> list[Report]:
     return sorted(reports, key=lambda report: report.time)
 
 
-def root_cause(failed_exit_code: int, reports: list[Report]) -> Report | None:
-    """The report that the others follow from; None if the process that failed first was killed or left no word.
+def root_cause(failed_rank: int, reports: list[Report]) -> Report | None:
+    """The report that the others follow from; None if process `failed_rank`, which failed first, died without a word.
 
-    An error for the user counts before everything; a process that a signal killed explains the defects that others
-    report in their collectives; a lost connection explains nothing, unless there is nothing else.
+    An error for the user counts before everything; such a death explains the defects and lost connections that others
+    report from their collectives; a lost connection explains nothing, unless there is nothing else.
     """
-    for kind in ("boost", "defect", "lost"):
-        if kind != "boost" and failed_exit_code < 0:
-            return None
+    silent = failed_rank not in {report.rank for report in reports}
+    for kind in ("boost",) if silent else ("boost", "defect", "lost"):
         for report in reports:
             if report.kind == kind:
                 return report
@@ -251,19 +250,17 @@ def root_cause(failed_exit_code: int, reports: list[Report]) -> Report | None:
 def _say_root_cause(call: _Call, failed: _Failed, reports: list[Report], received: list[int]) -> int:
     if signal.SIGINT in received and failed.exit_code in (-signal.SIGINT, _STOPPED_EXIT + signal.SIGINT):
         raise KeyboardInterrupt
-    report = root_cause(failed.exit_code, reports)
+    report = root_cause(failed.rank, reports)
     if report is None:
         raise _killed(call, failed, received)
     if report.kind == "defect":
-        print(f"process {report.rank} of {call.nproc} failed:\n{report.message}", file=sys.stderr, flush=True)
+        print(f"{_place(call, report.rank)} failed:\n{report.message}", file=sys.stderr, flush=True)
         return 1
     error: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":
-        error = TrainingError(
-            f"process {report.rank} of {call.nproc} lost another one: {report.message}; {_way_out(call)}"
-        )
+        error = TrainingError(f"{_place(call, report.rank)} lost another one: {report.message}; {_way_out(call)}")
     error.exit_code = report.exit_code
-    error.add_note(f"in process {report.rank} of {call.nproc}:\n{report.trace}")
+    error.add_note(f"in {_place(call, report.rank)}:\n{report.trace}")
     raise error
 
 
@@ -272,15 +269,17 @@ def _killed(call: _Call, failed: _Failed, received: list[int]) -> BoostError:
     number = -failed.exit_code
     if number in received:
         name = signal.Signals(number).name
-        error = TrainingError(f"stopped by {name} before training had begun or after it had ended; nothing was lost")
+        error = TrainingError(f"stopped by {name} while starting up or ending; what was saved before is intact")
         error.exit_code = _STOPPED_EXIT + number
         return error
     how = f"was ended by {_signal_name(number)}" if number > 0 else f"ended with exit code {failed.exit_code}"
     hint = " (out of memory?)" if number == signal.SIGKILL else ""
     others = "; the others were stopped" if call.nproc > 1 else ""
-    return TrainingError(
-        f"process {failed.rank + 1} of {call.nproc} (rank {failed.rank}) {how}{hint}{others}; {_way_out(call)}"
-    )
+    return TrainingError(f"{_place(call, failed.rank)} {how}{hint}{others}; {_way_out(call)}")
+
+
+def _place(call: _Call, rank: int) -> str:
+    return f"process {rank + 1} of {call.nproc} (rank {rank})"
 
 
 def _way_out(call: _Call) -> str:
@@ -318,7 +317,9 @@ def _process(call: _Call) -> int:
     except BaseException as error:
         _fail(call, rank, error)
     if os.getppid() != call.launcher:
-        _leave(code)  # nobody is left to take the result from
+        # Nobody is left to take the result from, nor to clear up.
+        shutil.rmtree(call.folder, ignore_errors=True)
+        _leave(code)
     for number in STOP_SIGNALS:
         signal.signal(number, _leave_soon)
     return code
@@ -352,8 +353,7 @@ def describe(error: BaseException, rank: int) -> Report:
     now = time.time()
     lost = is_lost_connection(error) or (isinstance(error, BoostError) and is_lost_connection(error.__cause__))
     if lost:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Report(rank, "lost", line, "TrainingError", TrainingError.exit_code, trace, now)
+        return Report(rank, "lost", _first_sentence(error), "TrainingError", TrainingError.exit_code, trace, now)
     if isinstance(error, OSError):
         line = f"{error.filename or 'file system'}: {error.strerror or error}"
         return Report(rank, "boost", line, "StorageError", StorageError.exit_code, trace, now)
@@ -361,6 +361,12 @@ def describe(error: BaseException, rank: int) -> Report:
         name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
         return Report(rank, "boost", str(error), name, error.exit_code, trace, now)
     return Report(rank, "defect", trace, "BoostError", 1, trace, now)
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Gloo's messages begin with a file of its own and end with advice."""
+    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split("\n")[0]
+    return re.split(r"\.\s", text)[0] or type(error).__name__
 
 
 def is_lost_connection(error: BaseException | None) -> bool:

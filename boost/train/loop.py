@@ -17,6 +17,7 @@ from boost.config import Config
 from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
+from boost.data.store import TOKENIZER_FILE
 from boost.errors import CheckpointError, ConfigError, DamagedCheckpointError, StorageError, TrainingError
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
@@ -91,32 +92,15 @@ class Trainer:
         initialize(self.decoder, self.config.train.seed)
 
     def fit(self, console: Console, writer: MetricsWriter | None, peak: float) -> Outcome:
-        """Trains from the current position to the last step, or until a signal; saves; evaluates at the end."""
-        config, train = self.config, self.config.train
-        flops = flops_per_token(config.model, train.seq_len)
+        """Trains from the current position to the last step, or until a signal; saves; evaluates at the end.
+
+        `peak`: FLOP/s of one device, for MFU.
+        """
+        train = self.config.train
         saved: Path | None = None
         with StopRequest() as request:
             while self.position.step < train.steps:
-                step = self.position.step
-                begun = time.perf_counter()
-                rate = learning_rate(config.optim, step, train.steps)
-                agreement = self.step(rate, request.requested)
-                seconds = time.perf_counter() - begun
-                speed = train.global_batch * train.seq_len / seconds
-                metrics = StepMetrics(
-                    step=self.position.step,
-                    loss=agreement.loss,
-                    lr=rate,
-                    gradient_norm=agreement.gradient_norm,
-                    tokens_per_second=speed,
-                    mfu=mfu(speed, flops, self.mesh.size, peak),
-                    memory_bytes=memory_bytes(self.mesh.device),
-                    tokens=self.position.tokens,
-                    seconds=seconds,
-                )
-                console.step(metrics)
-                if writer:
-                    writer.step(metrics)
+                agreement = self._reported_step(console, writer, peak, request.requested)
                 last = self.position.step == train.steps
                 if agreement.stop and not last:
                     saved = self.save()
@@ -125,7 +109,8 @@ class Trainer:
                     self.evaluate(console, writer, train.eval_tokens or None)
                 if last or _due(self.position.step, train.save_every):
                     saved = self._save_or_warn(console, must=last)
-        evaluation = self.evaluate(console, writer, None)
+            # Still under the request: a signal now must not cost the last words of a run that is saved already.
+            evaluation = self.evaluate(console, writer, None)
         newest = ckpt.complete_checkpoints(self.run.checkpoints)
         return Outcome(self.position, evaluation, saved or (newest[-1] if newest else None), None)
 
@@ -152,6 +137,29 @@ class Trainer:
         else:
             self._bad_step(agreement)
         self.position = Position(self.position.step + 1, self.position.tokens + tokens)
+        return agreement
+
+    def _reported_step(self, console: Console, writer: MetricsWriter | None, peak: float, stop: bool) -> Agreement:
+        config = self.config
+        rate = learning_rate(config.optim, self.position.step, config.train.steps)
+        begun = time.perf_counter()
+        agreement = self.step(rate, stop)
+        seconds = time.perf_counter() - begun
+        speed = config.train.global_batch * config.train.seq_len / seconds
+        metrics = StepMetrics(
+            step=self.position.step,
+            loss=agreement.loss,
+            lr=rate,
+            gradient_norm=agreement.gradient_norm,
+            tokens_per_second=speed,
+            mfu=mfu(speed, flops_per_token(config.model, config.train.seq_len), self.mesh.size, peak),
+            memory_bytes=memory_bytes(self.mesh.device),
+            tokens=self.position.tokens,
+            seconds=seconds,
+        )
+        console.step(metrics)
+        if writer:
+            writer.step(metrics)
         return agreement
 
     def evaluate(self, console: Console, writer: MetricsWriter | None, max_tokens: int | None) -> Evaluation:
@@ -186,7 +194,7 @@ class Trainer:
             self.optimizer,
             self.position,
             self.config,
-            self.store.tokenizer_path,
+            self.store.path / TOKENIZER_FILE,
             self._data_identity(),
             self.mesh,
         )
@@ -218,7 +226,14 @@ class Trainer:
             )
 
     def _data_identity(self) -> dict[str, Any]:
-        return {"store": self.store.fingerprint, "tokenizer": self.store.tokenizer_fingerprint, "eos": self.store.eos}
+        """What a resumed run must find again, and what generation needs to know of the tokenizer."""
+        split = self.batches.split
+        return {
+            "tokenizer": self.store.fingerprint,
+            "tokens": split.n_tokens,
+            "documents": split.n_documents,
+            "eos": self.store.eos,
+        }
 
     def _check_resumable(self, found: Checkpoint) -> None:
         """The order of the data is a function of these fields: another value would repeat or skip samples."""
@@ -234,11 +249,13 @@ class Trainer:
                 f"train.steps = {self.config.train.steps}, but '{found.path}' has done {found.position.step} steps; "
                 f"the smallest legal value is {found.position.step}"
             )
-        for what, fingerprint in self._data_identity().items():
-            if found.data.get(what) != fingerprint:
+        self.store.require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
+        for what in ("tokens", "documents"):
+            before, now = found.data.get(what), self._data_identity()[what]
+            if before != now:
                 raise CheckpointError(
-                    f"'{found.path}' was trained on another {'tokenizer' if what == 'tokenizer' else 'token store'} than "
-                    f"data.store = '{self.config.data.store}'; resume with the store it was trained on"
+                    f"'{found.path}' was trained on {before} {what}, but data.store = '{self.config.data.store}' has {now}; "
+                    "resume with the store it was trained on"
                 )
 
 
@@ -256,5 +273,3 @@ def resume_candidates(resume: str | None, run: RunDirectory) -> list[Path]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-

@@ -73,7 +73,7 @@ class MetricsWriter:
     def __init__(self, run: RunDirectory, config: Config, resumed_step: int | None = None) -> None:
         self._run = run
         # Before any file is touched: a missing package must not cost the lines of an earlier run.
-        modules = _tracker_modules(config)
+        modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
                 truncate_metrics(run.metrics, resumed_step)
@@ -128,7 +128,8 @@ class _Tracker:
         self._module.finish()
 
 
-def _tracker_modules(config: Config) -> list[ModuleType]:
+def tracker_modules(config: Config) -> list[ModuleType]:
+    """The packages that run.wandb and run.trackio ask for. Raises ConfigError if one is missing."""
     modules = []
     for name, wanted in (("wandb", config.run.wandb), ("trackio", config.run.trackio)):
         if not wanted:

@@ -77,7 +77,7 @@ def _conclude(config: Config, trainer: Trainer, run: RunDirectory, outcome: Outc
         print(f"unigram entropy     {entropy:.4f} nats/token (what token frequencies alone would reach)")
         print(f"held-out perplexity {result.perplexity:.2f}")
         print(f"bits per byte       {result.bits_per_byte:.4f}")
-        print(f"\nsample (the prompt is held-out text up to the mark)\n{sample}")
+        print(f"\nsample (held-out text up to the mark [...], then the model)\n{sample}")
     else:
         print(
             f"\nstopped by {outcome.stopped_by} at step {outcome.position.step} of {config.train.steps}, "
@@ -93,5 +93,4 @@ def sample_text(decoder: Decoder, store: TokenStore, sampling: Sampling | None =
     tokenizer, heldout = store.tokenizer(), store.split("heldout")
     prompt = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()
     new = list(generate(decoder, prompt, SAMPLE_TOKENS, sampling or Sampling(temperature=0.8, top_p=0.95), store.eos))
-    return f"{tokenizer.decode(prompt)} >>>{tokenizer.decode(new)}"
-
+    return f"{tokenizer.decode(prompt)}[...]{tokenizer.decode(new)}"

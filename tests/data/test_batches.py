@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.data.batches import IGNORED, Batches, evaluation_batches, shuffled_order
@@ -19,7 +19,8 @@ def make_split(n_tokens, document=5):
     return Split("train", "STORE", np.arange(n_tokens, dtype=np.uint32), offsets, n_tokens, n_tokens + 1, eos=n_tokens)
 
 
-@given(st.integers(1, 200), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 60), st.integers(0, 2**32 - 1))
 def test_every_epoch_holds_every_sample_once(n, seed):
     order = shuffled_order(n, seed)
     for epoch in range(3):
@@ -89,12 +90,13 @@ def test_corpus_shorter_than_a_sequence():
 
 def test_global_batch_that_does_not_divide():
     batches = Batches(make_split(100), 4, 10, 0)
-    with pytest.raises(ConfigError, match="global batch 10 .* set it to 12"):
+    with pytest.raises(ConfigError, match=r"global batch 10 .* set it to 12"):
         next(batches.micro_batches(0, 0, 2, 3))
     with pytest.raises(ConfigError, match="seed -1"):
         Batches(make_split(100), 4, 10, -1)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(2, 80), st.integers(1, 12), st.integers(1, 3), st.integers(1, 4))
 def test_evaluation_predicts_every_token_but_the_first_once(n_tokens, seq_len, batch, dp):
     split = make_split(n_tokens)
@@ -115,11 +117,11 @@ def test_padding_belongs_to_no_document_of_the_text():
     assert batch.document_ids[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
-def test_evaluation_of_the_first_windows():
+def test_evaluation_of_windows_spread_over_the_split():
     split = make_split(101)
     parts = list(evaluation_batches(split, 10, 2, max_tokens=35))
     targets = np.concatenate([part.targets[part.targets != IGNORED] for part in parts])
-    assert targets.tolist() == list(range(1, 31))
+    assert targets.tolist() == [*range(1, 11), *range(31, 41), *range(61, 71)]
     assert sum((part.targets != IGNORED).sum() for part in evaluation_batches(split, 10, 2, max_tokens=1)) == 10
 
 

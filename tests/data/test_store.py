@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.data.prepare import PrepareOptions, prepare
@@ -56,6 +56,7 @@ def test_dtype_by_vocabulary():
     assert token_dtype(65537) == np.dtype("<u4")
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())
 def test_document_ids_count_documents_from_the_windows_first(lengths, data):
     split = split_of(lengths)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -18,12 +18,12 @@ TEXTS = [f"The value of item {i} is {i * 37 % 101}.\n    return x_{i}\n\n" for i
 
 @pytest.fixture(scope="module")
 def trained():
-    return tk.train_tokenizer(TEXTS, 400)
+    return tk.train_tokenizer(TEXTS, 380)
 
 
 def test_layout_of_the_vocabulary(trained):
     vocabulary = trained.get_vocab()
-    assert tk.vocabulary_size(trained) == 400 == len(vocabulary)
+    assert tk.vocabulary_size(trained) == 380 == len(vocabulary)
     assert vocabulary["<|endoftext|>"] == 0
     assert sorted(vocabulary[symbol] for symbol in pre_tokenizers.ByteLevel.alphabet()) == list(range(1, 257))
 
@@ -31,7 +31,7 @@ def test_layout_of_the_vocabulary(trained):
 def test_training_is_the_same_in_another_process(trained):
     code = (
         "import sys, json; from boost.data.tokenizer import *\n"
-        "print(tokenizer_fingerprint(train_tokenizer(json.load(sys.stdin), 400)))"
+        "print(tokenizer_fingerprint(train_tokenizer(json.load(sys.stdin), 380)))"
     )
     env = {"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(p for p in sys.path if p)}
     done = subprocess.run(
@@ -44,6 +44,7 @@ def test_a_small_corpus_gives_a_smaller_vocabulary():
     assert 257 < tk.vocabulary_size(tk.train_tokenizer(["aa aa aa"], 4096)) < 300
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.text())
 def test_nothing_is_lost_or_added(text):
     tokenizer = tk.train_tokenizer(TEXTS[:5], 300)
@@ -57,6 +58,7 @@ def test_text_cannot_forge_a_document_end(trained):
     assert 0 not in ids and trained.decode(ids) == "a<|endoftext|>b"
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.sampled_from(["word", " and", "\n", "\n\n", "    ", "é", ".", "x=1", "\t"]), max_size=60))
 def test_pieces_join_to_the_text_within_the_limit(parts):
     text = "".join(parts)
@@ -65,6 +67,7 @@ def test_pieces_join_to_the_text_within_the_limit(parts):
     assert all(0 < len(piece) <= 16 for piece in pieces) or text == ""
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.sampled_from(["word", " and", "é", ".", "  x", "it's", " 12"]), min_size=1, max_size=8))
 def test_cutting_at_a_clean_line_end_changes_no_token(words):
     tokenizer = tk.train_tokenizer(TEXTS[:50], 320)

@@ -9,7 +9,9 @@ from torch import Tensor
 from tests import toy
 
 
-def reference_logits(w: dict[str, Tensor], config: Any, tokens: list[int], documents: list[int] | None = None) -> Tensor:
+def reference_logits(
+    w: dict[str, Tensor], config: Any, tokens: list[int], documents: list[int] | None = None
+) -> Tensor:
     """Logits [S, V] of one sequence, fp64, from weights by mathematical name."""
     m = config.model
     act = torch.nn.functional.silu if m.latent_act == "silu" else (lambda u: u)

@@ -25,7 +25,9 @@ def test_same_seed_same_weights_whatever_the_order() -> None:
 
 @pytest.mark.parametrize("family", ["cola", "svd", "dense"])
 def test_spread_of_each_factor(family: str) -> None:
-    config = toy.toy_config(model={"family": family, "dim": 128, "ffn_dim": 352} | ({} if family == "dense" else {"rank": 32}))
+    config = toy.toy_config(
+        model={"family": family, "dim": 128, "ffn_dim": 352} | ({} if family == "dense" else {"rank": 32})
+    )
     for p in parameters(config.model):
         value = initial_value(p, config.model, 0)
         if "norm" in p.name:

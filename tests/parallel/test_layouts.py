@@ -21,7 +21,9 @@ FAMILIES = [
     {"family": "cola"},
     {"family": "cola", "mlp_silu": False, "rank": 5, "kv_heads": 4},
 ]
-PARALLEL = [{"norm": norm, "grouping": grouping} for norm, grouping in itertools.product(("online", "sync"), (True, False))]
+PARALLEL = [
+    {"norm": norm, "grouping": grouping} for norm, grouping in itertools.product(("online", "sync"), (True, False))
+]
 CELLS = list(itertools.product(FAMILIES, PARALLEL))
 IDS = ["-".join(str(v) for part in cell for v in part.values()) for cell in CELLS]
 
@@ -55,7 +57,9 @@ def compare_with_single(config: Config) -> dict[str, float]:
     """Relative errors of this process against the whole model in one process."""
     reference, alone = toy.toy_decoder(toy.single(config))
     decoder, mesh = toy.toy_decoder(config)
-    bitwise = all(torch.equal(v, toy.weights(decoder)[k]) for k, v in toy.local_parts(decoder, toy.weights(reference)).items())
+    bitwise = all(
+        torch.equal(v, toy.weights(decoder)[k]) for k, v in toy.local_parts(decoder, toy.weights(reference)).items()
+    )
     expected = train_steps(reference, alone, config, 3)
     actual = train_steps(decoder, mesh, config, 3)
     steps = max(abs(a - e) / abs(e) for pair in zip(actual, expected, strict=True) for a, e in zip(*pair, strict=True))
@@ -89,7 +93,9 @@ def test_btp_in_float32(parallel: dict[str, Any]) -> None:
 
 def gradient_error_in_bf16(config: Config) -> float:
     """Mean relative error of the gradients in bf16 against fp32 on one process."""
-    exact = toy.single(config).model_copy(update={"train": config.train.model_copy(update={"compute_dtype": "float32"})})
+    exact = toy.single(config).model_copy(
+        update={"train": config.train.model_copy(update={"compute_dtype": "float32"})}
+    )
     reference, _ = toy.toy_decoder(exact)
     decoder, mesh = toy.toy_decoder(config)
     for model in (reference, decoder):

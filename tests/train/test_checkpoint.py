@@ -78,8 +78,16 @@ def mesh_config(tp: int, **parallel: Any) -> Config:
 def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, Any]) -> None:
     config = mesh_config(**parallel)
     size = config.parallel.world_size
-    expected = run_distributed(size, save_and_continue, tmp_path, config) if size > 1 else [save_and_continue(tmp_path, config)]
-    actual = run_distributed(size, load_and_continue, tmp_path, config) if size > 1 else [load_and_continue(tmp_path, config)]
+    expected = (
+        run_distributed(size, save_and_continue, tmp_path, config)
+        if size > 1
+        else [save_and_continue(tmp_path, config)]
+    )
+    actual = (
+        run_distributed(size, load_and_continue, tmp_path, config)
+        if size > 1
+        else [load_and_continue(tmp_path, config)]
+    )
     assert [losses for losses, _ in actual] == expected
     assert {position for _, position in actual} == {Position(3, 192)}
 

@@ -1,0 +1,93 @@
+"""The command line as a person meets it: help, mistakes, exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from boost.cli import COMMANDS
+from boost.cli.main import main, split_overrides
+
+
+def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([command, "--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    assert "example" in text
+    assert f"boost {command}" in text
+
+
+def test_overrides_are_taken_from_anywhere() -> None:
+    words = ["train", "--train.steps", "3", "demo", "--run.dir=x", "--resume", "auto", "--optim.lr", "-1"]
+    rest, overrides = split_overrides(words)
+    assert rest == ["train", "demo", "--resume", "auto"]
+    assert overrides == ["--train.steps", "3", "--run.dir=x", "--optim.lr", "-1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "demo", "--train.stesp", "3"], "unknown key 'train.stesp'; did you mean 'train.steps'?"),
+        (["train", "demo", "--steps", "3"], "unknown argument '--steps'; did you mean '--train.steps'?"),
+        (["train", "nowhere.toml"], "no configuration file and no preset named 'nowhere.toml'"),
+        (["train", "demo", "--nproc", "3"], "--nproc = 3 must equal parallel.tp x pp x dp = 2 x 1 x 1 = 2; the legal value is 2"),
+        (["train", "demo", "--data.store", "/nowhere/at/all"], "/nowhere/at/all: no token store here"),
+        (["train", "demo", "--parallel.pp", "2"], "parallel.pp = 2"),
+        (["train", "demo", "--model.rank", "0"], "model.rank = 0 is too small; the smallest legal value is 1"),
+        (["eval", "/nowhere"], "no checkpoint at '/nowhere'"),
+        (["generate", "/nowhere"], "no checkpoint at '/nowhere'"),
+        (["generate", "x", "--top-p", "0"], "--top-p = 0.0 must be in (0, 1]"),
+        (["generate", "x", "--max-tokens", "0"], "--max-tokens = 0 is too small"),
+        (["config", "demo", "--model.heads", "5"], "nearest legal value is 4"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = say(capsys, *words)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("boost: error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+def test_debug_shows_the_traceback() -> None:
+    from boost.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        main(["config", "nothing", "--debug"])
+
+
+def test_config_prints_what_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, resolved, _ = say(capsys, "config", "cola-1b", "--parallel.tp", "4", "--model.ffn_dim", "5472")
+    assert code == 0
+    (tmp_path / "run.toml").write_text(resolved)
+    assert say(capsys, "config", str(tmp_path / "run.toml"))[1] == resolved
+    assert say(capsys, "config", str(tmp_path / "run.toml"), "--check")[0] == 0
+    as_json = json.loads(say(capsys, "config", "cola-1b", "--json")[1])
+    assert as_json["model"]["ffn_dim"] == 5461
+
+
+def test_config_lists_presets_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    presets = {row["preset"]: row for row in json.loads(say(capsys, "config", "--json")[1])}
+    assert presets["boost-7b"]["tp"] == 4
+    assert "boost-30b" in say(capsys, "config")[1]
+    fields = say(capsys, "config", "--fields")[1]
+    assert "parallel.norm: online | sync" in fields
+
+
+def test_other_commands_take_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["eval", "x", "--train.steps", "3"])
+    assert leaving.value.code == 2
+    assert "unrecognized arguments: --train.steps 3" in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""`boost train`, `eval` and `generate` as whole processes: killed, resumed, stopped, evaluated, continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from boost.train.checkpoint import complete_checkpoints
+from boost.train.metrics import read_metrics
+
+CONFIG = """
+[model]
+family = "cola"
+vocab_size = 300
+dim = 32
+ffn_dim = 48
+layers = 2
+heads = 4
+rank = 8
+[parallel]
+tp = 2
+[optim]
+lr = 3e-3
+[train]
+steps = 40
+seq_len = 32
+global_batch = 4
+micro_batch = 4
+save_every = 5
+eval_every = 20
+log_every = 1
+"""
+LIMIT_S = 240
+
+
+@pytest.fixture
+def config(tmp_path: Path, store: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(f'{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\n')
+    return path
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "boost.cli.main", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def boost(*words: str | Path) -> tuple[int, str, str]:
+    return finish(start(*words))
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Until metrics.jsonl has the line of `step`."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(run / "metrics.jsonl")):
+            return
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+def numbers(run: Path) -> list[tuple[object, ...]]:
+    """What must repeat to the bit: loss and gradient norm of every step, loss of every evaluation."""
+    names = ("kind", "step", "loss", "gradient_norm", "heldout_loss", "lr", "tokens")
+    return [tuple(line.get(name) for name in names) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def test_a_killed_run_resumes_to_the_last_bit(config: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code, out, err = boost("train", config, "--run.dir", whole)
+    assert code == 0, err
+    for words in ("held-out loss", "unigram entropy", "held-out perplexity", "bits per byte", "sample", str(whole)):
+        assert words in out
+    assert len(numbers(whole)) == 42
+
+    process = start("train", config, "--run.dir", killed)
+    wait_for_step(process, killed, 17)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    steps_before = len(read_metrics(killed / "metrics.jsonl"))
+    assert steps_before < 42
+    assert complete_checkpoints(killed / "checkpoints")
+
+    code, _, err = boost("train", config, "--run.dir", killed)
+    assert code == 2
+    assert "holds a run already" in err
+    assert "--resume auto" in err
+    assert len(read_metrics(killed / "metrics.jsonl")) == steps_before, "nothing is lost by the mistake"
+
+    code, out, err = boost("train", config, "--run.dir", killed, "--resume", "auto")
+    assert code == 0, err
+    assert "resumed at step" in out
+    assert numbers(killed) == numbers(whole)
+    shards = [complete_checkpoints(run / "checkpoints")[-1] / "tensors" for run in (whole, killed)]
+    for name in sorted(file.name for file in shards[0].iterdir()):
+        expected, actual = (load_file(folder / name) for folder in shards)
+        assert expected.keys() == actual.keys()
+        assert all(torch.equal(expected[key], actual[key]) for key in expected), name
+
+
+def test_sigterm_saves_leaves_and_loses_nothing(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("train", config, "--run.dir", run, "--train.steps", "5000", "--train.save_every", "0")
+    wait_for_step(process, run, 4)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert "stopped by SIGTERM" in out
+    (saved,) = complete_checkpoints(run / "checkpoints")
+    last = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    assert json.loads((saved / "state.json").read_text())["step"] == last
+
+
+def test_a_killed_process_is_named_and_ends_the_run(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("train", config, "--run.dir", run, "--train.steps", "5000")
+    wait_for_step(process, run, 2)
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 3
+    assert err.count("\n") == 1, err
+    assert "was ended by SIGKILL" in err
+    assert "--resume auto" in err
+
+
+def test_evaluation_and_generation_do_not_depend_on_the_mesh(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert boost("train", config, "--run.dir", run)[0] == 0
+    evaluations, texts = [], []
+    for tp in (1, 2):
+        code, out, err = boost("eval", run, "--tp", str(tp), "--json")
+        assert code == 0, err
+        evaluations.append(json.loads(out))
+        code, out, err = boost(
+            "generate", run, "--prompt", "def ", "--max-tokens", "20", "--seed", "3", "--tp", str(tp), "--json"
+        )
+        assert code == 0, err
+        texts.append(json.loads(out))
+    trained = [m for m in read_metrics(run / "metrics.jsonl") if m["kind"] == "eval"][-1]
+    for evaluation in evaluations:
+        assert evaluation["loss"] == pytest.approx(trained["heldout_loss"], rel=1e-5)
+        assert evaluation["tokens"] == trained["tokens"]
+        assert evaluation["perplexity"] == pytest.approx(2.718281828 ** evaluation["loss"], rel=1e-4)
+    assert texts[0]["tokens"] == texts[1]["tokens"]
+    assert 0 < len(texts[0]["tokens"]) <= 20
+    code, out, _ = boost("generate", run, "--prompt", "def ", "--max-tokens", "20", "--seed", "3")
+    assert out == f"def {texts[0]['text']}\n"
+    code, _, err = boost("eval", run, "--tp", "3")
+    assert code == 2
+    assert "parallel.tp = 3 must divide" in err
+
+
+def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(config: Path, tmp_path: Path) -> None:
+    """As a disk that is full: the last save fails, the earlier one stays."""
+    run = tmp_path / "run"
+    assert boost("train", config, "--run.dir", run, "--parallel.tp", "1", "--train.steps", "5")[0] == 0
+    before = complete_checkpoints(run / "checkpoints")
+    code = (
+        "import resource, sys; from boost.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
+        f"sys.exit(main(['train', {str(config)!r}, '--run.dir', {str(run)!r}, '--parallel.tp', '1', '--train.steps', '10',"
+        " '--resume', 'auto']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("boost: error: checkpoint of step 10 not saved")
+    assert complete_checkpoints(run / "checkpoints") == before

@@ -1,0 +1,404 @@
+"""Preparing a store: splits, no-ops, replacement, interruption, full disks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from boost.data.prepare import PrepareOptions, Progress, prepare
+from boost.data.readers import Document
+from boost.data.report import FileReport
+from boost.data.split import SplitRule, choose_split, key_hash, split_position
+from boost.data.store import TokenStore
+from boost.data.tokenizer import train_tokenizer
+from boost.data.writer import locked, sibling
+from boost.errors import DataError, StorageError
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"file {i}\n" + f"some words of number {i}\n" * 5)
+    return folder
+
+
+def options(corpus, **changes):
+    return PrepareOptions(
+        **{"out": corpus.parent / "store", "inputs": (str(corpus),), "tokenizer": "train:300", **changes}
+    )
+
+
+def content(store):
+    return {path.name: path.read_bytes() for path in Path(store).iterdir()}
+
+
+def names_beside(corpus):
+    return sorted(path.name for path in corpus.parent.iterdir())
+
+
+def decoded(split, store):
+    ends = split.documents
+    return [store.tokenizer().decode(split.window(int(a), int(b - a - 1)).tolist()) for a, b in pairwise(ends)]
+
+
+def test_report_store_and_files_agree(corpus):
+    (corpus / "empty.txt").write_text("")
+    result = prepare(options(corpus))
+    (source,) = result.store.report["sources"]
+    splits = [result.store.split(name) for name in ("train", "heldout")]
+    assert source["files"] == source["documents"] == sum(split.n_documents for split in splits) == 40
+    assert source["tokens"] == sum(split.n_tokens for split in splits)
+    assert source["bytes"] == sum(split.n_bytes for split in splits) == sum(p.stat().st_size for p in corpus.iterdir())
+    assert source["skipped"] == {"empty": {"count": 1, "examples": ["empty.txt"]}}
+    assert names_beside(corpus) == ["store", "texts"]
+
+
+def test_the_tokenizer_sees_the_train_split_only(corpus):
+    for path in corpus.iterdir():
+        path.write_text("zqzqzqzq " * 50 if key_hash(path.name) < 0.2 else "common words here " * 50)
+    store = prepare(options(corpus, heldout=0.2)).store
+    assert "zqzq" in decoded(store.split("heldout"), store)[0]
+    assert not any("zq" in token for token in store.tokenizer().get_vocab())
+
+
+def test_running_again_is_a_no_op(corpus):
+    first = prepare(options(corpus))
+    before = {path: path.stat().st_mtime_ns for path in first.store.path.iterdir()}
+    phases = []
+
+    class Recorder(Progress):
+        def phase(self, name, total):
+            phases.append(name)
+
+    again = prepare(options(corpus), Recorder())
+    assert not first.up_to_date and again.up_to_date and not phases
+    assert before == {path: path.stat().st_mtime_ns for path in first.store.path.iterdir()}
+    assert again.store.report == first.store.report
+
+
+CHANGES = {
+    "new file": lambda corpus: (corpus / "new.txt").write_text("more"),
+    "edited file": lambda corpus: (corpus / "00.txt").write_text("other"),
+    "touched file": lambda corpus: os.utime(corpus / "00.txt", ns=(0, 0)),
+    "removed file": lambda corpus: (corpus / "00.txt").unlink(),
+    "tokenizer": {"tokenizer": "train:290"},
+    "heldout": {"heldout": 0.3},
+    "limit": {"max_documents": 9},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_input_needs_overwrite(corpus, name):
+    store = prepare(options(corpus)).store.path
+    before, change = content(store), CHANGES[name]
+    changed = options(corpus, **change) if isinstance(change, dict) else options(corpus)
+    if callable(change):
+        change(corpus)
+    with pytest.raises(DataError, match="add --overwrite to replace it"):
+        prepare(changed)
+    assert content(store) == before
+    result = prepare(PrepareOptions(**{**vars(changed), "overwrite": True}))
+    assert not result.up_to_date and content(store)["store.json"] != before["store.json"]
+    assert names_beside(corpus) == ["store", "texts"]
+
+
+def test_a_failed_replacement_keeps_the_old_store(corpus):
+    store = prepare(options(corpus)).store.path
+    before = content(store)
+    (corpus / "bad.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match="--eos nope"):
+        prepare(options(corpus, tokenizer=str(store), eos="nope", overwrite=True))
+    assert content(store) == before and names_beside(corpus) == ["store", "texts"]
+
+
+def test_a_damaged_store_is_rebuilt_on_request_only(corpus):
+    store = prepare(options(corpus)).store.path
+    (store / "train.tokens").write_bytes(b"")
+    with pytest.raises(DataError, match=r"train\.tokens has 0 bytes.*--overwrite"):
+        prepare(options(corpus))
+    assert not prepare(options(corpus, overwrite=True)).up_to_date
+    TokenStore.open(store)
+
+
+def test_a_folder_of_the_user_is_never_replaced(corpus):
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="exists and is not a token store"):
+            prepare(options(corpus, out=corpus, overwrite=overwrite))
+    assert len(list(corpus.iterdir())) == 40
+    empty = corpus.parent / "empty"
+    empty.mkdir()
+    assert prepare(options(corpus, out=empty)).store.path == empty
+
+
+def test_same_input_elsewhere_gives_the_same_bytes(corpus, tmp_path):
+    first = prepare(options(corpus)).store.path
+    second = prepare(options(corpus, out=tmp_path / "deep" / "er")).store.path
+    one, two = content(first), content(second)
+    assert all(one[name] == two[name] for name in one if name != "store.json")
+
+
+def test_an_existing_tokenizer_is_used_as_it_is(corpus, tmp_path):
+    first = prepare(options(corpus)).store
+    second = prepare(options(corpus, out=tmp_path / "b", tokenizer=str(first.path / "tokenizer.json"))).store
+    assert second.fingerprint == first.fingerprint
+    assert content(first.path)["train.tokens"] == content(second.path)["train.tokens"]
+
+
+def test_wide_vocabularies_need_wide_tokens(corpus, tmp_path):
+    tokenizer = train_tokenizer(["words of a corpus"], 300)
+    tokenizer.add_tokens([f"<extra{i}>" for i in range(70_000)])
+    tokenizer.save(str(tmp_path / "wide.json"))
+    (corpus / "z.txt").write_text("<extra69999>")
+    store = prepare(options(corpus, tokenizer=str(tmp_path / "wide.json"))).store
+    assert store.vocab_size > 70_000 and store.split("train").tokens.dtype == np.dtype("<u4")
+    assert store.vocab_size - 1 in np.concatenate([store.split(name).tokens for name in ("train", "heldout")])
+
+
+def test_unknown_tokens_are_reported(corpus, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "words": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    store = prepare(options(corpus, tokenizer=str(tmp_path / "words.json"))).store
+    unknown = sum(int(store.split(name).token_counts()[0]) for name in ("train", "heldout"))
+    assert unknown == 40 * (2 + 5 * 4)
+    assert store.report["notes"] == [
+        f"{unknown} tokens are the tokenizer's unknown token: it cannot represent all of this text"
+    ]
+
+
+def test_long_documents_are_encoded_in_pieces(corpus, monkeypatch):
+    from boost.data import encode
+
+    whole = prepare(options(corpus)).store
+    monkeypatch.setattr(encode, "PIECE_CHARS", 40)
+    monkeypatch.setattr(encode, "BATCH_CHARS", 100)
+    pieces = prepare(options(corpus, out=corpus.parent / "b", tokenizer=str(whole.path))).store
+    for name in ("train", "heldout"):
+        np.testing.assert_array_equal(whole.split(name).tokens, pieces.split(name).tokens)
+        np.testing.assert_array_equal(whole.split(name).documents, pieces.split(name).documents)
+
+
+def test_a_vocabulary_that_the_corpus_cannot_fill_is_said(corpus):
+    store = prepare(options(corpus, tokenizer="train:60000")).store
+    assert store.vocab_size < 1000
+    assert f"the vocabulary has {store.vocab_size}" in store.report["notes"][0]
+
+
+def test_a_single_document_is_cut_at_a_line(tmp_path):
+    lines = [f"line number {i} of the book\n" for i in range(400)]
+    (tmp_path / "book.txt").write_text("".join(lines))
+    store = prepare(
+        PrepareOptions(out=tmp_path / "s", inputs=(str(tmp_path / "book.txt"),), tokenizer="train:300")
+    ).store
+    (train,), (heldout,) = (decoded(store.split(name), store) for name in ("train", "heldout"))
+    assert train + heldout == "".join(lines) and heldout.startswith("line number ")
+    assert 0.03 < len(heldout) / len(train) < 0.08
+    assert any("one document" in note for note in store.report["notes"])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(min_size=2), st.floats(0.01, 0.99))
+def test_both_parts_of_a_cut_text_hold_something(text, heldout):
+    assert 0 < split_position(text, heldout) < len(text)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.sets(st.text(), min_size=2, max_size=6), st.sampled_from([1e-9, 0.05, 0.5, 1 - 1e-9]))
+def test_no_split_is_empty(keys, heldout):
+    documents = [Document(key, "text", FileReport("f")) for key in sorted(keys)]
+    rule = choose_split(documents, heldout)
+    assert {name for document in documents for name, _ in rule.parts(document)} == {"train", "heldout"}
+
+
+def test_a_split_depends_on_the_key_alone():
+    documents = [Document(str(i), "text", FileReport("f")) for i in range(4000)]
+    assert choose_split(documents, 0.05) == choose_split(documents[::-1], 0.05) == SplitRule(0.05)
+    share = sum(SplitRule(0.05).parts(document)[0][0] == "heldout" for document in documents) / 4000
+    assert 0.04 < share < 0.06
+
+
+def test_empty_corpora_say_what_was_skipped(tmp_path):
+    folder = tmp_path / "none"
+    folder.mkdir()
+    with pytest.raises(DataError, match="the corpus is empty: nothing was found to read"):
+        prepare(options(folder))
+    (folder / "a.txt").write_text("")
+    (folder / "b.bin.txt").write_bytes(b"a\0b")
+    with pytest.raises(DataError, match=r"2 skipped: 1 empty \(a\.txt\), 1 binary .*\(b\.bin\.txt: byte 1\)"):
+        prepare(options(folder))
+    (folder / "c.txt").write_text("x")
+    with pytest.raises(DataError, match="single character"):
+        prepare(options(folder))
+    assert names_beside(folder) == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heldout": 0.0}, "--heldout 0.0"),
+        ({"heldout": float("nan")}, "--heldout nan"),
+        ({"max_documents": 0}, "--max-documents 0"),
+        ({"tokenizer": "train:9"}, "--tokenizer train:9"),
+        ({"out": Path("/")}, "must name a folder"),
+    ],
+)
+def test_options_are_checked_before_anything_is_read(corpus, change, message):
+    with pytest.raises(DataError, match=message):
+        prepare(options(corpus, **change))
+
+
+def test_limit_of_documents(corpus):
+    store = prepare(options(corpus, max_documents=7)).store
+    assert sum(store.split(name).n_documents for name in ("train", "heldout")) == 7
+    assert store.report["notes"][-1] == "only the first 7 documents were taken, as --max-documents asked"
+
+
+def test_two_runs_at_once_do_not_meet(corpus):
+    out = options(corpus).out
+    with locked(out), pytest.raises(DataError, match="another 'boost prepare' is writing it"):
+        prepare(options(corpus))
+    prepare(options(corpus))
+    assert names_beside(corpus) == ["store", "texts"]
+
+
+def test_a_replacement_cut_between_its_renames_is_undone(corpus):
+    store = prepare(options(corpus)).store.path
+    before = content(store)
+    store.rename(sibling(store, "old"))
+    sibling(store, "tmp").mkdir()
+    assert prepare(options(corpus)).up_to_date
+    assert content(store) == before and names_beside(corpus) == ["store", "texts"]
+
+
+CHILD = """
+import resource, sys, time
+from pathlib import Path
+from boost.data import prepare as p
+from boost.errors import BoostError
+
+class Slow(p.Progress):
+    # Announces that tokens are on the disk, then waits to be killed.
+    def phase(self, name, total): self.name = name
+    def update(self, consumed, documents):
+        if mode == "wait" and self.name == "encoding" and documents == 20:
+            print("encoding", flush=True)
+            time.sleep(60)
+
+mode, corpus, out, overwrite = sys.argv[1:]
+import boost.data.encode
+boost.data.encode.BATCH_CHARS = 200
+if mode == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+try:
+    options = p.PrepareOptions(out=Path(out), inputs=(corpus,), tokenizer="train:280", overwrite=bool(overwrite))
+    p.prepare(options, Slow())
+except BoostError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def child(mode, corpus, overwrite=""):
+    env = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    arguments = [sys.executable, "-c", CHILD, mode, str(corpus), str(corpus.parent / "store"), overwrite]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("had_store", [False, True])
+def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, stop, had_store):
+    store = options(corpus).out
+    before = content(prepare(options(corpus)).store.path) if had_store else None
+    process = child("wait", corpus, "yes")
+    assert process.stdout.readline() == "encoding\n", process.stderr.read()
+    unfinished = sibling(store, "tmp")
+    assert (unfinished / "train.tokens").stat().st_size > 0
+    process.send_signal(stop)
+    assert process.wait(20) != 0
+    if stop == signal.SIGINT:
+        assert not unfinished.exists()
+    with pytest.raises(DataError):
+        TokenStore.open(unfinished)
+    assert store.exists() == had_store
+    if had_store:
+        assert content(store) == before
+    result = prepare(options(corpus, tokenizer="train:280", overwrite=True))
+    assert not result.up_to_date and names_beside(corpus) == ["store", "texts"]
+
+
+@pytest.mark.parametrize("had_store", [False, True])
+def test_a_full_disk_is_one_line_and_costs_nothing(corpus, had_store):
+    before = content(prepare(options(corpus)).store.path) if had_store else None
+    process = child("full", corpus, "yes")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert output.startswith("StorageError ") and output.count("\n") == 1
+    assert "store: File too large while writing; nothing was changed" in output
+    assert names_beside(corpus) == (["store", "texts"] if had_store else ["texts"])
+    if had_store:
+        assert content(options(corpus).out) == before
+
+
+def test_no_space_left_is_a_storage_error(corpus):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("needs /dev/full")
+    from boost.data.writer import new_store, write_all
+
+    out = options(corpus).out
+    with (
+        pytest.raises(StorageError, match="No space left on device"),
+        new_store(out),
+        full.open("wb", buffering=0) as file,
+    ):
+        write_all(file, b"tokens")
+    assert names_beside(corpus) == ["texts"]
+
+
+def test_progress_moves_inside_a_long_document(tmp_path, monkeypatch):
+    from boost.data import encode
+
+    monkeypatch.setattr(encode, "PIECE_CHARS", 100)
+    monkeypatch.setattr(encode, "BATCH_CHARS", 1000)
+    (tmp_path / "book.txt").write_text("a line of the book\n" * 500)
+    seen = []
+
+    class Recorder(Progress):
+        def phase(self, name, total):
+            seen.clear()
+
+        def update(self, consumed, documents):
+            seen.append(consumed)
+
+    prepare(PrepareOptions(out=tmp_path / "s", inputs=(str(tmp_path / "book.txt"),), tokenizer="train:270"), Recorder())
+    assert len(seen) > 5 and seen == sorted(seen) and seen[-1] == 500 * 19
+
+
+def test_progress_passes_the_whole_input(corpus):
+    seen, closed = {}, []
+
+    class Recorder(Progress):
+        def phase(self, name, total):
+            self.name, self.total = name, total
+
+        def update(self, consumed, documents):
+            seen[self.name] = (consumed, self.total, documents)
+
+        def close(self):
+            closed.append(time.monotonic())
+
+    prepare(options(corpus), Recorder())
+    size = sum(path.stat().st_size for path in corpus.iterdir())
+    assert seen["encoding"] == seen["training the tokenizer"] == (size, size, 40)
+    assert len(closed) == 1

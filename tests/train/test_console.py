@@ -1,0 +1,205 @@
+import io
+import math
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console as RichConsole
+
+from boost.train import console
+from boost.train.console import BarConsole, Pace, PlainConsole, SilentConsole, make_console, progress
+from boost.train.metrics import EvalMetrics, StepMetrics
+
+EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)
+
+
+def step(number: int) -> StepMetrics:
+    return StepMetrics(number, 4.321, 2.9e-3, 0.41, 8100.0, 0.412, int(1.2 * 2**30), number * 256, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.7, "1.0k"),
+        (8123, "8.1k"),
+        (12345, "12k"),
+        (999_499, "999k"),
+        (999_600, "1.0M"),
+        (2.5e9, "2.5G"),
+        (7e15, "7000T"),
+        (math.nan, "n/a"),
+    ],
+)
+def test_count(number: float, text: str) -> None:
+    assert console.count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 B"), (512, "512 B"), (2048, "2.0 KiB"), (int(3.4 * 2**20), "3.4 MiB"), (12 * 2**30, "12.0 GiB")],
+)
+def test_size(n_bytes: int, text: str) -> None:
+    assert console.size(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (7.4, "0:07"),
+        (59.6, "1:00"),
+        (201, "3:21"),
+        (7401, "2:03:21"),
+        (3 * 86400 + 14400, "3d 4:00:00"),
+        (-1, "0:00"),
+        (math.nan, "-"),
+        (math.inf, "-"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert console.duration(seconds) == text
+
+
+def test_percent() -> None:
+    assert console.percent(0.4123) == "41.2 %"
+    assert console.percent(math.nan) == "n/a"
+
+
+def test_lines_are_as_documented() -> None:
+    assert console.step_line(step(120), 1000, 201.0) == (
+        "step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2 %  1.2 GiB  eta 3:21"
+    )
+    assert console.evaluation_line(EVALUATION, 1000) == (
+        "eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.5123  8.2k tokens"
+    )
+
+
+def test_the_pace_counts_everything_after_the_first_step() -> None:
+    clock = iter([100.0, 103.0, 113.0])
+    pace = Pace(100, lambda: next(clock))
+    assert pace.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
+    assert pace.eta(step(12)) == 3.0 * 88
+    assert pace.eta(step(13)) == 13.0 / 2 * 87
+
+
+def plain(first: int, last: int, total: int, every: int) -> list[str]:
+    out = io.StringIO()
+    with PlainConsole(total, first - 1, every, out) as shown:
+        for number in range(first, last + 1):
+            shown.step(step(number))
+    return [line.split()[1] for line in out.getvalue().splitlines()]
+
+
+def test_plain_lines_are_the_first_every_nth_and_the_last() -> None:
+    assert plain(1, 25, 25, 10) == ["1/25", "10/25", "20/25", "25/25"]
+    assert plain(14, 25, 25, 10) == ["14/25", "20/25", "25/25"]
+
+
+def test_plain_console_shows_evaluations_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_console(1000, 0, 10, rank=0) as shown:
+        assert isinstance(shown, PlainConsole)
+        shown.evaluation(EVALUATION)
+        shown.note("saved [not markup]")
+    assert capsys.readouterr().out.splitlines() == [console.evaluation_line(EVALUATION, 1000), "saved [not markup]"]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_console(10, 0, 1, rank=1) as shown:
+        assert isinstance(shown, SilentConsole)
+        shown.step(step(1))
+        shown.evaluation(EVALUATION)
+        shown.note("nothing")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RichConsole, "is_terminal", property(lambda self: True))
+    assert isinstance(make_console(10, 0, 1, rank=0), BarConsole)
+
+
+def terminal(width: int = 120) -> RichConsole:
+    return RichConsole(file=io.StringIO(), force_terminal=True, width=width, color_system=None, _environ={})
+
+
+def shown_on(rich: RichConsole) -> str:
+    assert isinstance(rich.file, io.StringIO)
+    return rich.file.getvalue()
+
+
+def test_the_bar_shows_what_matters_and_lets_lines_pass() -> None:
+    rich = terminal()
+    with BarConsole(1000, 100, rich) as shown:
+        shown.note("a note [not markup]")
+        shown.step(step(120))
+        shown.evaluation(EVALUATION)
+    text = shown_on(rich)
+    assert "a note [not markup]" in text
+    assert console.evaluation_line(EVALUATION, 1000) in text
+    bar = text.rsplit("train", 1)[1]
+    for part in ("120/1000", "loss 4.3210", "8.1k tok/s", "mfu 41.2 %", "1.2 GiB", "eta 29:20", "0:00:0"):
+        assert part in bar
+
+
+def test_a_narrow_terminal_has_all_but_the_mfu() -> None:
+    rich = terminal(80)
+    with BarConsole(1000, 0, rich) as shown:
+        shown.step(step(120))
+    bar = shown_on(rich).rsplit("train", 1)[1]
+    for part in ("120/1000", "loss 4.3210 8.1k tok/s 1.2 GiB eta 29:20", "0:00:0"):
+        assert part in bar
+
+
+def test_a_bar_inside_the_training_bar_joins_it_and_leaves_it() -> None:
+    rich = terminal()
+    with BarConsole(10, 0, rich) as shown:
+        assert list(progress(["a", "b"], "evaluating")) == ["a", "b"]
+        assert [task.description for task in shown._bar.tasks] == ["train"]
+        seen = []
+        for number in progress(3, "evaluating"):
+            seen.append(number)
+            tasks = {task.description: task for task in shown._bar.tasks}
+            assert (tasks["evaluating"].completed, tasks["evaluating"].total) == (number, 3)
+        assert seen == [0, 1, 2]
+    assert not console._live_bars
+
+
+def test_a_bar_that_is_left_early_goes_away() -> None:
+    with BarConsole(10, 0, terminal()) as shown:
+        work = progress(3, "evaluating")
+        next(work)
+        assert len(shown._bar.tasks) == 2
+        work.close()  # type: ignore[attr-defined] # what `break` does to a generator
+        assert len(shown._bar.tasks) == 1
+
+
+def test_the_terminal_is_given_back_after_an_error() -> None:
+    rich = terminal()
+    with pytest.raises(ValueError, match="inside"), BarConsole(10, 0, rich):
+        raise ValueError("inside")
+    assert not console._live_bars
+    assert shown_on(rich).endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_progress_without_a_terminal_speaks_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+
+    def work(total: int) -> Iterator[int]:
+        nonlocal now
+        for number in range(total):
+            now += 4.0
+            yield number
+
+    assert list(console._with_lines(work(6), 6, "evaluating")) == list(range(6))
+    assert capsys.readouterr().out.splitlines() == ["evaluating 3/6  eta 0:12", "evaluating 6/6  eta 0:00"]
+    assert list(progress(work(3), "reading")) == [0, 1, 2]
+    assert capsys.readouterr().out.splitlines() == ["reading 3"]
+
+
+def test_short_or_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress(range(5), "short")) == [0, 1, 2, 3, 4]
+    assert list(progress(2, "other rank", enabled=False)) == [0, 1]
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,61 @@
+"""Held-out loss: every token once, whatever the batch, the replicas and the cut of the model."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.data.store import TokenStore
+from boost.parallel.mesh import Mesh, mesh_of
+from boost.train.evaluate import Evaluation, evaluate
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def make_config(**parallel: Any) -> Any:
+    return toy.toy_config("float64", model={"vocab_size": 300}, parallel=parallel)
+
+
+def evaluation(store: Path, config: Any, batch: int, max_tokens: int | None = None) -> Evaluation:
+    decoder, mesh = toy.toy_decoder(config)
+    return evaluate(decoder, TokenStore.open(store).split("heldout"), 32, batch, False, mesh, max_tokens)
+
+
+def test_it_is_the_mean_over_every_token(store: Path) -> None:
+    config = make_config()
+    split = TokenStore.open(store).split("heldout")
+    decoder, _ = toy.toy_decoder(config)
+    nats = 0.0
+    for start in range(0, split.n_tokens - 1, 32):
+        window = torch.from_numpy(split.window(start, min(33, split.n_tokens - start)))
+        nats += decoder(window[None, :-1], window[None, 1:]).item()
+    result = evaluation(store, config, batch=5)
+    assert result.tokens == split.n_tokens - 1
+    assert result.loss == pytest.approx(nats / result.tokens, rel=1e-12)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) * split.n_tokens / split.n_bytes)
+
+
+def test_neither_batch_nor_mesh_matters(store: Path) -> None:
+    expected = evaluation(store, make_config(), batch=1)
+    assert evaluation(store, make_config(), batch=64).loss == pytest.approx(expected.loss, rel=1e-12)
+    for result in run_distributed(4, evaluation, store, make_config(tp=2, dp=2), 3):
+        assert result.tokens == expected.tokens
+        assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+def test_part_of_the_tokens(store: Path) -> None:
+    assert evaluation(store, make_config(), batch=2, max_tokens=320).tokens == 320
+
+
+def test_processes_of_one_machine_have_their_own_place() -> None:
+    assert Mesh(toy.CPU).is_main
+    places = run_distributed(4, place_in_mesh)
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)], "TP is the innermost axis"
+
+
+def place_in_mesh() -> tuple[int, int]:
+    mesh = mesh_of(make_config(tp=2, dp=2).parallel, toy.CPU)
+    return mesh.dp.rank, mesh.tp.rank

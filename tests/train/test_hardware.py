@@ -1,0 +1,110 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from boost.config import ModelConfig
+from boost.config.architecture import flops_per_token
+from boost.train import hardware
+from boost.train.hardware import gpu_peak_flops, measured_flops, memory_bytes, mfu, peak_flops
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989, 67),
+        ("NVIDIA H100 PCIe", 756, 51),
+        ("NVIDIA H200", 989, 67),
+        ("NVIDIA H20", 148, 44),
+        ("NVIDIA GH200 480GB", 989, 67),
+        ("NVIDIA B200", 2250, 75),
+        ("NVIDIA GB200", 2500, 80),
+        ("NVIDIA L40S", 362, 91.6),
+        ("NVIDIA L4", 121, 30.3),
+        ("NVIDIA A10", 125, 31.2),
+        ("NVIDIA A10G", 70, 35),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("Tesla V100-SXM2-16GB", 125, 15.7),
+    ],
+)
+def test_known_gpus(name: str, bf16: float, fp32: float) -> None:
+    assert gpu_peak_flops(name, torch.bfloat16) == bf16 * 1e12
+    assert gpu_peak_flops(name, torch.float32) == fp32 * 1e12
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA RTX A4000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Some GPU"]
+)
+def test_a_gpu_that_only_looks_like_a_known_one_has_no_peak(name: str) -> None:
+    assert math.isnan(gpu_peak_flops(name, torch.bfloat16))
+
+
+def test_tf32_counts_only_where_it_is_allowed() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
+
+
+def test_the_configuration_overrides_everything() -> None:
+    assert peak_flops(CPU, torch.float32, 1.5) == 1.5e12
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16, 2.0) == 2e12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cpu_is_measured_by_its_gemms(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = iter([0.04, 0.01, 0.03])
+    clock = [0.0]
+    real = torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert a.dtype == out.dtype == dtype
+        clock[0] += next(durations, 0.2)
+        return real(a, b, out=out)
+
+    monkeypatch.setattr(hardware.torch, "mm", mm)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock[0])
+    # The first GEMM warms up; the best of the others took 0.01 s for 2 n^3 operations.
+    assert measured_flops(CPU, dtype) == pytest.approx(2 * 1024**3 / 0.01)
+
+
+def test_measuring_a_cpu_gives_a_believable_number() -> None:
+    assert 1e8 < peak_flops(CPU, torch.float32) < 1e15
+
+
+def test_memory_grows_by_what_is_allocated() -> None:
+    before = memory_bytes(CPU)
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    after = memory_bytes(CPU)
+    assert after - before > 48 << 20
+    del block
+    assert before > 10 << 20
+
+
+def test_without_proc_memory_is_the_largest_resident_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system has no /proc")
+    now = memory_bytes(CPU)
+
+    def missing(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", missing)
+    largest = memory_bytes(CPU)
+    monkeypatch.undo()
+    # Both in bytes: a mistaken unit would be off by 1024.
+    assert 0.5 * now < largest < 100 * now
+
+
+def test_mfu_is_the_documented_formula() -> None:
+    assert mfu(1000.0, 6e9, 2, 1e13) == pytest.approx(0.3)
+    model = ModelConfig.model_validate({})
+    assert mfu(100.0, flops_per_token(model, 256), 1, 100.0 * flops_per_token(model, 256)) == pytest.approx(1.0)
+    assert math.isnan(mfu(1000.0, 6e9, 2, math.nan))

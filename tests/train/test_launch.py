@@ -1,0 +1,454 @@
+"""The launcher with real processes: what they do to themselves and each other, and what the user sees of it."""
+
+import contextlib
+import json
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from boost.errors import BoostError, CheckpointError, ConfigError, StorageError, TrainingError
+from boost.train import launch as launcher
+from boost.train.launch import Report, describe, launch, root_cause, under_torchrun
+from boost.train.signals import StopRequest
+
+PATIENCE_S = 120.0
+"""Only against hanging for ever."""
+
+
+@pytest.fixture(autouse=True)
+def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# What the processes do. Each runs in a spawned process that imports this module.
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def join() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+def sum_ranks(folder: Path) -> int:
+    join()
+    total = torch.tensor([rank() + 1.0])
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT")
+    seen: dict[str, Any] = {name: os.environ[name] for name in names}
+    seen |= {"sum": total.item(), "threads": torch.get_num_threads(), "torchrun": under_torchrun()}
+    (folder / f"seen{rank()}.json").write_text(json.dumps(seen))
+    print(f"printed by {rank()}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def return_rank_times_threads() -> int:
+    return rank() * torch.get_num_threads()
+
+
+def raise_in_rank_1(kind: str) -> int:
+    join()
+    if rank() == 0:
+        dist.all_reduce(torch.ones(1))  # never answered
+    if kind == "boost":
+        raise CheckpointError("the checkpoint 'x' is damaged; take an earlier one")
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(9)
+    raise ZeroDivisionError("a defect of ours")
+
+
+def fail_before_the_group_exists() -> int:
+    if rank() == 1:
+        raise ConfigError("run.device = 'cuda', but torch sees no GPU")
+    join()
+    return 0
+
+
+def train_until_told(folder: Path) -> int:
+    """A loop like the trainer's: all agree to stop as soon as one process has been told to."""
+    join()
+    with StopRequest() as request:
+        (folder / f"pid{rank()}").write_text(str(os.getpid()))
+        while True:
+            stop = torch.tensor([float(request.requested)])
+            dist.all_reduce(stop)
+            if stop.item() > 0:
+                break
+            time.sleep(0.01)
+    (folder / f"stopped{rank()}").write_text(f"{request.name}")
+    dist.destroy_process_group()
+    return 0
+
+
+def finish_apart(folder: Path) -> int:
+    """Rank 1 is done at once; rank 0 goes on until it is told to stop."""
+    with StopRequest() as request:
+        (folder / f"pid{rank()}").write_text(str(os.getpid()))
+        while rank() == 0 and not request.requested:
+            time.sleep(0.01)
+    return 0
+
+
+def wait_in_a_collective(folder: Path) -> int:
+    """Rank 0 waits where no Python handler runs, for an answer that rank 1 never gives."""
+    join()
+    with StopRequest():
+        (folder / f"pid{rank()}").write_text(str(os.getpid()))
+        if rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        while True:
+            time.sleep(0.01)
+
+
+def say_whether_terminal(folder: Path) -> int:
+    (folder / f"tty{rank()}").write_text(f"{sys.stdout.isatty()} {sys.stderr.isatty()}")
+    return 0
+
+
+def main(entry: str, folder: str, nproc: str, grace: str) -> int:
+    """The launcher in a process of its own, for tests that send it signals."""
+    path = Path(folder)
+    return launch(globals()[entry], (path,), int(nproc), path / "logs", float(grace))
+
+
+# Starting and watching them
+
+
+def run_launcher(entry: Callable[..., int], folder: Path, grace: float = 30.0, **options: Any) -> subprocess.Popen[str]:
+    code = "import sys; from tests.train import test_launch as t; sys.exit(t.main(*sys.argv[1:]))"
+    words = [sys.executable, "-c", code, entry.__name__, str(folder), "2", str(grace)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen(words, **streams)
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"
+
+
+def pids(folder: Path) -> list[int]:
+    texts = [path.read_text() for path in folder.glob("pid?")]
+    return [int(text) for text in texts if text]
+
+
+@contextlib.contextmanager
+def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A launcher whose two processes are in the middle of their work. Nothing of it outlives the test."""
+    with run_launcher(entry, folder, **options) as process:
+        try:
+            wait_for(lambda: len(pids(folder)) == 2 or process.poll() is not None, "the processes did not start")
+            assert process.poll() is None, process.communicate()
+            yield process
+        finally:
+            process.kill()
+            for pid in pids(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+# Success
+
+
+def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launcher, "available_cores", lambda: 4)
+    handlers = [signal.getsignal(number) for number in (*launcher.STOP_SIGNALS, signal.SIGQUIT)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert launch(sum_ranks, (tmp_path,), 2, tmp_path / "logs") == 0
+    seen = [json.loads((tmp_path / f"seen{number}.json").read_text()) for number in range(2)]
+    assert [one["sum"] for one in seen] == [3.0, 3.0]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in seen] == [("0", "0", "2"), ("1", "1", "2")]
+    assert all(one["OMP_NUM_THREADS"] == "2" and one["threads"] == 2 and one["torchrun"] for one in seen)
+    # The launcher leaves its own process as it was.
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert [signal.getsignal(number) for number in (*launcher.STOP_SIGNALS, signal.SIGQUIT)] == handlers
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    # Rank 0 has the terminal, rank 1 a file.
+    assert (tmp_path / "logs" / "rank1.out").read_text().count("printed by 1") == 1
+    assert not (tmp_path / "logs" / "rank0.out").exists()
+
+
+def test_a_code_that_is_not_0_comes_back_and_the_number_of_threads_is_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launch(return_rank_times_threads, (), 2, None) == 3
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_zero_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--nproc = 0 .* legal value is 1$"):
+        launch(return_rank_times_threads, (), 0, None)
+
+
+def test_rank_0_has_the_terminal_itself(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        with run_launcher(say_whether_terminal, tmp_path, stdout=theirs, stderr=theirs) as process:
+            assert process.wait(PATIENCE_S) == 0
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (tmp_path / "tty0").read_text() == "True True"
+    assert (tmp_path / "tty1").read_text() == "False False"
+
+
+# Failure
+
+
+def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
+    """The error is one line, and nothing of torch's or of other processes is printed beside it."""
+    assert "\n" not in str(error)
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    assert "elastic" not in printed.err + printed.out
+    return str(error)
+
+
+def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        launch(raise_in_rank_1, ("boost",), 2, tmp_path)
+    assert check_error(caught.value, capfd) == "the checkpoint 'x' is damaged; take an earlier one"
+    assert caught.value.exit_code == 2
+    # For --debug, the traceback of the process goes along.
+    assert "raise_in_rank_1" in caught.value.__notes__[0]
+
+
+def test_an_error_while_another_process_waits_for_the_group(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch(fail_before_the_group_exists, (), 2, tmp_path)
+    assert check_error(caught.value, capfd) == "run.device = 'cuda', but torch sees no GPU"
+
+
+@pytest.mark.parametrize(("kind", "how"), [("sigkill", "was ended by SIGKILL"), ("exit", "ended with exit code 9")])
+def test_a_process_that_dies_without_a_word_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, how: str
+) -> None:
+    with pytest.raises(TrainingError) as caught:
+        launch(raise_in_rank_1, (kind,), 2, tmp_path)
+    message = check_error(caught.value, capfd)
+    assert message.startswith(f"process 2 of 2 (rank 1) {how}")
+    assert message.endswith(f"the others were stopped; resume with --resume auto; logs: {tmp_path}")
+    assert caught.value.exit_code == 3
+
+
+def test_a_defect_keeps_its_traceback_once_on_stderr_and_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(raise_in_rank_1, ("defect",), 2, tmp_path) == 1
+    printed = capfd.readouterr()
+    assert printed.err.count("Traceback") == 1
+    assert printed.err.startswith("process 2 of 2 (rank 1) failed:\n")
+    assert "ZeroDivisionError: a defect of ours" in printed.err
+    assert "elastic" not in printed.err
+    assert "ZeroDivisionError: a defect of ours" in (tmp_path / "rank1.log").read_text()
+
+
+def test_the_loggers_of_torch_have_their_levels_back() -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    level = logger.level
+    assert level < logging.CRITICAL
+    with launcher._quiet_agent():
+        assert logger.level == logging.CRITICAL
+    assert logger.level == level
+
+
+# Signals
+
+
+def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_path: Path) -> None:
+    with launched(train_until_told, tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err
+    assert "SIGTERM" in {(tmp_path / f"stopped{one}").read_text() for one in range(2)}
+    assert "Traceback" not in err
+
+
+def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
+    """A Ctrl-C comes to every process by itself, and once more from the launcher."""
+    with launched(train_until_told, tmp_path, start_new_session=True) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err
+    assert (tmp_path / "stopped0").read_text() == "SIGINT"
+    assert "Traceback" not in err
+
+
+def test_a_signal_does_not_hurt_a_process_that_has_finished(tmp_path: Path) -> None:
+    with launched(finish_apart, tmp_path) as process:
+        time.sleep(0.5)  # rank 1 returns; whether before or after the signal, the outcome is the same
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err
+
+
+def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "from pathlib import Path\n"
+        "from boost.train import launch as launcher\n"
+        "from boost.errors import TrainingError\n"
+        "from tests.train import test_launch as t\n"
+        "start = launcher.elastic_launch\n"
+        "def launch_after_signal(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return start(*args)\n"
+        "launcher.elastic_launch = launch_after_signal\n"
+        "try:\n"
+        "    launcher.launch(t.train_until_told, (Path(sys.argv[1]),), 2, None)\n"
+        "except TrainingError as error:\n"
+        "    print(error)\n"
+        "    sys.exit(error.exit_code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stdout == "stopped by SIGTERM while starting up or ending; what was saved before is intact\n"
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("stopped?"))
+
+
+@pytest.mark.parametrize("entry", [train_until_told, wait_in_a_collective])
+def test_no_process_outlives_a_launcher_that_is_killed(tmp_path: Path, entry: Callable[..., int]) -> None:
+    with launched(entry, tmp_path, grace=1.0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        processes = pids(tmp_path)
+        assert all(alive(pid) for pid in processes)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(alive(pid) for pid in processes), "processes were left behind")
+    if entry is train_until_told:  # a loop that still turns saves and leaves
+        assert (tmp_path / "stopped0").exists()
+        assert (tmp_path / "stopped1").exists()
+
+
+# Which of several failures is the one to show
+
+
+def report(kind: str, when: float, rank: int = 0) -> Report:
+    return Report(rank, kind, f"{kind} at {when}", "ConfigError", 2, "", when)
+
+
+def test_the_root_cause_is_not_what_follows_from_it() -> None:
+    lost, defect, ours, later = report("lost", 1.0), report("defect", 2.0), report("boost", 3.0), report("boost", 4.0)
+    assert root_cause(0, [lost, defect, ours, later]) is ours
+    assert root_cause(0, [lost, defect]) is defect
+    assert root_cause(0, [lost]) is lost
+
+
+def test_a_process_without_a_report_explains_what_others_say_but_not_errors_for_the_user() -> None:
+    lost, defect, ours = report("lost", 1.0, rank=1), report("defect", 2.0, rank=1), report("boost", 3.0, rank=1)
+    assert root_cause(0, []) is None
+    assert root_cause(0, [lost, defect]) is None
+    assert root_cause(0, [lost, ours]) is ours
+
+
+def call_of(tmp_path: Path) -> launcher._Call:
+    return launcher._Call(rank, (), 2, tmp_path, tmp_path, os.getpid(), 1.0)
+
+
+def test_exit_codes_and_classes_survive_the_way() -> None:
+    for error in (TrainingError("the loss is not finite"), ConfigError("x"), OSError(28, "No space left", "/run")):
+        said = describe(error, 1)
+        with pytest.raises(BoostError) as caught:
+            launcher._say_root_cause(call_of(Path("logs")), launcher._Failed(1, said.exit_code), [said], [])
+        expected = StorageError("/run: No space left") if isinstance(error, OSError) else error
+        assert type(caught.value) is type(expected)
+        assert str(caught.value) == str(expected)
+        assert caught.value.exit_code == expected.exit_code
+
+
+def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> None:
+    text = "[/src/gloo/pair.cc:537] Read error [127.0.0.1]:33712: Connection reset by peer. This means more\nand more"
+    said = describe(RuntimeError(text), 0)
+    with pytest.raises(TrainingError) as caught:
+        launcher._say_root_cause(call_of(tmp_path), launcher._Failed(0, 3), [said], [])
+    assert str(caught.value) == (
+        "process 1 of 2 (rank 0) lost another one: Read error [127.0.0.1]:33712: Connection reset by peer; "
+        f"resume with --resume auto; logs: {tmp_path}"
+    )
+
+
+def test_an_interrupt_that_ends_a_process_interrupts_the_command(tmp_path: Path) -> None:
+    for code in (-signal.SIGINT, 128 + signal.SIGINT):
+        with pytest.raises(KeyboardInterrupt):
+            launcher._say_root_cause(call_of(tmp_path), launcher._Failed(0, code), [], [signal.SIGINT])
+
+
+def test_reports_are_read_by_time(tmp_path: Path) -> None:
+    for number, when in enumerate([5.0, 2.0, 9.0]):
+        one = Report(number, "boost", "m", "ConfigError", 2, "", when)
+        (tmp_path / f"report{number}.json").write_text(json.dumps(one.__dict__))
+    assert [one.rank for one in launcher.read_reports(tmp_path)] == [1, 0, 2]
+
+
+class ChildOfCheckpointError(CheckpointError):
+    """Not in boost.errors: comes back as the class above it."""
+
+
+def test_what_a_process_says_of_its_error() -> None:
+    mended = describe(ChildOfCheckpointError("step 3"), 1)
+    assert (mended.kind, mended.error, mended.message, mended.exit_code) == ("boost", "CheckpointError", "step 3", 2)
+    defect = describe(KeyError("x"), 0)
+    assert (defect.kind, defect.exit_code) == ("defect", 1)
+    assert "KeyError: 'x'" in defect.message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:553] Read error [::1]:1: Connection reset by peer"),
+        RuntimeError("Timed out waiting 600000ms for recv operation to complete"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+    ],
+)
+def test_lost_connections_are_known(error: Exception) -> None:
+    assert describe(error, 0).kind == "lost"
+    wrapped = TrainingError("the step failed")
+    wrapped.__cause__ = error
+    assert describe(wrapped, 0).kind == "lost"
+
+
+def test_other_errors_are_not_lost_connections() -> None:
+    assert describe(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0).kind == "defect"
+    assert describe(FileNotFoundError(2, "No such file or directory", "x"), 0).kind == "boost"
+
+
+def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not under_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    assert under_torchrun()

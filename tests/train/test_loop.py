@@ -1,0 +1,198 @@
+"""The loop: layouts follow each other over 200 steps, resuming repeats to the bit, bad numbers change nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.errors import CheckpointError, ConfigError, TrainingError
+from boost.parallel.mesh import Mesh, mesh_of
+from boost.train.console import SilentConsole
+from boost.train.loop import Trainer, resume_candidates
+from boost.train.rundir import RunDirectory
+from tests import toy
+from tests.distributed import run_distributed
+
+RATE = 3e-3
+"""Of every step here. At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps."""
+
+
+def make_config(store: Path, run: Path, tp: int = 1, dtype: str = "float64", **sections: Any) -> Config:
+    sections["train"] = {"steps": 6, "seq_len": 32, "micro_batch": 2, "global_batch": 4, **sections.get("train", {})}
+    return toy.toy_config(
+        dtype,
+        model={"vocab_size": 300, **sections.pop("model", {})},
+        parallel={"tp": tp, **sections.pop("parallel", {})},
+        optim={"lr": RATE, "warmup_steps": 3},
+        data={"store": str(store)},
+        run={"dir": str(run), "device": "cpu"},
+        **sections,
+    )
+
+
+def make_trainer(config: Config) -> Trainer:
+    mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
+    return Trainer(config, mesh, RunDirectory(config.run.dir))
+
+
+def losses_of(config: Config, steps: int) -> list[float]:
+    trainer = make_trainer(config)
+    trainer.start([])
+    return [trainer.step(RATE, stop=False).loss for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-8), ("float32", 1e-3)])
+def test_btp_follows_one_process_over_200_steps(store: Path, tmp_path: Path, dtype: str, tolerance: float) -> None:
+    alone = losses_of(make_config(store, tmp_path, 1, dtype), 200)
+    both = run_distributed(2, losses_of, make_config(store, tmp_path, 2, dtype), 200)
+    assert both[0] == both[1]
+    worst = max(abs(a - b) / b for a, b in zip(both[0], alone, strict=True))
+    assert worst <= tolerance, worst
+    assert alone[-1] < alone[0] - 1.5, "a model that does not learn proves nothing"
+
+
+def test_replicas_are_one_process(store: Path, tmp_path: Path) -> None:
+    alone = losses_of(make_config(store, tmp_path), 20)
+    for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}), 20):
+        assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def test_micro_batches_are_one_batch(store: Path, tmp_path: Path) -> None:
+    whole = losses_of(make_config(store, tmp_path, train={"micro_batch": 4}), 5)
+    assert losses_of(make_config(store, tmp_path, train={"micro_batch": 1}), 5) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path, dtype: str) -> None:
+    config = make_config(store, tmp_path, 2, dtype)
+    losses = run_distributed(2, losses_of, config, 60)[0]
+    reference = losses_of(make_config(store, tmp_path, 1, "float32"), 60)
+    assert losses[-1] < losses[0] - 1.0
+    assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.1
+    trainer = make_trainer(make_config(store, tmp_path, 1, dtype))
+    assert {p.dtype for p in trainer.decoder.parameters()} == {torch.float32}
+
+
+def fit(config: Config, resume: str | None) -> tuple[list[float], int, int]:
+    """Held-out losses seen, the step at the end, and the number of complete checkpoints."""
+    seen: list[float] = []
+
+    class Recorder(SilentConsole):
+        def evaluation(self, metrics: Any) -> None:
+            seen.append(metrics.heldout_loss)
+
+    trainer = make_trainer(config)
+    trainer.start(resume_candidates(resume, trainer.run))
+    outcome = trainer.fit(Recorder(), None, 1e12)
+    return seen, outcome.position.step, len(list(trainer.run.checkpoints.glob("step-*")))
+
+
+def test_a_finished_run_resumes_to_its_evaluation_alone(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run", train={"eval_every": 2, "save_every": 2, "keep": 2})
+    seen, step, kept = fit(config, None)
+    assert (len(seen), step, kept) == (3, 6, 2)
+    again, step, _ = fit(config, "auto")
+    assert (again, step) == (seen[-1:], 6)
+
+
+def test_resume_takes_the_newest_sound_checkpoint(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(store, tmp_path / "run", train={"save_every": 2})
+    seen, _, _ = fit(config, None)
+    newest = tmp_path / "run/checkpoints/step-00000006"
+    shard = next((newest / "tensors").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    trainer = make_trainer(config)
+    with caplog.at_level("WARNING", logger="boost"):
+        trainer.start(resume_candidates("auto", trainer.run))
+    assert trainer.position.step == 4
+    assert f"{shard.name} has changed" in caplog.text
+    again, step, _ = fit(config, "auto")
+    assert (again, step) == (seen, 6), "the lost steps are repeated to the bit"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train": {"seed": 5}}, "train.seed = 5"),
+        ({"train": {"seq_len": 16}}, "train.seq_len = 16"),
+        ({"train": {"global_batch": 8}}, "train.global_batch = 8"),
+        ({"train": {"steps": 3}}, "smallest legal value is 6"),
+        ({"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
+    ],
+)
+def test_resume_refuses_what_would_train_something_else(
+    store: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    fit(make_config(store, tmp_path / "run"), None)
+    config = make_config(store, tmp_path / "run", **change)
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        fit(config, "auto")
+
+
+def test_resume_refuses_another_tokenizer(store: Path, tmp_path: Path) -> None:
+    from boost.data.prepare import PrepareOptions, prepare
+
+    fit(make_config(store, tmp_path / "run"), None)
+    prepare(PrepareOptions(out=tmp_path / "other", inputs=(__file__,), tokenizer="train:280"))
+    with pytest.raises(Exception, match="tokenizer"):
+        fit(make_config(tmp_path / "other", tmp_path / "run"), "auto")
+
+
+def poison(config: Config) -> tuple[list[bool], str]:
+    """Steps with a NaN in one process's weight gradient: whether weights stayed, and what ended the run."""
+    trainer = make_trainer(config)
+    trainer.start([])
+    trainer.step(RATE, stop=False)
+    before = {k: v.clone() for k, v in toy.weights(trainer.decoder).items()}
+
+    def harm(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan") if trainer.mesh.rank == 1 else gradient
+
+    handle = trainer.decoder.blocks[0].o.A.register_hook(harm)
+    for _ in range(2):
+        trainer.step(RATE, stop=False)
+    same = [torch.equal(v, before[k]) for k, v in toy.weights(trainer.decoder).items()]
+    with pytest.raises(TrainingError) as error:
+        trainer.step(RATE, stop=False)
+    handle.remove()
+    return same, str(error.value)
+
+
+def test_a_nan_on_one_process_changes_no_weight_anywhere_and_ends_the_run(store: Path, tmp_path: Path) -> None:
+    for same, message in run_distributed(2, poison, make_config(store, tmp_path, 2)):
+        assert all(same)
+        assert "3 steps in a row" in message
+        assert "optim.lr" in message
+
+
+def stop_one(config: Config) -> tuple[int, str | None]:
+    """One process is asked to stop in its third step."""
+    import os
+    import signal
+
+    trainer = make_trainer(config)
+    trainer.start([])
+
+    class Stopper(SilentConsole):
+        def step(self, metrics: Any) -> None:
+            if metrics.step == 2 and trainer.mesh.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = trainer.fit(Stopper(), None, 1e12)
+    return outcome.position.step, outcome.checkpoint and outcome.checkpoint.name
+
+
+def test_a_signal_to_one_process_saves_on_all(store: Path, tmp_path: Path) -> None:
+    results = run_distributed(2, stop_one, make_config(store, tmp_path / "run", 2, train={"steps": 50}))
+    assert results == [(3, "step-00000003")] * 2
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 290, but .* size of its tokenizer, 300"):
+        make_trainer(make_config(store, tmp_path, model={"vocab_size": 290}))

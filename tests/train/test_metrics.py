@@ -1,0 +1,181 @@
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.config import Config, load
+from boost.errors import ConfigError, DataError, StorageError
+from boost.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, read_metrics
+from boost.train.rundir import RunDirectory
+
+
+def step(number: int, loss: float = 4.5) -> StepMetrics:
+    return StepMetrics(number, loss, 1e-3, 0.5, 8000.0, 0.41, 1 << 30, number * 256, 0.03)
+
+
+def start(path: Path, *overrides: str) -> tuple[RunDirectory, Config]:
+    config = load(None, ["--run.dir", str(path), *overrides])
+    return RunDirectory.create(config, resume=True), config
+
+
+def write(path: Path, steps: list[StepMetrics], resumed_step: int | None = None) -> RunDirectory:
+    run, config = start(path)
+    writer = MetricsWriter(run, config, resumed_step)
+    for metrics in steps:
+        writer.step(metrics)
+    writer.close()
+    return run
+
+
+def test_every_line_is_there_before_the_writer_closes(tmp_path: Path) -> None:
+    run, config = start(tmp_path)
+    writer = MetricsWriter(run, config)
+    writer.step(step(1))
+    writer.evaluation(EvalMetrics(1, 4.0, math.exp(4.0), 1.5, 512))
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    writer.close()
+    writer.close()
+    assert lines[0] == {
+        "kind": "step",
+        "step": 1,
+        "loss": 4.5,
+        "lr": 1e-3,
+        "gradient_norm": 0.5,
+        "tokens_per_second": 8000.0,
+        "mfu": 0.41,
+        "memory_bytes": 1 << 30,
+        "tokens": 256,
+        "seconds": 0.03,
+    }
+    assert lines[1]["kind"] == "eval"
+    assert lines[1]["heldout_loss"] == 4.0
+    assert lines[1]["bits_per_byte"] == 1.5
+    assert lines[1]["tokens"] == 512
+
+
+def test_numbers_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path) -> None:
+    run = write(tmp_path, [step(1, math.nan), step(2, math.inf), step(3, -math.inf)])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    losses = [json.loads(line, parse_constant=refuse)["loss"] for line in run.metrics.read_text().splitlines()]
+    assert losses == ["nan", "inf", "-inf"]
+    read = [line["loss"] for line in read_metrics(run.metrics)]
+    assert math.isnan(read[0])
+    assert read[1:] == [math.inf, -math.inf]
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = write(tmp_path, [step(1, 4.5), step(2, 4.25)])
+    events = EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.5), (2, 4.25)]
+    assert {"train/lr", "train/gradient_norm", "train/mfu", "train/memory_bytes"} <= set(events.Tags()["scalars"])
+
+
+def test_resuming_drops_the_steps_that_come_again_and_a_torn_line(tmp_path: Path) -> None:
+    run = write(tmp_path, [step(number) for number in range(1, 6)])
+    with open(run.metrics, "a") as file:
+        file.write('{"kind": "step", "step": 3, "lo')
+    write(tmp_path, [step(4, 9.0), step(5, 9.5)], resumed_step=3)
+    assert [(line["step"], line["loss"]) for line in read_metrics(run.metrics)] == [
+        (1, 4.5),
+        (2, 4.5),
+        (3, 4.5),
+        (4, 9.0),
+        (5, 9.5),
+    ]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_crash_while_truncating_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path, [step(1), step(2)])
+    before = run.metrics.read_bytes()
+
+    def fail(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("boost.train.metrics.os.replace", fail)
+    with pytest.raises(StorageError, match="No space left on device"):
+        write(tmp_path, [], resumed_step=1)
+    assert run.metrics.read_bytes() == before
+
+
+def test_read_metrics_leaves_out_a_torn_last_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step"')
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2 of"):
+        read_metrics(path)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    run, config = start(tmp_path)
+    run.metrics.symlink_to("/dev/full")
+    writer = MetricsWriter(run, config)
+    with pytest.raises(StorageError, match=r"^run\.dir = .*No space left on device.*--run\.dir$"):
+        writer.step(step(1))
+
+
+class FakeTracker(types.ModuleType):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, *, project: str, name: str, config: dict[str, Any]) -> None:
+        self.calls.append(("init", project, name, config["model"]["family"]))
+
+    def log(self, values: dict[str, Any], *, step: int) -> None:
+        self.calls.append(("log", values, step))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    fake, other = FakeTracker(package), FakeTracker("other")
+    monkeypatch.setitem(sys.modules, package, fake)
+    monkeypatch.setitem(sys.modules, "trackio" if package == "wandb" else "wandb", other)
+    run, config = start(tmp_path / "first", f"--run.{package}", "true", "--run.project", "mine")
+    writer = MetricsWriter(run, config)
+    writer.step(step(7))
+    writer.evaluation(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
+    writer.close()
+    assert fake.calls[0] == ("init", "mine", "first", "cola")
+    assert fake.calls[1][1]["train/loss"] == 4.5
+    assert fake.calls[1][2] == 7
+    assert fake.calls[2][1] == {
+        "eval/heldout_loss": 4.0,
+        "eval/perplexity": 54.6,
+        "eval/bits_per_byte": 1.5,
+        "eval/tokens": 512,
+    }
+    assert fake.calls[3:] == [("finish",)]
+    assert other.calls == []
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_missing_package_is_one_line_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    run = write(tmp_path, [step(1), step(2)])
+    before = run.metrics.read_bytes()
+    monkeypatch.setitem(sys.modules, package, None)
+    _, config = start(tmp_path, f"--run.{package}", "true")
+    with pytest.raises(ConfigError) as caught:
+        MetricsWriter(run, config, resumed_step=1)
+    assert (
+        str(caught.value) == f"run.{package} = true needs the package '{package}': pip install 'boost-llm[{package}]'"
+    )
+    assert run.metrics.read_bytes() == before

@@ -1,0 +1,155 @@
+import json
+import logging
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from boost.config import Config, load
+from boost.errors import ConfigError, StorageError
+from boost.train import rundir
+from boost.train.rundir import RunDirectory, configure_logging
+
+
+def make_config(path: Path) -> Config:
+    return load(None, ["--run.dir", str(path)])
+
+
+@pytest.fixture
+def boost_logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("boost")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield logger
+    for handler in [handler for handler in logger.handlers if handler not in before[0]]:
+        handler.close()
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(item.relative_to(path)): item.read_bytes() for item in path.rglob("*") if item.is_file()}
+
+
+def test_create_writes_a_configuration_that_loads_to_itself(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "deep" / "run")
+    run = RunDirectory.create(config, resume=False)
+    assert load(str(run.path / "config.toml")) == config
+    assert run.logs.is_dir()
+    assert run.checkpoints.is_dir()
+    assert not run.holds_run()
+
+
+def test_environment_says_versions_hardware_and_command_but_no_host(tmp_path: Path) -> None:
+    import platform
+
+    import torch
+
+    RunDirectory.create(make_config(tmp_path), resume=False)
+    text = (tmp_path / "environment.json").read_text()
+    environment = json.loads(text)
+    assert environment["torch"] == torch.__version__
+    assert environment["python"] == platform.python_version()
+    assert environment["world_size"] == 1
+    assert environment["cores"] >= 1
+    assert environment["cpu"]
+    assert isinstance(environment["command"], list)
+    assert "hostname" not in environment
+    assert len(platform.node()) < 6 or platform.node() not in text
+
+
+@pytest.mark.parametrize("leftover", ["metrics.jsonl", "checkpoints/step-10"])
+def test_a_fresh_run_does_not_touch_an_earlier_one(tmp_path: Path, leftover: str) -> None:
+    (tmp_path / leftover).parent.mkdir(exist_ok=True)
+    (tmp_path / leftover).write_text("something\n")
+    before = files(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        RunDirectory.create(make_config(tmp_path), resume=False)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"run.dir = '{tmp_path}'" in message
+    assert "--resume auto" in message
+    assert "another --run.dir" in message
+    assert files(tmp_path) == before
+
+
+def test_a_start_that_trained_nothing_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    RunDirectory.create(make_config(tmp_path), resume=False)
+    (tmp_path / "metrics.jsonl").touch()
+    RunDirectory.create(make_config(tmp_path), resume=False)
+
+
+def test_resuming_keeps_every_earlier_file(tmp_path: Path) -> None:
+    RunDirectory.create(make_config(tmp_path), resume=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = files(tmp_path)
+    RunDirectory.create(make_config(tmp_path).model_copy(), resume=True)
+    RunDirectory.create(make_config(tmp_path), resume=True)
+    after = files(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert set(after) - set(before) == {"config.2.toml", "config.3.toml", "environment.2.json", "environment.3.json"}
+
+
+def test_a_config_file_that_happens_to_lie_there_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("# mine\n")
+    RunDirectory.create(make_config(tmp_path), resume=False)
+    assert (tmp_path / "config.toml").read_text() == "# mine\n"
+    assert "[model]" in (tmp_path / "config.2.toml").read_text()
+
+
+def test_a_path_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError) as caught:
+        RunDirectory.create(make_config(tmp_path / "file" / "run"), resume=False)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"run.dir = '{tmp_path / 'file' / 'run'}'" in message
+    assert "Not a directory" in message
+    assert "--run.dir" in message
+
+
+def test_logs_go_to_the_file_of_the_rank_with_times_and_are_appended(
+    tmp_path: Path, boost_logger: logging.Logger
+) -> None:
+    configure_logging(tmp_path / "logs", 3)
+    logging.getLogger("boost.some.module").info("first %d", 1)
+    boost_logger.debug("not shown")
+    configure_logging(tmp_path / "logs", 3)
+    boost_logger.warning("second")
+    lines = (tmp_path / "logs" / "rank3.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO first 1", "WARNING second"]
+    assert all(line[:2] == "20" and line[4] == "-" for line in lines)
+
+
+def test_logs_that_cannot_be_written_are_one_line(tmp_path: Path, boost_logger: logging.Logger) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(StorageError, match=r"^run\.dir = .* cannot be written: File exists"):
+        configure_logging(tmp_path / "logs", 0)
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@t", *words], check=True)
+
+
+def test_git_state_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "boost" / "train"
+    package.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(rundir, "__file__", str(package / "rundir.py"))
+    assert rundir.git_state() is None
+    git(tmp_path, "init", "-q")
+    assert rundir.git_state() == {"commit": None, "dirty": True}
+    git(tmp_path, "add", "pyproject.toml")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    state = rundir.git_state()
+    assert state is not None
+    assert len(state["commit"]) == 40
+    assert state["dirty"] is False
+
+
+def test_a_repository_around_an_installed_boost_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "venv" / "boost" / "train"
+    package.mkdir(parents=True)
+    git(tmp_path, "init", "-q")
+    monkeypatch.setattr(rundir, "__file__", str(package / "rundir.py"))
+    assert rundir.git_state() is None
