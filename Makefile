@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 train: setup
-	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/boost prepare --stdlib --heldout 0.02 --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
 test: setup
