@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 from boost.config import Config, load, presets
@@ -48,21 +47,21 @@ def run(args: argparse.Namespace) -> int:
 
     from boost.data.fit import open_fitting_store
     from boost.train.metrics import tracker_modules
+    from boost.train.rundir import RunDirectory
 
+    # What the processes would find after their start of several seconds is better said at once.
+    run = RunDirectory(config.run.dir)
+    if args.resume is None:
+        run.require_empty()
     tracker_modules(config)
     open_fitting_store(config)
+
     from boost.train.launch import launch, under_torchrun
     from boost.train.run import train_process
-    from boost.train.rundir import RunDirectory
 
     if under_torchrun() or config.parallel.world_size == 1:
         return train_process(config, args.resume)
-    return launch(
-        train_process,
-        (config, args.resume),
-        config.parallel.world_size,
-        log_dir=RunDirectory(Path(config.run.dir)).logs,
-    )
+    return launch(train_process, (config, args.resume), config.parallel.world_size, log_dir=run.logs)
 
 
 def _check_processes(config: Config, nproc: int | None) -> None:

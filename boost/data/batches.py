@@ -113,30 +113,35 @@ class Batches:
         return _row(self.split, index, self.seq_len)
 
 
-def evaluation_batches(
-    split: Split, seq_len: int, batch: int, dp_rank: int = 0, dp: int = 1, max_tokens: int | None = None
-) -> Iterator[Batch]:
+class EvaluationBatches:
     """Windows of the split in order, `batch` rows at a time; every token but the first is a target exactly once.
 
     Targets beyond the end are `IGNORED`. All ranks yield the same number of batches, the last of them filled with rows
-    without targets, since ranks meet in collectives. `max_tokens` keeps as many windows as fit, at least one,
-    spread evenly over the split.
-    Raises `DataError` when the split has no target, at the call and not at the first batch.
+    without targets, since ranks meet in collectives. `max_tokens` keeps as many windows as fit, at least one, spread
+    evenly over the split. Raises `DataError` when the split has no target. Its length is the number of batches.
     """
-    if split.n_tokens < 2:
-        raise DataError(f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, nothing to predict; add text")
-    windows = kept = -(-(split.n_tokens - 1) // seq_len)
-    if max_tokens is not None:
-        kept = min(windows, max(max_tokens // seq_len, 1))
-    steps = -(-kept // (batch * dp))
 
-    def batches() -> Iterator[Batch]:
-        for step in range(steps):
-            first = (step * dp + dp_rank) * batch
-            chosen = [i * windows // kept if i < kept else None for i in range(first, first + batch)]
-            yield _stack([_row(split, index, seq_len) for index in chosen])
+    def __init__(
+        self, split: Split, seq_len: int, batch: int, dp_rank: int = 0, dp: int = 1, max_tokens: int | None = None
+    ) -> None:
+        if split.n_tokens < 2:
+            raise DataError(
+                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, nothing to predict; add text"
+            )
+        self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
+        self._windows = self._kept = -(-(split.n_tokens - 1) // seq_len)
+        if max_tokens is not None:
+            self._kept = min(self._windows, max(max_tokens // seq_len, 1))
 
-    return batches()
+    def __len__(self) -> int:
+        return -(-self._kept // (self._batch * self._dp))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(len(self)):
+            first = (step * self._dp + self._dp_rank) * self._batch
+            numbers = range(first, first + self._batch)
+            chosen = [i * self._windows // self._kept if i < self._kept else None for i in numbers]
+            yield _stack([_row(self._split, index, self._seq_len) for index in chosen])
 
 
 def _row(split: Split, index: int | None, seq_len: int) -> Batch:

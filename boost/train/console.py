@@ -127,6 +127,7 @@ def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Ite
 def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
     """Yields the items of `work` (an iterable, or the numbers below an int) under a bar that says `description`.
 
+    It goes to standard error, which leaves standard output to results (but joins the training bar where one is live).
     Without a terminal: a plain line every 10 s. With `enabled` False (every rank but 0): nothing is shown.
     """
     items: Iterable[Any] = range(work) if isinstance(work, int) else work
@@ -135,8 +136,8 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
         yield from items
     elif _live_bars:
         yield from _with_bar(_live_bars[-1], items, total, description)
-    elif RichConsole().is_terminal:
-        with _make_bar(transient=True) as bar:
+    elif (terminal := RichConsole(stderr=True)).is_terminal:
+        with _make_bar(terminal, transient=True) as bar:
             yield from _with_bar(bar, items, total, description)
     else:
         yield from _with_lines(items, total, description)
@@ -176,7 +177,8 @@ def _with_lines(items: Iterable[Item], total: int | None, description: str) -> I
         if now - last >= PLAIN_SECONDS:
             last = now
             of = "" if total is None else f"/{total}"
-            print(f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip(), flush=True)
+            line = f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip()
+            print(line, file=sys.stderr, flush=True)
 
 
 def _remaining(done: int, total: int | None, elapsed: float) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from boost.data.batches import Batch, evaluation_batches
+from boost.data.batches import Batch, EvaluationBatches
 from boost.data.store import Split
 from boost.models.decoder import Decoder
 from boost.parallel.collectives import all_reduce
@@ -42,7 +42,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. Every process returns the same numbers."""
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
-    batches = evaluation_batches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
+    batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
     for part in progress(batches, "evaluate", enabled=mesh.is_main):
         tokens, targets, documents = to_device(part, isolate, mesh.device)
         total[0] += decoder(tokens, targets, documents).double()

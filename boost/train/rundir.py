@@ -46,16 +46,21 @@ class RunDirectory:
         """
         run = cls(config.run.dir)
         with storage_errors(config.run.dir):
-            if not resume and run.holds_run():
-                raise ConfigError(
-                    f"run.dir = '{config.run.dir}' holds a run already; go on with it by --resume auto, "
-                    "or choose another --run.dir"
-                )
+            if not resume:
+                run.require_empty()
             for folder in (run.logs, run.checkpoints, run.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
             _write_beside(run.path, "config", ".toml", to_toml(config))
             _write_beside(run.path, "environment", ".json", json.dumps(environment(config), indent=2) + "\n")
         return run
+
+    def require_empty(self) -> None:
+        """Raises ConfigError if training has left something here that a fresh run would mix with."""
+        if self.holds_run():
+            raise ConfigError(
+                f"run.dir = '{self.path}' holds a run already; go on with it by --resume auto, "
+                "or choose another --run.dir"
+            )
 
     def holds_run(self) -> bool:
         """Whether training has left something here: a line of metrics or a checkpoint."""

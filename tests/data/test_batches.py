@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boost.data.batches import IGNORED, Batches, evaluation_batches, shuffled_order
+from boost.data.batches import IGNORED, Batches, EvaluationBatches, shuffled_order
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 
@@ -100,7 +100,7 @@ def test_global_batch_that_does_not_divide():
 @given(st.integers(2, 80), st.integers(1, 12), st.integers(1, 3), st.integers(1, 4))
 def test_evaluation_predicts_every_token_but_the_first_once(n_tokens, seq_len, batch, dp):
     split = make_split(n_tokens)
-    per_rank = [list(evaluation_batches(split, seq_len, batch, rank, dp)) for rank in range(dp)]
+    per_rank = [list(EvaluationBatches(split, seq_len, batch, rank, dp)) for rank in range(dp)]
     assert len({len(batches) for batches in per_rank}) == 1
     targets = []
     for part in (part for batches in per_rank for part in batches):
@@ -113,21 +113,21 @@ def test_evaluation_predicts_every_token_but_the_first_once(n_tokens, seq_len, b
 
 
 def test_padding_belongs_to_no_document_of_the_text():
-    (batch,) = evaluation_batches(make_split(8, document=5), 10, 1)
+    (batch,) = EvaluationBatches(make_split(8, document=5), 10, 1)
     assert batch.document_ids[0].tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
 
 
 def test_evaluation_of_windows_spread_over_the_split():
     split = make_split(101)
-    parts = list(evaluation_batches(split, 10, 2, max_tokens=35))
+    parts = list(EvaluationBatches(split, 10, 2, max_tokens=35))
     targets = np.concatenate([part.targets[part.targets != IGNORED] for part in parts])
     assert targets.tolist() == [*range(1, 11), *range(31, 41), *range(61, 71)]
-    assert sum((part.targets != IGNORED).sum() for part in evaluation_batches(split, 10, 2, max_tokens=1)) == 10
+    assert sum((part.targets != IGNORED).sum() for part in EvaluationBatches(split, 10, 2, max_tokens=1)) == 10
 
 
 def test_evaluation_of_a_single_token_is_refused_at_the_call():
     with pytest.raises(DataError, match="nothing to predict"):
-        evaluation_batches(make_split(1), 4, 1)
+        EvaluationBatches(make_split(1), 4, 1)
 
 
 def test_importing_grain_says_nothing_and_hides_nothing():

@@ -194,9 +194,9 @@ def test_progress_without_a_terminal_speaks_every_ten_seconds(
             yield number
 
     assert list(console._with_lines(work(6), 6, "evaluating")) == list(range(6))
-    assert capsys.readouterr().out.splitlines() == ["evaluating 3/6  eta 0:12", "evaluating 6/6  eta 0:00"]
+    assert capsys.readouterr().err.splitlines() == ["evaluating 3/6  eta 0:12", "evaluating 6/6  eta 0:00"]
     assert list(progress(work(3), "reading")) == [0, 1, 2]
-    assert capsys.readouterr().out.splitlines() == ["reading 3"]
+    assert capsys.readouterr().err.splitlines() == ["reading 3"]
 
 
 def test_short_or_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
