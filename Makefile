@@ -2,7 +2,7 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch where there is no NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     lint-free proof that it works: the test suite
+#   make test     the tests
 #   make check    lint, format and types
 
 PYTHON ?= python3
@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 train: setup
-	$(BIN)/boost prepare --stdlib --heldout 0.02 --out data/stdlib
+	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
 test: setup
@@ -52,4 +52,4 @@ check: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache

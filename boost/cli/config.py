@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         config = load(args.config, args.overrides)
         if args.check:
-            print(f"{args.config}: valid")
+            print(f"{args.config or 'the defaults with these overrides'}: valid")
         elif args.json:
             print(json.dumps(config.model_dump(), indent=2))
         else:

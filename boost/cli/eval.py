@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
+from boost.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -33,42 +34,45 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    for flag, value in (("--batch", args.batch), ("--max-tokens", args.max_tokens)):
+        if value < 0:
+            raise ConfigError(f"{flag} = {value} is too small; the smallest legal value is 0 (the default)")
     return run_on_mesh(evaluate_process, args)
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
     """One process of the evaluation; the main one prints."""
+    from boost.data.fit import check_vocabulary
     from boost.data.store import TokenStore
     from boost.parallel.mesh import close_mesh
     from boost.train.evaluate import evaluate
 
-    try:
-        checkpoint, config, mesh, decoder = open_model(args)
-        store = TokenStore.open(Path(args.store or config.data.store))
-        store.require_tokenizer(checkpoint.data["tokenizer"], f"'{checkpoint.path}'")
-        split = store.split(args.split)
-        result = evaluate(
-            decoder,
-            split,
-            config.train.seq_len,
-            args.batch or config.train.micro_batch,
-            config.data.isolate_documents,
-            mesh,
-            args.max_tokens or None,
-        )
-        if mesh.is_main:
-            facts = {
-                "checkpoint": str(checkpoint.path),
-                "step": checkpoint.position.step,
-                "split": args.split,
-                "tokens": result.tokens,
-                "loss": result.loss,
-                "unigram_entropy": split.unigram_entropy(),
-                "perplexity": result.perplexity,
-                "bits_per_byte": result.bits_per_byte,
-            }
-            dump(facts, args.json)
-        mesh.barrier()
-    finally:
-        close_mesh()
+    checkpoint, config, mesh, decoder = open_model(args)
+    store = TokenStore.open(Path(args.store or config.data.store))
+    store.require_tokenizer(checkpoint.data["tokenizer"], f"'{checkpoint.path}'")
+    check_vocabulary(config, store)
+    split = store.split(args.split)
+    result = evaluate(
+        decoder,
+        split,
+        config.train.seq_len,
+        args.batch or config.train.micro_batch,
+        config.data.isolate_documents,
+        mesh,
+        args.max_tokens or None,
+    )
+    if mesh.is_main:
+        facts = {
+            "checkpoint": str(checkpoint.path),
+            "step": checkpoint.position.step,
+            "split": args.split,
+            "tokens": result.tokens,
+            "loss": result.loss,
+            "unigram_entropy": split.unigram_entropy(),
+            "perplexity": result.perplexity,
+            "bits_per_byte": result.bits_per_byte,
+        }
+        dump(facts, args.json)
+    mesh.barrier()
+    close_mesh()
     return 0

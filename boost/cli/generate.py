@@ -2,11 +2,13 @@
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
 from boost.errors import ConfigError
+
+MAX_TOKENS = 1 << 20
+"""Of one generation; the cache for all of them is made at its start."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -37,8 +39,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens = {args.max_tokens} is too small; the smallest legal value is 1")
+    if not 1 <= args.max_tokens <= MAX_TOKENS:
+        bound = 1 if args.max_tokens < 1 else MAX_TOKENS
+        raise ConfigError(f"--max-tokens = {args.max_tokens} is out of range; the nearest legal value is {bound}")
+    try:
+        args.prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"--prompt = {args.prompt!r} is not UTF-8 text; give it in the terminal's UTF-8") from None
     _sampling(args)
     return run_on_mesh(generate_process, args)
 
@@ -49,36 +56,31 @@ def generate_process(args: argparse.Namespace) -> int:
     from boost.parallel.mesh import close_mesh
     from boost.train.generate import generate
 
-    try:
-        checkpoint, config, mesh, decoder = open_model(args)
-        tokenizer, eos = load_tokenizer(str(checkpoint.tokenizer)), checkpoint.data["eos"]
-        prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos]
-        if max(prompt) >= config.model.vocab_size:
-            raise ConfigError(
-                f"--prompt has token {max(prompt)}, but the model knows {config.model.vocab_size}; reword it"
-            )
-        tokens: list[int] = []
-        written = ""
-        streams = mesh.is_main and not args.json
+    checkpoint, config, mesh, decoder = open_model(args)
+    tokenizer, eos = load_tokenizer(checkpoint.tokenizer), checkpoint.data["eos"]
+    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos]
+    if max(prompt) >= config.model.vocab_size:
+        raise ConfigError(f"--prompt has token {max(prompt)}, but the model knows {config.model.vocab_size}; reword it")
+    tokens: list[int] = []
+    written = ""
+    streams = mesh.is_main and not args.json
+    if streams:
+        print(args.prompt, end="", flush=True)
+    for token in generate(decoder, prompt, args.max_tokens, _sampling(args), eos):
+        tokens.append(token)
         if streams:
-            print(args.prompt, end="", flush=True)
-        for token in generate(decoder, prompt, args.max_tokens, _sampling(args), eos):
-            tokens.append(token)
-            if streams:
-                # Bytes of one character may be spread over tokens: print only what can no longer change.
-                text = tokenizer.decode(tokens)
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    print(text[len(written) :], end="", flush=True)
-                    written = text
-        text = tokenizer.decode(tokens)
-        if streams:
-            print(text[len(written) :])
-        elif mesh.is_main:
-            json.dump({"prompt": args.prompt, "text": text, "tokens": tokens}, sys.stdout, indent=2)
-            print()
-        mesh.barrier()
-    finally:
-        close_mesh()
+            # Bytes of one character may be spread over tokens: print only what can no longer change.
+            text = tokenizer.decode(tokens)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                print(text[len(written) :], end="", flush=True)
+                written = text
+    text = tokenizer.decode(tokens)
+    if streams:
+        print(text[len(written) :])
+    elif mesh.is_main:
+        print(json.dumps({"prompt": args.prompt, "text": text, "tokens": tokens}, indent=2))
+    mesh.barrier()
+    close_mesh()
     return 0
 
 

@@ -31,6 +31,10 @@ def inference_config(saved: Config, tp: int, device: str) -> Config:
     if tp < 1:
         raise ConfigError(f"--tp = {tp} is too small; the smallest legal value is 1")
     layout = saved.parallel.layout if tp == 1 or saved.parallel.layout != "single" else "btp"
+    if device == "cuda":
+        from boost.parallel.mesh import choose_device
+
+        choose_device(device)
     parallel = saved.parallel.model_copy(update={"tp": tp, "pp": 1, "dp": 1, "layout": layout})
     config = saved.model_copy(update={"parallel": parallel, "run": saved.run.model_copy(update={"device": device})})
     check(config)

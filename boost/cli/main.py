@@ -45,15 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         print_error(str(error))
-        return error.exit_code
+        return _leave(error.exit_code)
+    except BrokenPipeError:
+        # A reader that closes the pipe early (`boost config --fields | head`) is not an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         if args.debug:
             raise
         print_error(f"{error.filename or 'file system'}: {error.strerror or error}")
-        return StorageError.exit_code
+        return _leave(StorageError.exit_code)
     except KeyboardInterrupt:
         print_error("interrupted")
-        return 130
+        return _leave(130)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -77,10 +81,17 @@ def print_error(message: str) -> None:
     print(f"boost: error: {' '.join(message.split())}", file=sys.stderr)
 
 
+def _leave(code: int) -> int:
+    """Ends a process of an open process group at once: NCCL's orderly end would wait for processes that are elsewhere."""
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return code
+
+
 if __name__ == "__main__":
-    # A reader that closes the pipe early (`boost config demo | head`) is not an error.
-    try:
-        sys.exit(main())
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    sys.exit(main())

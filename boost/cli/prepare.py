@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="field or column that holds the text (default: %(default)s)",
     )
     parser.add_argument(
-        "--heldout", type=float, default=0.05, metavar="FRACTION", help="part to hold out (default: %(default)s)"
+        "--heldout", type=float, default=0.02, metavar="FRACTION", help="part to hold out (default: %(default)s)"
     )
     parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
     parser.add_argument("--overwrite", action="store_true", help="replace a store that was made of other input")

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     # What the processes would find after their start of several seconds is better said at once.
     run = RunDirectory(config.run.dir)
-    if args.resume is None:
+    if not run.continued_by(args.resume):
         run.require_empty()
     tracker_modules(config)
     open_fitting_store(config)
@@ -70,6 +70,6 @@ def _check_processes(config: Config, nproc: int | None) -> None:
     mesh = f"parallel.tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp} = {parallel.world_size}"
     if nproc is not None and nproc != parallel.world_size:
         raise ConfigError(f"--nproc = {nproc} must equal {mesh}; the legal value is {parallel.world_size}")
-    started = int(os.environ.get("WORLD_SIZE", parallel.world_size))
-    if started != parallel.world_size:
-        raise ConfigError(f"torchrun started {started} processes, but {mesh}; start {parallel.world_size}")
+    started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else str(parallel.world_size)
+    if started != str(parallel.world_size):
+        raise ConfigError(f"WORLD_SIZE = {started!r} processes were started, but {mesh}; start {parallel.world_size}")

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from boost.config.schema import ModelConfig
 
+IGNORED = -100
+"""Target of a position that has no loss."""
+
 
 @dataclass(frozen=True)
 class Parameter:

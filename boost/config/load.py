@@ -120,7 +120,7 @@ def _parse_value(text: str, info: FieldInfo) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # not TOML, or a number of thousands of digits
         return text
 
 
@@ -134,7 +134,10 @@ def _integers_to_floats(model: type[BaseModel], tree: dict[str, Any]) -> dict[st
             continue
         result[section] = {
             name: float(value)
-            if type(value) is int and f"{section}.{name}" in known and type_name(known[f"{section}.{name}"]) == "number"
+            if type(value) is int
+            and abs(value) < 10**300
+            and f"{section}.{name}" in known
+            and type_name(known[f"{section}.{name}"]) == "number"
             else value
             for name, value in table.items()
         }
@@ -160,6 +163,10 @@ def _explain(error: ValidationError) -> str:
             return f"{key} = {value} is too small; the smallest legal value is {context['ge']}"
         case "greater_than":
             return f"{key} = {value} is too small; it must be more than {context['gt']}"
+        case "less_than":
+            return f"{key} = {value} is too large; it must be less than {context['lt']}"
+        case "string_too_short":
+            return f"{key} is empty; write a path"
         case "less_than_equal":
             return f"{key} = {value} is too large; the largest legal value is {context['le']}"
     default = known[key].default

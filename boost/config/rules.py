@@ -20,13 +20,16 @@ def check_runnable(config: Config) -> None:
         )
 
 
-def nearest(value: int, legal: Callable[[int], bool]) -> int:
-    """The legal integer >= 1 that is closest to `value`, the larger of two at one distance."""
-    for distance in range(value + 10_000_000):
+def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
+    """The legal integer from 1 to `largest` that is closest to `value`, the larger of two at one distance.
+
+    1 must be legal; fields are bounded, so the search is short.
+    """
+    for distance in range(max(value, largest)):
         for candidate in (value + distance, value - distance):
-            if candidate >= 1 and legal(candidate):
+            if 1 <= candidate <= largest and legal(candidate):
                 return candidate
-    raise AssertionError("no legal value within reach")
+    return 1
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -37,16 +40,19 @@ def _problems(config: Config) -> Iterator[str]:
 
 def _model_problems(config: Config) -> Iterator[str]:
     model = config.model
+    if model.dim % 2:
+        yield f"model.dim = {model.dim} must be even, for the pairs of rotary; the nearest legal value is {model.dim + 1}"
     if model.dim % model.heads:
-        best = nearest(model.heads, lambda h: model.dim % h == 0 and (model.dim // h) % 2 == 0)
+        best = nearest(model.heads, model.dim, lambda h: model.dim % (2 * h) == 0)
         yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; the nearest legal value is {best}"
     if model.head_dim % 2:
-        mend = f"take an even model.dim, as {model.dim + 1}"
-        if model.dim % 2 == 0:
-            mend = f"the nearest legal value is {nearest(model.heads, lambda h: model.dim % (2 * h) == 0)}"
-        yield f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; {mend}"
+        best = nearest(model.heads, model.dim, lambda h: model.dim % (2 * h) == 0)
+        yield (
+            f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; "
+            f"the nearest legal value is {best}"
+        )
     if model.heads % model.kv_heads:
-        best = nearest(model.kv_heads, lambda h: model.heads % h == 0)
+        best = nearest(model.kv_heads, model.heads, lambda h: model.heads % h == 0)
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; the nearest legal value is {best}"
         )
@@ -74,7 +80,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
         )
     sizes = {f"model.{name}": getattr(model, name) for name in ("heads", "kv_heads", "dim", "ffn_dim", "vocab_size")}
     if odd := [f"{field} = {size}" for field, size in sizes.items() if size % tp]:
-        best = nearest(tp, lambda p: all(size % p == 0 for size in sizes.values()))
+        best = nearest(tp, model.heads, lambda p: all(size % p == 0 for size in sizes.values()))
         yield f"parallel.tp = {tp} must divide {' and '.join(odd)}; the nearest legal value is {best}"
 
 
@@ -82,7 +88,7 @@ def _train_problems(config: Config) -> Iterator[str]:
     train, optim, dp = config.train, config.optim, config.parallel.dp
     chunk = dp * train.micro_batch
     if train.global_batch % chunk:
-        best = nearest(train.global_batch, lambda v: v % chunk == 0)
+        best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)
         yield (
             f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
             f"{dp} x {train.micro_batch} = {chunk}; the nearest legal value is {best}"

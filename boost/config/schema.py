@@ -11,10 +11,13 @@ Family = Literal["dense", "svd", "cola"]
 LayoutName = Literal["single", "btp"]
 DType = Literal["float32", "bfloat16", "float64"]
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Natural = Annotated[int, Field(ge=0, le=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Place = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -34,22 +37,22 @@ class ModelConfig(Section):
     vocab_size: Count = 32000
     """V, rows of the embedding and of the head; at least the tokenizer's size, and divisible by parallel.tp."""
 
-    dim: Count = 512
+    dim: Width = 512
     """d, width of the residual stream."""
 
-    ffn_dim: Count = 1376
+    ffn_dim: Width = 1376
     """f (d_ff), width of the gated MLP."""
 
-    layers: Count = 8
+    layers: Width = 8
     """Number of decoder blocks."""
 
-    heads: Count = 8
+    heads: Width = 8
     """Attention heads; dim / heads is the width of a head and must be even (rotary pairs)."""
 
-    kv_heads: Count
+    kv_heads: Width
     """Key/value heads (GQA); divides heads. Default: heads."""
 
-    rank: Count | None
+    rank: Width | None
     """r, width of the bottleneck of every low-rank linear. Default: dim / 4; none for the dense family."""
 
     latent_act: Literal["silu", "none"]
@@ -101,13 +104,13 @@ class ParallelConfig(Section):
     layout: LayoutName = "btp"
     """single: one process holds every weight; btp: BOOST's bottleneck-aware tensor parallelism (with tp = 1: single)."""
 
-    tp: Count = 1
+    tp: Width = 1
     """Tensor-parallel size: processes that share each layer. Innermost axis of the mesh, best inside one node."""
 
-    pp: Count = 1
+    pp: Width = 1
     """Pipeline-parallel size: stages of consecutive blocks."""
 
-    dp: Count = 1
+    dp: Width = 1
     """Data-parallel size: replicas that split the global batch."""
 
     norm: Literal["online", "sync"] = "online"
@@ -128,10 +131,10 @@ class OptimConfig(Section):
     lr: Positive = 3e-3
     """Peak learning rate."""
 
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """AdamW's decay of the first moment."""
 
-    beta2: Fraction = 0.999
+    beta2: Decay = 0.999
     """AdamW's decay of the second moment."""
 
     eps: Positive = 1e-8
@@ -183,6 +186,9 @@ class TrainConfig(Section):
     compute_dtype: DType = "float32"
     """Dtype of activations and GEMMs: weights are cast to it where they are used, gradients accumulate in param_dtype."""
 
+    deterministic: bool = False
+    """True: only deterministic kernels, so that resuming is bitwise on GPUs too, where it costs speed. On CPUs it always is."""
+
     eval_every: Natural = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
 
@@ -202,7 +208,7 @@ class TrainConfig(Section):
 class DataConfig(Section):
     """Where the tokens come from."""
 
-    store: str = "data/stdlib"
+    store: Place = "data/stdlib"
     """Token store made by 'boost prepare'."""
 
     isolate_documents: bool = False
@@ -212,7 +218,7 @@ class DataConfig(Section):
 class RunConfig(Section):
     """Where the run lives and who is told about it."""
 
-    dir: str = "runs/demo"
+    dir: Place = "runs/demo"
     """Run directory: resolved configuration, metrics, logs, checkpoints."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

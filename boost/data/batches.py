@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from boost.config.architecture import IGNORED
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
-
-IGNORED = -100
-"""Target of a position that has none; the value that torch's cross entropy ignores by default."""
 
 # The index permutation of grain works on 32-bit integers.
 MAX_SAMPLES = 1 << 31

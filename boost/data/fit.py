@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from boost.config import Config
-from boost.data.batches import Batches
+from boost.data.batches import Batches, EvaluationBatches
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
 
@@ -14,6 +14,7 @@ def open_fitting_store(config: Config) -> TokenStore:
     store = TokenStore.open(Path(config.data.store))
     check_vocabulary(config, store)
     Batches(store.split("train"), config.train.seq_len, config.train.global_batch, config.train.seed)
+    EvaluationBatches(store.split("heldout"), config.train.seq_len, config.train.micro_batch)
     return store
 
 

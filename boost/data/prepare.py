@@ -53,7 +53,7 @@ class PrepareOptions:
     """End-of-document token; guessed when None."""
     text_field: str = "text"
     """Field or column of JSONL, Parquet and data sets that holds the text."""
-    heldout: float = 0.05
+    heldout: float = 0.02
     """Fraction of the documents to hold out, between 0 and 1 without its ends."""
     max_documents: int | None = None
     """Stop after this many documents."""

@@ -152,6 +152,10 @@ class TokenStore:
         """The tokenizer's fingerprint, to be kept with a model trained on this store."""
         return str(self.meta["tokenizer_fingerprint"])
 
+    def content(self, split: str) -> str:
+        """sha256 (hex) of a split's tokens: the same text and tokenizer give the same, wherever it was prepared."""
+        return str(self.meta["splits"][split]["sha256"])
+
     @property
     def report(self) -> dict[str, Any]:
         """What was read and skipped, per source."""
@@ -211,6 +215,7 @@ def _check_shape(meta: Any) -> None:
     if meta["dtype"] != token_dtype(vocab_size).str or not 0 <= int(meta["eos"]["id"]) < vocab_size:
         raise ValueError("dtype, vocab_size and eos do not fit each other")
     for name in SPLITS:
+        meta["splits"][name]["sha256"]
         if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
             raise ValueError(f"split {name} is empty")
 

@@ -6,6 +6,7 @@ meanwhile, so whatever `.boost-tmp` or `.boost-old` the holder of the lock finds
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -120,6 +121,7 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int) -> None:
         self.folder, self.dtype, self.eos = folder, dtype, eos
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
+        self._digests = {name: hashlib.sha256() for name in SPLITS}
         self._files = ExitStack()
         # Unbuffered: a full disk must be met by the write, not again by every close.
         self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
@@ -141,7 +143,9 @@ class TokenWriter:
         tokens = np.asarray(ids, dtype=self.dtype)
         if end:
             tokens = np.append(tokens, self.dtype.type(self.eos))
-        write_all(self._tokens[split], tokens.tobytes())
+        content = tokens.tobytes()
+        self._digests[split].update(content)
+        write_all(self._tokens[split], content)
         sizes = self.sizes[split]
         sizes["tokens"] += len(tokens)
         sizes["bytes"] += n_bytes
@@ -154,7 +158,8 @@ class TokenWriter:
         """Writes the tokenizer, the detailed report and, last, `store.json` with `meta` and the sizes."""
         (self.folder / TOKENIZER_FILE).write_text(tokenizer_json, encoding="utf-8")
         (self.folder / REPORT_FILE).write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
-        content = {**meta, "dtype": self.dtype.str, "splits": self.sizes}
+        splits = {name: {**self.sizes[name], "sha256": self._digests[name].hexdigest()} for name in SPLITS}
+        content = {**meta, "dtype": self.dtype.str, "splits": splits}
         (self.folder / STORE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -77,7 +77,8 @@ class Decoder(Stored):
         positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
         context = self._context(tokens_BS, positions_S)
         x = self._residual(tokens_BS, Context(batch, context.cos, context.sin, caches=caches))
-        return self.layout.logits(x, self.final_norm, self.head).view(batch, length, -1)[:, -1]
+        last_B = torch.arange(1, batch + 1, device=x.device) * length - 1
+        return self.layout.logits(x, self.final_norm, self.head, last_B)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches for `batch` sequences of up to `capacity` tokens, one a block, for the heads held here."""

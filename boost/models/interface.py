@@ -60,8 +60,8 @@ class Layout(Protocol):
         """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process."""
         ...
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Tensor:
-        """Logits [T, V], whole on every process (for generation)."""
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+        """Logits [N, V] of the tokens numbered `tokens_N` of the T, whole on every process (for generation)."""
         ...
 
 

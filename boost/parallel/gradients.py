@@ -63,7 +63,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.double, device=device)
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    # Each norm in fp32 at least: rounded to bf16 it would depend on how tensors are fused and cut.
+    wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()
 
 
 @torch.no_grad()

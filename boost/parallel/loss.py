@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
 from boost.parallel.norms import statistic_dtype
-
-IGNORED = -100
-"""Target of a position that has no loss."""
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -56,18 +56,23 @@ def global_rank() -> int:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this process for `run.device`. Raises ConfigError if a GPU is asked for and missing."""
+    """The device of this process for `run.device`: 'auto' is the CPU unless each local process has a GPU of its own.
+
+    Raises ConfigError if a GPU is asked for and missing.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; the nearest legal value is 'cpu'")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > gpus:
+        if device == "auto":
+            return torch.device("cpu")
         raise ConfigError(
-            f"local process {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; "
+            f"run.device = 'cuda', but this machine has {gpus} GPUs for {processes} processes; "
             "start as many processes as GPUs, or set run.device = 'cpu'"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600) -> Mesh:
@@ -88,22 +93,29 @@ def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 6
         return Mesh(chosen)
     if not dist.is_initialized():
         _join(chosen, timeout_s)
-    return mesh_of(parallel, chosen)
+    return mesh_of(parallel, chosen, timeout_s)
 
 
-def mesh_of(parallel: ParallelConfig, device: torch.device) -> Mesh:
+def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600) -> Mesh:
     """This process's place, in a process group that exists already."""
     device_mesh = init_device_mesh(device.type, (parallel.pp, parallel.dp, parallel.tp), mesh_dim_names=AXES)
 
     def axis(name: str) -> Axis:
         size = device_mesh[name].size()
-        return Axis(device_mesh.get_local_rank(name), size, device_mesh.get_group(name) if size > 1 else None)
+        group = device_mesh.get_group(name) if size > 1 else None
+        if group is not None:  # init_device_mesh gives the groups it makes the backend's default, half an hour
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+        return Axis(device_mesh.get_local_rank(name), size, group)
 
     return Mesh(device, axis("tp"), axis("dp"), dist.get_rank(), dist.get_world_size(), device_mesh)
 
 
 def close_mesh() -> None:
-    """Leaves the process group."""
+    """Leaves the process group, when all of it does: with NCCL this waits for the others.
+
+    Not to be called while an exception is on its way: the others stand in some other collective, and the error would be
+    replaced by a time-out.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

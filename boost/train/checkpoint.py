@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ def find_checkpoint(path: Path) -> Path:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads and checks everything but the tensors. Raises CheckpointError."""
     path = find_checkpoint(path)
+    _verify_file(path, "state.json", _read_manifest(path))
     state = _read_json(path / "state.json")
     if state.get("format") != FORMAT:
         raise CheckpointError(f"'{path}' has checkpoint format {state.get('format')!r}; this version reads {FORMAT}")
@@ -108,28 +109,49 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = from_tree(state["config"])
         position = Position(int(state["step"]), int(state["tokens"]))
         return Checkpoint(path, position, config, int(state["updates"]), dict(state["data"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"'{path}/state.json' lacks or garbles {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"'{path}/state.json' lacks or garbles {error}") from None
     except BoostError as error:
         raise CheckpointError(f"'{path}/state.json' holds a configuration that is not legal: {error}") from None
 
 
-def verify(path: Path) -> None:
-    """Compares every file of a checkpoint with its manifest. Raises DamagedCheckpointError naming the first that differs."""
+def verify(path: Path, mesh: Mesh) -> None:
+    """Compares every file of a checkpoint with its manifest, each process its share.
+
+    Raises DamagedCheckpointError on every process, naming a file that differs.
+    """
+
+    def verify_share() -> None:
+        manifest = _read_manifest(path)
+        present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {"manifest.json"}
+        if strangers := present - manifest.keys():
+            raise DamagedCheckpointError(f"'{path}' is damaged: {min(strangers)} is not in its manifest")
+        for name in sorted(manifest)[mesh.rank :: mesh.size]:
+            _verify_file(path, name, manifest)
+
+    _together(mesh, verify_share, DamagedCheckpointError)
+
+
+def _verify_file(path: Path, name: str, manifest: dict[str, dict[str, Any]]) -> None:
+    file, expected = path / name, manifest.get(name)
+    if expected is None:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} is not in its manifest")
+    if not file.is_file():
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
+    if file.stat().st_size != expected["bytes"]:
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        )
+    if _digest(file) != expected["blake2b"]:
+        raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     manifest = _read_json(path / "manifest.json")
-    present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {"manifest.json"}
-    if strangers := present - manifest.keys():
-        raise DamagedCheckpointError(f"'{path}' is damaged: {min(strangers)} is not in its manifest")
-    for name, expected in manifest.items():
-        file = path / name
-        if not file.is_file():
-            raise DamagedCheckpointError(f"'{path}' is damaged: {name} is missing")
-        if file.stat().st_size != expected["bytes"]:
-            raise DamagedCheckpointError(
-                f"'{path}' is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-            )
-        if _digest(file) != expected["blake2b"]:
-            raise DamagedCheckpointError(f"'{path}' is damaged: {name} has changed")
+    for name, entry in manifest.items():
+        if not isinstance(entry, dict) or not {"bytes", "blake2b"} <= entry.keys():
+            raise DamagedCheckpointError(f"'{path}' is damaged: manifest.json has no size and digest for {name}")
+    return manifest
 
 
 def save_checkpoint(
@@ -164,7 +186,9 @@ def save_checkpoint(
             "data": data,
             "config": config.model_dump(),
         }
-        _on_main(mesh, lambda: _finish(temporary, final, state, tokenizer))
+        _on_main(mesh, lambda: _write_facts(temporary, state, tokenizer))
+        shares = _together(mesh, lambda: _sealed_share(temporary, mesh))
+        _on_main(mesh, lambda: _finish(temporary, final, shares))
     except _WriteFailed as error:
         if mesh.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -192,13 +216,31 @@ def load_training_state(
     return checkpoint.position
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints, and what interrupted saves left."""
-    for path in complete_checkpoints(folder)[:-keep]:
-        # Renamed first: a folder with a checkpoint's name is complete at every instant.
-        doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+def remove_old(folder: Path, keep: int, mesh: Mesh) -> None:
+    """Removes all but the newest `keep` complete checkpoints. Raises StorageError on every process."""
+
+    def remove() -> None:
+        for path in complete_checkpoints(folder)[:-keep]:
+            # Renamed first: a folder with a checkpoint's name is complete at every instant.
+            doomed = path.with_name(f".{path.name}.old")
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    _on_main(mesh, remove, StorageError)
+
+
+def supersede(folder: Path, step: int, mesh: Mesh) -> None:
+    """Puts checkpoints of later steps aside, as `superseded-step-...`: training goes another way from `step` on, and the
+    newest checkpoint must be the newest of this way. Raises StorageError on every process."""
+
+    def put_aside() -> None:
+        for path in complete_checkpoints(folder):
+            if int(path.name.removeprefix("step-")) > step:
+                aside = path.with_name(f"superseded-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+
+    _on_main(mesh, put_aside, StorageError)
 
 
 class _WriteFailed(Exception):
@@ -219,15 +261,26 @@ def _write_tensors(temporary: Path, decoder: Decoder, optimizer: torch.optim.Opt
         dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
 
 
-def _finish(temporary: Path, final: Path, state: dict[str, Any], tokenizer: Path) -> None:
+def _write_facts(temporary: Path, state: dict[str, Any], tokenizer: Path) -> None:
     (temporary / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
     shutil.copyfile(tokenizer, temporary / "tokenizer.json")
-    manifest = {}
-    for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        manifest[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "blake2b": _digest(file)}
+
+
+def _sealed_share(temporary: Path, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    """Manifest entries of this process's share of the files, each flushed to disk."""
+    entries = {}
+    for file in sorted(p for p in temporary.rglob("*") if p.is_file())[mesh.rank :: mesh.size]:
         _flush(file)
-    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        entries[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "blake2b": _digest(file)}
+    return entries
+
+
+def _finish(temporary: Path, final: Path, shares: list[dict[str, dict[str, Any]]]) -> None:
+    manifest = {name: entry for share in shares for name, entry in share.items()}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True), encoding="utf-8")
     _flush(temporary / "manifest.json")
+    _flush(temporary / "tensors")
+    _flush(temporary)
     replaced = final.with_name(f".{final.name}.old")
     if final.exists():  # the same step saved again after a resume from an earlier one
         final.rename(replaced)
@@ -278,7 +331,7 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 
 def _load(checkpoint: Checkpoint, decoder: Decoder, wanted: dict[str, Tensor], mesh: Mesh) -> None:
     _together(mesh, lambda: _check_fits(checkpoint, decoder), CheckpointError)
-    _on_main(mesh, lambda: verify(checkpoint.path), DamagedCheckpointError)
+    verify(checkpoint.path, mesh)
     missing = wanted.keys() - _read_keys(checkpoint.path)
     if missing:
         raise CheckpointError(f"'{checkpoint.path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
@@ -313,22 +366,31 @@ def _read_keys(path: Path) -> set[str]:
     return keys
 
 
-def _together(mesh: Mesh, action: Any, failure: type[Exception] = _WriteFailed) -> None:
-    """Runs `action` on every process; if it fails on any, raises the first failure on all."""
-    message = ""
+def _together(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> list[Any]:
+    """Runs `action` on every process and returns all results; if it fails on any, raises `failure` on all of them.
+
+    A failure that is nobody's fault but ours keeps its traceback where it happened, and ends the others too.
+    """
+    answer: tuple[str, Any] = ("", None)
+    defect: BaseException | None = None
     try:
-        action()
-    except (OSError, BoostError, dcp.api.CheckpointException) as error:
-        message = _root_cause(error)
-    messages = [message]
+        answer = ("", action())
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
+        answer = (_root_cause(error), None)
+        if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
+            defect = error
+    answers = [answer]
     if mesh.size > 1:
-        messages = [""] * mesh.size
-        dist.all_gather_object(messages, message)
-    if first := next(filter(None, messages), None):
-        raise failure(first)
+        answers = [answer] * mesh.size
+        dist.all_gather_object(answers, answer)
+    if defect:
+        raise defect
+    if message := next((message for message, _ in answers if message), None):
+        raise (failure or _WriteFailed)(message)
+    return [result for _, result in answers]
 
 
-def _on_main(mesh: Mesh, action: Any, failure: type[Exception] = _WriteFailed) -> None:
+def _on_main(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> None:
     """Runs `action` on the main process while the others wait; a failure is raised on all."""
     _together(mesh, action if mesh.is_main else lambda: None, failure)
 
@@ -340,7 +402,7 @@ def _root_cause(error: BaseException) -> str:
         return f"process {rank}: {_root_cause(cause)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from boost.config.architecture import IGNORED
 from boost.data.batches import Batch, EvaluationBatches
 from boost.data.store import Split
 from boost.models.decoder import Decoder
 from boost.parallel.collectives import all_reduce
-from boost.parallel.loss import IGNORED
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 
+MIN_TEMPERATURE = 1e-4
+"""Below it logits overflow, and the distribution is greedy's anyway."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -24,8 +27,12 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ConfigError naming the field, its value and the nearest legal one."""
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"--temperature = {self.temperature} must be 0 (greedy) or more; the usual value is 0.8")
+        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
+            raise ConfigError(
+                f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed = {self.seed} must be from 0 to {2**63 - 1}; the usual value is 0")
         if self.top_k < 0:
             raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; the nearest legal value is 0")
         if not 0 < self.top_p <= 1:

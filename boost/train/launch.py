@@ -173,7 +173,11 @@ def _quiet_agent() -> Iterator[None]:
 @contextlib.contextmanager
 def _threads_each(nproc: int) -> Iterator[None]:
     """The processes share the cores, unless the user has said how many threads each is to have."""
-    if "OMP_NUM_THREADS" in os.environ:
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        if not threads.isdecimal() or int(threads) < 1:
+            raise ConfigError(
+                f"OMP_NUM_THREADS = {threads!r} is not a number of threads; unset it or set it to 1 or more"
+            )
         yield
         return
     os.environ["OMP_NUM_THREADS"] = str(max(1, available_cores() // nproc))

@@ -88,8 +88,10 @@ class Trainer:
                     raise
             else:
                 log.info("resumed from %s at step %d", found.path, self.position.step)
-                return
-        initialize(self.decoder, self.config.train.seed)
+                break
+        else:
+            initialize(self.decoder, self.config.train.seed)
+        ckpt.supersede(self.run.checkpoints, self.position.step, self.mesh)
 
     def fit(self, console: Console, writer: MetricsWriter | None, peak: float) -> Outcome:
         """Trains from the current position to the last step, or until a signal; saves; evaluates at the end.
@@ -198,9 +200,7 @@ class Trainer:
             self._data_identity(),
             self.mesh,
         )
-        if self.mesh.is_main:
-            ckpt.remove_old(self.run.checkpoints, self.config.train.keep)
-        self.mesh.barrier()
+        ckpt.remove_old(self.run.checkpoints, self.config.train.keep, self.mesh)
         log.info("saved %s", path)
         return path
 
@@ -227,11 +227,9 @@ class Trainer:
 
     def _data_identity(self) -> dict[str, Any]:
         """What a resumed run must find again, and what generation needs to know of the tokenizer."""
-        split = self.batches.split
         return {
             "tokenizer": self.store.fingerprint,
-            "tokens": split.n_tokens,
-            "documents": split.n_documents,
+            "content": self.store.content(self.batches.split.name),
             "eos": self.store.eos,
         }
 
@@ -250,13 +248,11 @@ class Trainer:
                 f"the smallest legal value is {found.position.step}"
             )
         self.store.require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
-        for what in ("tokens", "documents"):
-            before, now = found.data.get(what), self._data_identity()[what]
-            if before != now:
-                raise CheckpointError(
-                    f"'{found.path}' was trained on {before} {what}, but data.store = '{self.config.data.store}' has {now}; "
-                    "resume with the store it was trained on"
-                )
+        if found.data.get("content") != self._data_identity()["content"]:
+            raise CheckpointError(
+                f"'{found.path}' was trained on other text than data.store = '{self.config.data.store}' holds; "
+                "resume with the store it was trained on"
+            )
 
 
 def resume_candidates(resume: str | None, run: RunDirectory) -> list[Path]:

@@ -76,7 +76,7 @@ class MetricsWriter:
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
-                truncate_metrics(run.metrics, resumed_step)
+                truncate_metrics(run.metrics, resumed_step, config.train.steps)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             from torch.utils.tensorboard import SummaryWriter
 
@@ -154,12 +154,19 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [_from_line(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def truncate_metrics(path: Path, last_step: int) -> None:
-    """Leaves the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one."""
+def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) -> None:
+    """Leaves the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one.
+
+    The evaluation of `final_step` goes too: a run that is resumed at its end makes it again.
+    """
     kept = path.with_name(f"{path.name}.tmp")
     with open(path, "rb") as old, open(kept, "wb") as new:
         for number, line in enumerate(old, start=1):
-            if line.endswith(b"\n") and _from_line(line, path, number).get("step", 0) <= last_step:
+            if not line.endswith(b"\n"):
+                continue
+            values = _from_line(line, path, number)
+            again = values.get("kind") == "eval" and values.get("step") == final_step
+            if values.get("step", 0) <= last_step and not again:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())

@@ -1,6 +1,7 @@
 """One process of `boost train`: joins the mesh, trains, and on the main process says how it went."""
 
 import logging
+import os
 from pathlib import Path
 
 from boost.config import Config
@@ -26,28 +27,29 @@ def train_process(config: Config, resume: str | None) -> int:
 
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     run = RunDirectory(Path(config.run.dir))
+    if mesh.is_main:
+        run = RunDirectory.create(config, resume=run.continued_by(resume))
+    mesh.barrier()
+    configure_logging(run.logs, mesh.rank)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, read at its first use
+        torch.use_deterministic_algorithms(True)
+    candidates = resume_candidates(resume, run)
+    trainer = Trainer(config, mesh, run)
+    trainer.start(candidates)
+    peak = peak_flops(mesh.device, getattr(torch, config.train.compute_dtype), config.run.peak_tflops)
+    start = trainer.position.step
+    writer = MetricsWriter(run, config, resumed_step=start) if mesh.is_main else None
     try:
-        if mesh.is_main:
-            run = RunDirectory.create(config, resume=resume is not None)
-        mesh.barrier()
-        configure_logging(run.logs, mesh.rank)
-        candidates = resume_candidates(resume, run)
-        trainer = Trainer(config, mesh, run)
-        trainer.start(candidates)
-        peak = peak_flops(mesh.device, getattr(torch, config.train.compute_dtype), config.run.peak_tflops)
-        start = trainer.position.step
-        writer = MetricsWriter(run, config, resumed_step=start) if mesh.is_main else None
-        try:
-            with make_console(config.train.steps, start, config.train.log_every, mesh.rank) as console:
-                _introduce(config, trainer, console)
-                outcome = trainer.fit(console, writer, peak)
-        finally:
-            if writer:
-                writer.close()
-        _conclude(config, trainer, run, outcome)
-        mesh.barrier()  # nobody leaves while another still speaks through the group
+        with make_console(config.train.steps, start, config.train.log_every, mesh.rank) as console:
+            _introduce(config, trainer, console)
+            outcome = trainer.fit(console, writer, peak)
     finally:
-        close_mesh()
+        if writer:
+            writer.close()
+    _conclude(config, trainer, run, outcome)
+    mesh.barrier()  # nobody leaves while another still speaks through the group
+    close_mesh()
     return 0
 
 

@@ -54,6 +54,10 @@ class RunDirectory:
             _write_beside(run.path, "environment", ".json", json.dumps(environment(config), indent=2) + "\n")
         return run
 
+    def continued_by(self, resume: str | None) -> bool:
+        """Whether `--resume` means this run: 'auto', or a path inside this folder. Another run's path begins a new one."""
+        return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(self.path.resolve()))
+
     def require_empty(self) -> None:
         """Raises ConfigError if training has left something here that a fresh run would mix with."""
         if self.holds_run():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from boost.data.batches import IGNORED, Batches, EvaluationBatches, shuffled_order
+from boost.config.architecture import IGNORED
+from boost.data.batches import Batches, EvaluationBatches, shuffled_order
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 

@@ -16,6 +16,7 @@ from boost.errors import CheckpointError, DamagedCheckpointError, StorageError
 from boost.models.stored import storages
 from boost.optim.adamw import build_adamw
 from boost.parallel.gradients import reduce_gradients
+from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position
 from tests import toy
@@ -226,14 +227,30 @@ def test_no_space_on_one_process_is_told_by_all_and_harms_nothing(tmp_path: Path
         assert "step 2 not saved" in message
         assert "process 1" in message
     assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000001"]
-    ckpt.verify(ckpt.find_checkpoint(tmp_path))
+    ckpt.verify(ckpt.find_checkpoint(tmp_path), Mesh(toy.CPU))
     assert not list(tmp_path.glob(".step*"))
+
+
+def test_later_checkpoints_are_put_aside_when_training_goes_another_way(tmp_path: Path) -> None:
+    for steps in (1, 2, 3):
+        save(tmp_path, mesh_config(1), steps)
+    ckpt.supersede(tmp_path, 1, Mesh(toy.CPU))
+    assert ckpt.find_checkpoint(tmp_path).name == "step-00000001"
+    assert (tmp_path / "superseded-step-00000003" / "manifest.json").is_file(), "nothing is lost"
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"state.json": 3}', '{"state.json": {"bytes": 1}}'])
+def test_a_garbled_manifest_is_damage(tmp_path: Path, content: str) -> None:
+    _, _, _, path = save(tmp_path, mesh_config(1))
+    (path / "manifest.json").write_text(content)
+    with pytest.raises(DamagedCheckpointError, match="manifest.json"):
+        ckpt.open_checkpoint(path)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for steps in (1, 2, 3):
         save(tmp_path, mesh_config(1), steps)
-    ckpt.remove_old(tmp_path, keep=2)
+    ckpt.remove_old(tmp_path, 2, Mesh(toy.CPU))
     assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     assert ckpt.find_checkpoint(tmp_path).name == "step-00000003"
 
@@ -244,4 +261,4 @@ def test_every_file_must_be_in_the_manifest(tmp_path: Path) -> None:
     del manifest["state.json"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DamagedCheckpointError, match=r"state.json is not in its manifest"):
-        ckpt.verify(path)
+        ckpt.verify(path, Mesh(toy.CPU))

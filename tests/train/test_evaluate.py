@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from boost.data.store import TokenStore
-from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.evaluate import Evaluation, evaluate
 from tests import toy
 from tests.distributed import run_distributed
@@ -48,14 +47,3 @@ def test_neither_batch_nor_mesh_matters(store: Path) -> None:
 
 def test_part_of_the_tokens(store: Path) -> None:
     assert evaluation(store, make_config(), batch=2, max_tokens=320).tokens == 320
-
-
-def test_processes_of_one_machine_have_their_own_place() -> None:
-    assert Mesh(toy.CPU).is_main
-    places = run_distributed(4, place_in_mesh)
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)], "TP is the innermost axis"
-
-
-def place_in_mesh() -> tuple[int, int]:
-    mesh = mesh_of(make_config(tp=2, dp=2).parallel, toy.CPU)
-    return mesh.dp.rank, mesh.tp.rank

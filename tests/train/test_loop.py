@@ -144,6 +144,21 @@ def test_resume_refuses_another_tokenizer(store: Path, tmp_path: Path) -> None:
         fit(make_config(tmp_path / "other", tmp_path / "run"), "auto")
 
 
+def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run", train={"save_every": 2, "keep": 1})
+    fit(config.model_copy(update={"train": config.train.model_copy(update={"keep": 9})}), None)
+    run = RunDirectory(config.run.dir)
+    trainer = make_trainer(config)
+    trainer.start(resume_candidates(str(run.checkpoints / "step-00000002"), run))
+    trainer.step(RATE, stop=False)
+    saved = trainer.save()
+    assert saved.name == "step-00000003"
+    assert saved.is_dir(), "what was just saved is not what is removed"
+    again = make_trainer(config)
+    again.start(resume_candidates("auto", run))
+    assert again.position.step == 3
+
+
 def poison(config: Config) -> tuple[list[bool], str]:
     """Steps with a NaN in one process's weight gradient: whether weights stayed, and what ended the run."""
     trainer = make_trainer(config)

@@ -153,3 +153,12 @@ def test_a_repository_around_an_installed_boost_is_not_ours(tmp_path: Path, monk
     git(tmp_path, "init", "-q")
     monkeypatch.setattr(rundir, "__file__", str(package / "rundir.py"))
     assert rundir.git_state() is None
+
+
+def test_only_auto_and_paths_inside_continue_a_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    assert run.continued_by("auto")
+    assert run.continued_by(str(tmp_path / "run"))
+    assert run.continued_by(str(tmp_path / "run" / "checkpoints" / "step-00000001"))
+    assert not run.continued_by(str(tmp_path / "other"))
+    assert not run.continued_by(None)

@@ -71,8 +71,8 @@ class BTP:
         whole = collectives.gather_features_reduce(x, self.axis)
         return cross_entropy(self._norm(whole, gamma), head.to(x.dtype), targets_T, self.axis)
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Tensor:
-        normed = self._norm(collectives.gather_features(x, self.axis), gamma)
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+        normed = self._norm(collectives.gather_features(x[tokens_N], self.axis), gamma)
         return collectives.gather_features(F.linear(normed, head.to(x.dtype)), self.axis)
 
     def _online(self, x_TD: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

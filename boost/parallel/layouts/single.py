@@ -41,8 +41,8 @@ class Single:
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
         return cross_entropy(self._norm(x, gamma), head.to(x.dtype), targets_T, self.axis)
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Tensor:
-        return F.linear(self._norm(x, gamma), head.to(x.dtype))
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+        return F.linear(self._norm(x[tokens_N], gamma), head.to(x.dtype))
 
     def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), gamma.to(x.dtype), self.eps)
