@@ -7,6 +7,7 @@ step, so a resumed run repeats to the bit what it would have done.
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ class Trainer:
         self.optimizer = build_adamw(self.storages, config.optim)
         self.position = Position(0, 0)
         self.bad_steps = 0
+        self.resumed_from: Path | None = None
+        self.warnings: list[str] = []
+        """What a person should be told before the first step."""
+        self._metrics_lost = False
 
     def start(self, resume_from: list[Path]) -> None:
         """Takes the first sound checkpoint of `resume_from`; initial weights if there is none to take.
@@ -83,10 +88,12 @@ class Trainer:
                 self._check_resumable(found)
                 self.position = ckpt.load_training_state(found, self.decoder, self.optimizer, self.mesh)
             except DamagedCheckpointError as error:
-                log.warning("%s; trying an earlier checkpoint", error)
                 if path == resume_from[-1]:
                     raise
+                self.warnings.append(f"{error}; the checkpoint before it is taken")
+                log.warning(self.warnings[-1])
             else:
+                self.resumed_from = found.path
                 log.info("resumed from %s at step %d", found.path, self.position.step)
                 break
         else:
@@ -161,7 +168,7 @@ class Trainer:
         )
         console.step(metrics)
         if writer:
-            writer.step(metrics)
+            self._record(console, lambda: writer.step(metrics))
         return agreement
 
     def evaluate(self, console: Console, writer: MetricsWriter | None, max_tokens: int | None) -> Evaluation:
@@ -185,8 +192,18 @@ class Trainer:
         )
         console.evaluation(metrics)
         if writer:
-            writer.evaluation(metrics)
+            self._record(console, lambda: writer.evaluation(metrics))
         return result
+
+    def _record(self, console: Console, write: Callable[[], None]) -> None:
+        """Metrics that cannot be written cost a warning when that begins, not the run."""
+        try:
+            write()
+            self._metrics_lost = False
+        except StorageError as error:
+            if not self._metrics_lost:
+                console.note(f"warning: metrics are not written: {error}; training goes on")
+            self._metrics_lost = True
 
     def save(self) -> Path:
         """A complete checkpoint of the current position. Raises StorageError on every process if it could not be written."""

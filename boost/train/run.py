@@ -1,11 +1,13 @@
 """One process of `boost train`: joins the mesh, trains, and on the main process says how it went."""
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 
 from boost.config import Config
 from boost.data.store import TokenStore
+from boost.errors import StorageError
 from boost.models.decoder import Decoder
 from boost.parallel.mesh import close_mesh, open_mesh
 from boost.train.console import Console, make_console
@@ -46,7 +48,8 @@ def train_process(config: Config, resume: str | None) -> int:
             outcome = trainer.fit(console, writer, peak)
     finally:
         if writer:
-            writer.close()
+            with contextlib.suppress(StorageError):  # told when it began
+                writer.close()
     _conclude(config, trainer, run, outcome)
     mesh.barrier()  # nobody leaves while another still speaks through the group
     close_mesh()
@@ -62,8 +65,10 @@ def _introduce(config: Config, trainer: Trainer, console: Console) -> None:
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {mesh.device.type}, "
         f"{trainer.batches.n_samples} sequences of {config.train.seq_len} tokens to train on"
     )
-    if trainer.position.step:
-        console.note(f"resumed at step {trainer.position.step} of {config.train.steps}")
+    for warning in trainer.warnings:
+        console.note(f"warning: {warning}")
+    if trainer.resumed_from:
+        console.note(f"resumed at step {trainer.position.step} of {config.train.steps} from {trainer.resumed_from}")
 
 
 def _conclude(config: Config, trainer: Trainer, run: RunDirectory, outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from boost.config import Config
-from boost.errors import CheckpointError, ConfigError, TrainingError
+from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.console import SilentConsole
 from boost.train.loop import Trainer, resume_candidates
@@ -111,6 +111,7 @@ def test_resume_takes_the_newest_sound_checkpoint(
     with caplog.at_level("WARNING", logger="boost"):
         trainer.start(resume_candidates("auto", trainer.run))
     assert trainer.position.step == 4
+    assert f"{shard.name} has changed" in trainer.warnings[0]
     assert f"{shard.name} has changed" in caplog.text
     again, step, _ = fit(config, "auto")
     assert (again, step) == (seen, 6), "the lost steps are repeated to the bit"
@@ -157,6 +158,27 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
     again = make_trainer(config)
     again.start(resume_candidates("auto", run))
     assert again.position.step == 3
+
+
+def test_metrics_that_cannot_be_written_do_not_end_the_run(store: Path, tmp_path: Path) -> None:
+    class FullDisk:
+        def step(self, metrics: Any) -> None:
+            raise StorageError("No space left on device")
+
+        evaluation = step
+
+    notes: list[str] = []
+
+    class Recorder(SilentConsole):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    trainer = make_trainer(make_config(store, tmp_path / "run"))
+    trainer.start([])
+    outcome = trainer.fit(Recorder(), FullDisk(), 1e12)  # type: ignore[arg-type]
+    assert outcome.position.step == 6
+    assert len(notes) == 1
+    assert "No space left on device; training goes on" in notes[0]
 
 
 def poison(config: Config) -> tuple[list[bool], str]:
