@@ -77,10 +77,13 @@ def _print_presets(as_json: bool) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
+    short = {"parameters": "params", "seq_len": "seq"}  # to fit 80 columns
     for column in rows[0]:
-        table.add_column(column, justify="left" if column in ("preset", "family") else "right", no_wrap=True)
+        table.add_column(
+            short.get(column, column), justify="left" if column in ("preset", "family") else "right", no_wrap=True
+        )
     for row in rows:
-        cells = {**row, "parameters": f"{row['parameters'] / 1e6:,.1f}M"}
+        cells = {**row, "parameters": f"{row['parameters'] / 1e6:.1f}M"}
         table.add_row(*(str(cell) for cell in cells.values()))
     Console().print(table)
 

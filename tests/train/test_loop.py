@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from boost.config import Config
+from boost.data.batches import Batch
 from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.console import SilentConsole
+from boost.train.evaluate import to_device
 from boost.train.loop import Trainer, resume_candidates
 from boost.train.rundir import RunDirectory
 from tests import toy
@@ -64,8 +66,30 @@ def test_micro_batches_are_one_batch(store: Path, tmp_path: Path) -> None:
     assert losses_of(make_config(store, tmp_path, train={"micro_batch": 1}), 5) == pytest.approx(whole, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path, dtype: str) -> None:
+def test_isolated_documents_train_on_something_else_only_where_documents_meet(store: Path, tmp_path: Path) -> None:
+    together = make_trainer(make_config(store, tmp_path, train={"global_batch": 2, "micro_batch": 2}))
+    apart = make_trainer(
+        together.config.model_copy(update={"data": together.config.data.model_copy(update={"isolate_documents": True})})
+    )
+    for trainer in (together, apart):
+        trainer.start([])
+    documents = together.batches.split.documents
+    starts = {int(start) // 32 for start in documents[1:-1] if start % 32}
+    assert starts, "the corpus has sequences in which documents meet"
+    differs = {}
+    for index in range(min(together.batches.n_samples, max(starts) + 1)):
+        sample = together.batches.sample(index)
+        losses = []
+        for trainer in (together, apart):
+            rows = Batch(*(row[None] for row in (sample.tokens, sample.targets, sample.document_ids)))
+            isolate = trainer.config.data.isolate_documents
+            losses.append(trainer.decoder(*to_device(rows, isolate, toy.CPU)).item())
+        differs[index] = abs(losses[0] - losses[1]) > 1e-9
+    assert {index for index, d in differs.items() if d} == starts
+
+
+def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> None:
+    dtype = "bfloat16"
     config = make_config(store, tmp_path, 2, dtype)
     losses = run_distributed(2, losses_of, config, 60)[0]
     reference = losses_of(make_config(store, tmp_path, 1, "float32"), 60)
