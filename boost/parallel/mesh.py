@@ -50,11 +50,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def global_rank() -> int:
-    """This process's number in the whole run; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def choose_device(device: str) -> torch.device:
     """The device of this process for `run.device`: 'auto' is the CPU unless each local process has a GPU of its own.
 
