@@ -72,4 +72,6 @@ def _check_processes(config: Config, nproc: int | None) -> None:
         raise ConfigError(f"--nproc = {nproc} must equal {mesh}; the legal value is {parallel.world_size}")
     started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else str(parallel.world_size)
     if started != str(parallel.world_size):
-        raise ConfigError(f"WORLD_SIZE = {started!r} processes were started, but {mesh}; start {parallel.world_size}")
+        raise ConfigError(
+            f"{started or 'no'} processes were started (WORLD_SIZE), but {mesh}; start {parallel.world_size}"
+        )

@@ -70,6 +70,7 @@ class Trainer:
         self.decoder: Decoder = build_decoder(config, mesh)
         self.storages = list(storages(self.decoder))
         self.optimizer = build_adamw(self.storages, config.optim)
+        self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0
         self.resumed_from: Path | None = None
@@ -161,7 +162,7 @@ class Trainer:
             lr=rate,
             gradient_norm=agreement.gradient_norm,
             tokens_per_second=speed,
-            mfu=mfu(speed, flops_per_token(config.model, config.train.seq_len), self.mesh.size, peak),
+            mfu=mfu(speed, self.flops_per_token, self.mesh.size, peak),
             memory_bytes=memory_bytes(self.mesh.device),
             tokens=self.position.tokens,
             seconds=seconds,
