@@ -1,5 +1,6 @@
 """Small models for tests: a decoder of any configuration in this process or as one of a TP group."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from boost.config import Config
 from boost.config.load import from_tree
+from boost.config.schema import ParallelConfig
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
 from boost.models.interface import local_slice
@@ -14,7 +16,7 @@ from boost.models.stored import storages
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.model import build_decoder
 
-MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 4, "kv_heads": 2}
+MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 CPU = torch.device("cpu")
 
 
@@ -41,10 +43,16 @@ def single(config: Config) -> Config:
 
 def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
     """An initialised decoder and the mesh it stands on: this process group, or no group for one process."""
-    mesh = mesh_of(config.parallel, CPU) if config.parallel.world_size > 1 else Mesh(CPU)
+    mesh = _mesh(config.parallel.tp, config.parallel.dp) if config.parallel.world_size > 1 else Mesh(CPU)
     decoder = build_decoder(config, mesh)
     initialize(decoder, seed)
     return decoder, mesh
+
+
+@functools.cache
+def _mesh(tp: int, dp: int) -> Mesh:
+    """Process groups are made once for each mesh: pools of processes live across tests."""
+    return mesh_of(ParallelConfig(tp=tp, dp=dp), CPU)
 
 
 def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
+from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
 from boost.config.rules import check, check_runnable
+from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,12 +32,15 @@ def inference_config(saved: Config, tp: int, device: str) -> Config:
     """The configuration of a checkpoint on a mesh of tp x 1 x 1. Raises ConfigError."""
     if tp < 1:
         raise ConfigError(f"--tp = {tp} is too small; the smallest legal value is 1")
-    layout = saved.parallel.layout if tp == 1 or saved.parallel.layout != "single" else "btp"
+    parallel = saved.parallel
+    layouts = LOW_RANK_LAYOUTS if saved.model.low_rank else DENSE_LAYOUTS
+    if parallel.layout not in layouts:  # trained on one process, where every layout is 'single'
+        parallel = ParallelConfig(layout=layouts[0])
     if device == "cuda":
         from boost.parallel.mesh import choose_device
 
         choose_device(device)
-    parallel = saved.parallel.model_copy(update={"tp": tp, "pp": 1, "dp": 1, "layout": layout})
+    parallel = parallel.model_copy(update={"tp": tp, "pp": 1, "dp": 1})
     config = saved.model_copy(update={"parallel": parallel, "run": saved.run.model_copy(update={"device": device})})
     check(config)
     check_runnable(config)

@@ -21,7 +21,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     role: str
-    """embed | head | norm | final_norm | {enter,leave}.{A,B,W}"""
+    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | kv.{B,W}, which end in key/value heads"""
 
     @property
     def size(self) -> int:
@@ -37,6 +37,8 @@ class Slot:
     d_in: int
     d_out: int
     rank: int | None
+    kv: bool = False
+    """Whether its outputs are key/value heads, of which there may be fewer than TP processes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Group:
         for slot in self.slots:
             rank = slot.rank or 0
             shape = {"A": (rank, slot.d_in), "B": (slot.d_out, rank), "W": (slot.d_out, slot.d_in)}[factor]
-            result.append(Parameter(f"{prefix}.{slot.name}.{factor}", shape, f"{self.side}.{factor}"))
+            side = "kv" if slot.kv and factor != "A" else self.side
+            result.append(Parameter(f"{prefix}.{slot.name}.{factor}", shape, f"{side}.{factor}"))
         return tuple(result)
 
 
@@ -66,8 +69,9 @@ def groups(model: ModelConfig) -> tuple[Group, Group, Group, Group]:
     """The four groups of every block, in the order in which a token meets them."""
     d, f, r = model.dim, model.ffn_dim, model.rank
     kv = model.kv_heads * model.head_dim
+    qkv = (Slot("attn.q", d, d, r), Slot("attn.k", d, kv, r, kv=True), Slot("attn.v", d, kv, r, kv=True))
     return (
-        Group("qkv", "enter", (Slot("attn.q", d, d, r), Slot("attn.k", d, kv, r), Slot("attn.v", d, kv, r))),
+        Group("qkv", "enter", qkv),
         Group("o", "leave", (Slot("attn.o", d, d, r),)),
         Group("gate_up", "enter", (Slot("mlp.gate", d, f, r), Slot("mlp.up", d, f, r))),
         Group("down", "leave", (Slot("mlp.down", f, d, r),)),

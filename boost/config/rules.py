@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS, TOKEN_SHARDED, wide_parts
 from boost.config.schema import Config
 from boost.errors import ConfigError
 
@@ -23,7 +24,7 @@ def check_runnable(config: Config) -> None:
 def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
     """The legal integer from 1 to `largest` that is closest to `value`, the larger of two at one distance.
 
-    1 must be legal; fields are bounded, so the search is short.
+    Some value up to `largest` must be legal; fields are bounded, so the search is short.
     """
     for distance in range(max(value, largest)):
         for candidate in (value + distance, value - distance):
@@ -70,18 +71,74 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 def _parallel_problems(config: Config) -> Iterator[str]:
     model, parallel = config.model, config.parallel
-    tp = parallel.tp
-    if parallel.layout == "single" and tp > 1:
-        yield f"parallel.layout = 'single' holds every weight in one process, but parallel.tp = {tp}; take 'btp' or tp = 1"
-    if tp > 1 and model.family == "dense":
+    layout, tp = parallel.layout, parallel.tp
+    if tp == 1:
+        return  # one process is the whole function, whatever the layout
+    if layout == "single":
         yield (
-            f"parallel.layout = '{parallel.layout}' cuts a bottleneck, which model.family = 'dense' has not; "
-            "take parallel.tp = 1, or model.family = 'svd' or 'cola'"
+            f"parallel.layout = 'single' holds every weight in one process, but parallel.tp = {tp}; "
+            f"take '{(LOW_RANK_LAYOUTS if model.low_rank else DENSE_LAYOUTS)[0]}' or tp = 1"
         )
-    sizes = {f"model.{name}": getattr(model, name) for name in ("heads", "kv_heads", "dim", "ffn_dim", "vocab_size")}
+    if layout in LOW_RANK_LAYOUTS and not model.low_rank:
+        yield (
+            f"parallel.layout = '{layout}' cuts a bottleneck, which model.family = 'dense' has not; "
+            "take 'megatron-sp' or 'megatron', or model.family = 'svd' or 'cola'"
+        )
+    if layout in DENSE_LAYOUTS and model.low_rank:
+        yield (
+            f"parallel.layout = '{layout}' cuts dense linears, which model.family = '{model.family}' has not; "
+            "take 'btp-sp', 'btp' or 'vanilla', or model.family = 'dense'"
+        )
+    if parallel.norm == "sync" and layout != "btp":
+        yield (
+            f"parallel.norm = 'sync' is a choice of parallel.layout = 'btp': the norms of '{layout}' have whole rows and "
+            "need no communication; the legal value is 'online'"
+        )
+    if parallel.vanilla == "published" and layout != "vanilla":
+        yield (
+            f"parallel.vanilla = 'published' is a choice of parallel.layout = 'vanilla', not of '{layout}'; "
+            "the legal value is 'strong'"
+        )
+    yield from _indivisible(config)
+
+
+def _indivisible(config: Config) -> Iterator[str]:
+    """Sizes that the TP processes cannot share equally."""
+    model, parallel, train = config.model, config.parallel, config.train
+    layout, tp = parallel.layout, parallel.tp
+    sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
+    shares_heads = wide_parts(parallel) > 1
+    if shares_heads:
+        sizes |= {"model.heads": model.heads, "model.ffn_dim": model.ffn_dim}
+    if layout == "vanilla":
+        sizes |= {"model.rank": model.rank or 0}
+
+    def legal(p: int) -> bool:
+        return all(size % p == 0 for size in sizes.values()) and (not shares_heads or _shares(model.kv_heads, p))
+
     if odd := [f"{field} = {size}" for field, size in sizes.items() if size % tp]:
-        best = nearest(tp, model.heads, lambda p: all(size % p == 0 for size in sizes.values()))
-        yield f"parallel.tp = {tp} must divide {' and '.join(odd)}; the nearest legal value is {best}"
+        yield (
+            f"parallel.tp = {tp} must divide {' and '.join(odd)}; the nearest legal value is {nearest(tp, model.dim, legal)}"
+        )
+    if shares_heads and not _shares(model.kv_heads, tp):
+        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _shares(k, tp))
+        yield (
+            f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
+            f"the nearest legal value of model.kv_heads is {best}"
+        )
+    tokens = train.micro_batch * train.seq_len
+    if layout in TOKEN_SHARDED and tokens % tp:
+        best = nearest(train.seq_len, 2 * max(train.seq_len, tp), lambda s: train.micro_batch * s % tp == 0)
+        yield (
+            f"train.micro_batch x train.seq_len = {train.micro_batch} x {train.seq_len} = {tokens} tokens, which "
+            f"parallel.layout = '{layout}' cuts, must be divisible by parallel.tp = {tp}; "
+            f"the nearest legal value of train.seq_len is {best}"
+        )
+
+
+def _shares(kv_heads: int, processes: int) -> bool:
+    """Whether each process can have equally many key/value heads, or each head equally many processes."""
+    return kv_heads % processes == 0 or processes % kv_heads == 0
 
 
 def _train_problems(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Family = Literal["dense", "svd", "cola"]
-LayoutName = Literal["single", "btp"]
+LayoutName = Literal["single", "megatron", "megatron-sp", "vanilla", "btp", "btp-sp"]
 DType = Literal["float32", "bfloat16", "float64"]
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -102,7 +102,9 @@ class ParallelConfig(Section):
     """How the function is cut over processes. No choice here changes what is computed."""
 
     layout: LayoutName = "btp"
-    """single: one process holds every weight; btp: BOOST's bottleneck-aware tensor parallelism (with tp = 1: single)."""
+    """btp: BOOST's bottleneck-aware tensor parallelism; btp-sp: the same with a token-sharded residual stream, half of its
+    bytes; vanilla: low-rank factors cut along the rank; megatron, megatron-sp: dense; single: one process (what every
+    layout is with tp = 1)."""
 
     tp: Width = 1
     """Tensor-parallel size: processes that share each layer. Innermost axis of the mesh, best inside one node."""
@@ -114,10 +116,15 @@ class ParallelConfig(Section):
     """Data-parallel size: replicas that split the global batch."""
 
     norm: Literal["online", "sync"] = "online"
-    """btp's RMSNorm: online sends the statistic with the latents; sync all-reduces it by itself (the paper's ablation)."""
+    """btp's RMSNorm: online sends the statistic with the latents; sync all-reduces it by itself (the paper's ablation).
+    The other layouts have whole rows, so that their norms need no communication."""
 
     grouping: bool = True
     """True: projections of one input (q,k,v; gate,up) share one GEMM and one collective; False: each has its own."""
+
+    vanilla: Literal["strong", "published"] = "strong"
+    """vanilla only. strong: attention and gated product are cut over the processes; published: each process computes all
+    of them, as the baseline of the BOOST paper does."""
 
     @property
     def world_size(self) -> int:

@@ -1,5 +1,6 @@
 """Numbers of the wire on which runtime and performance model must agree: one place, arithmetic only."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,24 @@ class Collective:
     """forward | backward (of one micro-batch) | step (once an optimizer step)"""
     kind: str
     """all-reduce | all-gather | reduce-scatter | all-to-all"""
-    elements: int
-    """Elements of the whole payload: of the tensor (all-reduce), of the gathered size (the others)."""
+    shape: tuple[int, ...]
+    """Whole payload: the tensor (all-reduce, all-to-all), the gathered tensor (all-gather, reduce-scatter)."""
     dtype: str
     processes: int
+    place: str = ""
+    """What it serves: embed | qkv | o | gate_up | down | head | loss | gradients | agreement."""
+    layer: int | None = None
+    """Number of the block, for the four groups."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the payload."""
+        return math.prod(self.shape)
+
+    @property
+    def on_the_wire(self) -> tuple[str, str, int, str, int]:
+        """What can be seen of it while it runs: (phase, kind, elements, dtype, processes)."""
+        return self.phase, self.kind, self.elements, self.dtype, self.processes
 
     @property
     def sent_bytes(self) -> int:
@@ -41,9 +56,9 @@ def statistic_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def statistic_elements(tokens: int, dtype: str, processes: int) -> int:
-    """Elements that the statistic of online RMSNorm adds to a payload of `dtype`."""
-    return tokens if dtype == statistic_dtype(dtype) else STATISTIC_TERMS * processes * tokens
+def statistic_columns(dtype: str, processes: int) -> int:
+    """Elements a token that the statistic of online RMSNorm adds to a payload of `dtype`."""
+    return 1 if dtype == statistic_dtype(dtype) else STATISTIC_TERMS * processes
 
 
 def chunk_tokens(vocabulary: int) -> int:

@@ -12,7 +12,7 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.attention import Context, KVCache, attend, make_context
 from boost.models.group import Group
-from boost.models.interface import Latents, Layout
+from boost.models.interface import Latents, Layout, kv_heads_here
 from boost.models.stored import Stored
 
 
@@ -24,7 +24,7 @@ class Block(Stored):
 
     def __init__(self, model: ModelConfig, layer: int, layout: Layout) -> None:
         super().__init__()
-        self.layer, self.layout = layer, layout
+        self.layer = layer
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
@@ -32,9 +32,8 @@ class Block(Stored):
         shapes = architecture.groups(model)
         self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, prefix, layout) for shape in shapes)
 
-    def forward(self, x: Tensor, carried: Latents, context: Context) -> tuple[Tensor, Latents]:
+    def forward(self, layout: Layout, x: Tensor, carried: Latents, context: Context) -> tuple[Tensor, Latents]:
         """The residual stream after this block, and the latents that cross to the next one."""
-        layout = self.layout
         (q, k, v), carried = layout.enter(x, self.attn_norm, self.qkv, carried)
         a = attend(q, k, v, self.head_dim, context, self.layer)
         update, carried = layout.leave(a, self.o, carried)
@@ -67,22 +66,23 @@ class Decoder(Stored):
         """
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         context = self._context(tokens_BS, positions_S, document_ids_BS)
-        x = self._residual(tokens_BS, context)
+        x = self._residual(self.layout, tokens_BS, context)
         return self.layout.loss(x, self.final_norm, self.head, targets_BS.reshape(-1))
 
     @torch.no_grad()
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
         """Logits [B, V] of the token after the last of `tokens_BS`, which follow those already in the caches."""
         batch, length = tokens_BS.shape
+        layout = self.layout.for_inference
         positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
         context = self._context(tokens_BS, positions_S)
-        x = self._residual(tokens_BS, Context(batch, context.cos, context.sin, caches=caches))
+        x = self._residual(layout, tokens_BS, Context(batch, context.cos, context.sin, caches=caches))
         last_B = torch.arange(1, batch + 1, device=x.device) * length - 1
-        return self.layout.logits(x, self.final_norm, self.head, last_B)
+        return layout.logits(x, self.final_norm, self.head, last_B)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches for `batch` sequences of up to `capacity` tokens, one a block, for the heads held here."""
-        shape = (batch, self.model.kv_heads // self.layout.size, capacity, self.model.head_dim)
+        shape = (batch, kv_heads_here(self.model.kv_heads, self.layout), capacity, self.model.head_dim)
         device = self.embed.device
 
         def empty() -> Tensor:
@@ -96,9 +96,9 @@ class Decoder(Stored):
             tokens_BS.shape[0], positions_S, model.head_dim, model.rope_theta, self.compute_dtype, document_ids_BS
         )
 
-    def _residual(self, tokens_BS: Tensor, context: Context) -> Tensor:
-        x = self.layout.embed(tokens_BS.reshape(-1), self.embed).to(self.compute_dtype)
+    def _residual(self, layout: Layout, tokens_BS: Tensor, context: Context) -> Tensor:
+        x = layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype)
         carried: Latents = ()
         for block in self.blocks:
-            x, carried = block(x, carried, context)
+            x, carried = block(layout, x, carried, context)
         return x

@@ -3,12 +3,15 @@
 Legend: T tokens; I input width, O output width, R latent width of the group, all of them as held by this process.
 """
 
+import itertools
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import architecture
+from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.interface import Latents, Layout
 from boost.models.stored import Stored
@@ -18,11 +21,11 @@ class Group(Stored):
     """The linears of one group of one block. Families differ by data: whether there is a bottleneck, and its activation.
 
     The factors A of all slots are one stored tensor [sum of ranks, I], so that they can share one GEMM and one
-    collective without a copy; factors B have one tensor a slot; a dense group is one tensor W [sum of outputs, I].
+    collective without a copy; factors B have one tensor a slot; dense weights are one tensor [sum of outputs, I], or two
+    where key and value are not cut like the query.
     """
 
     A: Tensor
-    W: Tensor
 
     def __init__(self, model: ModelConfig, shape: architecture.Group, prefix: str, layout: Layout) -> None:
         super().__init__()
@@ -31,23 +34,33 @@ class Group(Stored):
         self.latent_act = model.latent_act
         if self.low_rank:
             self.store("A", shape.parameters(prefix, "A"), layout)
-            for parameter in shape.parameters(prefix, "B"):
-                self.store(self._up_name(parameter.name), (parameter,), layout)
-            self._up_names = [name for name in self.parts if name != "A"]
+            self._outer = [self._store_outer("B", (parameter,), layout) for parameter in shape.parameters(prefix, "B")]
         else:
-            self.store("W", shape.parameters(prefix, "W"), layout)
+            alike = itertools.groupby(shape.parameters(prefix, "W"), lambda parameter: layout.cut(parameter.role))
+            self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
+        whole = [self.cuts[name].dim is None for name in self._outer for _ in self.parts[name]]
+        self._own_heads = [
+            _own_head(model, layout) if slot.kv and held_whole else None
+            for slot, held_whole in zip(shape.slots, whole, strict=True)
+        ]
 
     def forward(self, x_TI: Tensor, carried: Latents, grouped: bool) -> tuple[list[Tensor], Latents]:
         """Every linear of the group on one process: one [T, O] a slot, and the latents to carry on."""
         if not self.low_rank:
-            weight_OI = self.W.to(x_TI.dtype)
-            rows = [part.rows for part in self.parts["W"]]
-            if grouped:
-                return list(F.linear(x_TI, weight_OI).split(rows, dim=-1)), ()
-            return [F.linear(x_TI, w) for w in weight_OI.split(rows)], ()
+            return self.dense(x_TI, grouped), ()
         latents = [F.linear(x_TI, a_RI) for a_RI in self.down_weights(self.A.to(x_TI.dtype), grouped)]
         bent, carried = self.bend(latents, carried)
         return self.up(bent), carried
+
+    def dense(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
+        """W x of a dense group, one [T, O] a slot, in one GEMM or one a slot."""
+        if not grouped:
+            return [F.linear(x_TI, w_OI) for w_OI in self.outer_weights(x_TI.dtype)]
+        if len(self._outer) == 1 and self._own_heads == [None] * len(self._own_heads):
+            rows = [part.rows for part in self.parts[self._outer[0]]]
+            return list(F.linear(x_TI, getattr(self, self._outer[0]).to(x_TI.dtype)).split(rows, dim=-1))
+        weights = self.outer_weights(x_TI.dtype)
+        return list(F.linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
 
     def down_weights(self, a_RI: Tensor, grouped: bool) -> Sequence[Tensor]:
         """A (or something of its shape) as one matrix for the whole group, or one a slot."""
@@ -69,10 +82,29 @@ class Group(Stored):
         """Bent latents -> one [T, O] a slot."""
         if len(latents) == 1 and len(self.shape.slots) > 1:
             latents = latents[0].split([part.rows for part in self.parts["A"]], dim=-1)
-        weights = [getattr(self, name) for name in self._up_names]
-        return [F.linear(h, b.to(h.dtype)) for h, b in zip(latents, weights, strict=True)]
+        return [F.linear(h, b) for h, b in zip(latents, self.outer_weights(latents[0].dtype), strict=True)]
 
-    @staticmethod
-    def _up_name(parameter_name: str) -> str:
-        slot = parameter_name.split(".")[-2]
-        return f"B_{slot}"
+    def outer_weights(self, dtype: torch.dtype) -> list[Tensor]:
+        """The weights that make this process's heads or channels (B, or W of a dense group), one a slot, in `dtype`."""
+        whole = [
+            part.view(getattr(self, name)).to(dtype) if len(self.parts[name]) > 1 else getattr(self, name).to(dtype)
+            for name in self._outer
+            for part in self.parts[name]
+        ]
+        return [w if own is None else w.narrow(0, *own) for w, own in zip(whole, self._own_heads, strict=True)]
+
+    def _store_outer(self, factor: str, parameters: Sequence[Parameter], layout: Layout) -> str:
+        """Stores parameters as `{factor}_{names of their slots}` and returns that name."""
+        name = "_".join((factor, *(parameter.name.split(".")[-2] for parameter in parameters)))
+        self.store(name, parameters, layout)
+        return name
+
+
+def _own_head(model: ModelConfig, layout: Layout) -> tuple[int, int] | None:
+    """(first row, rows) of the one key/value head that this process uses of a weight that it holds whole; None: all rows.
+
+    With fewer heads K than p processes, the query heads of process i all belong to head i K / p.
+    """
+    if model.kv_heads >= layout.wide:
+        return None
+    return layout.rank * model.kv_heads // layout.wide * model.head_dim, model.head_dim

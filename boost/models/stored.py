@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from boost.config.architecture import Parameter
-from boost.models.interface import Cut, Layout, local_shape
+from boost.config.cuts import Cut, local_shape
+from boost.models.interface import Layout
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class Stored(nn.Module):
         self.cuts: dict[str, Cut] = {}
 
     def store(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
-        """Makes the tensor `attribute` for parameters of one role, uninitialised."""
-        role = parameters[0].role
-        assert all(parameter.role == role for parameter in parameters), "one stored tensor, one role"
-        shapes = [local_shape(parameter, layout) for parameter in parameters]
+        """Makes the tensor `attribute` for parameters that are cut alike, uninitialised."""
+        cut = layout.cut(parameters[0].role)
+        assert all(layout.cut(parameter.role) == cut for parameter in parameters), "one stored tensor, one cut"
+        shapes = [local_shape(parameter, cut, layout.size) for parameter in parameters]
         parts, start = [], 0
         for parameter, shape in zip(parameters, shapes, strict=True):
             parts.append(Part(parameter, start, shape[0]))
             start += shape[0]
         self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
-        self.parts[attribute], self.cuts[attribute] = tuple(parts), layout.cut(role)
+        self.parts[attribute], self.cuts[attribute] = tuple(parts), cut
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ def build_adamw(storages: Sequence[Storage], optim: OptimConfig) -> torch.optim.
     """torch's fused AdamW. Every parameter of a linear decays; embedding, head and norms too if optim.decay_on = 'all'."""
 
     def decays(storage: Storage) -> bool:
-        return optim.decay_on == "all" or storage.parts[0].parameter.role.startswith(("enter.", "leave."))
+        return optim.decay_on == "all" or storage.parts[0].parameter.role.startswith(("enter.", "kv.", "leave."))
 
     groups = [
         {"params": [s.tensor for s in storages if decays(s)], "weight_decay": optim.weight_decay},

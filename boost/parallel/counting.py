@@ -1,5 +1,6 @@
 """What collectives really ran, seen at the dispatcher. For tests and inspection: the table says what ought to."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from boost.config.traffic import Collective
 
 _KINDS = {
     "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_to_all_single": "all-to-all",
@@ -16,11 +18,15 @@ _KINDS = {
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Records every functional collective issued while it is active, forward and backward. Set `phase` to label them."""
+    """Records every functional collective issued while it is active, forward and backward. Set `phase` to label them.
 
-    def __init__(self, phase: str = "forward") -> None:
+    What runs on the groups named `step_groups` belongs to the optimizer step, even in the midst of a backward pass.
+    """
+
+    def __init__(self, step_groups: Sequence[str] = ()) -> None:
         super().__init__()
-        self.phase = phase
+        self.phase = "forward"
+        self.step_groups = step_groups
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,7 +34,8 @@ class CollectiveCounter(TorchDispatchMode):
         if namespace == "_c10d_functional" and name in _KINDS:
             tensor, group_name = args[0], args[-1]
             processes = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
-            elements = tensor.numel() * (processes if name == "all_gather_into_tensor" else 1)
+            gathered = (processes,) if name == "all_gather_into_tensor" else ()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self.collectives.append(Collective(self.phase, _KINDS[name], elements, dtype, processes))
+            phase = "step" if group_name in self.step_groups else self.phase
+            self.collectives.append(Collective(phase, _KINDS[name], (*gathered, *tensor.shape), dtype, processes))
         return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from boost.config.traffic import bucket_lengths
 from boost.models.stored import Storage
-from boost.parallel.collectives import all_reduce
+from boost.parallel.collectives import all_reduce, finish_all_reduce, start_all_reduce
 from boost.parallel.mesh import Axis, Mesh
 
 
@@ -28,10 +28,102 @@ class Agreement:
     """Whether any process was asked to stop."""
 
 
-def reduce_gradients(storages: Sequence[Storage], mesh: Mesh) -> None:
-    """Sums partial gradients over TP and every gradient over DP, in place, once per optimizer step."""
-    _sum_in_buckets([s.tensor for s in storages if s.cut.partial], mesh.tp)
-    _sum_in_buckets([s.tensor for s in storages], mesh.dp)
+class GradientReducer:
+    """Sums partial gradients over TP and DP, and complete ones over DP, once per optimizer step, in buckets.
+
+    Armed by `start`, each bucket is sent while the backward pass goes on, as soon as its last gradient is there:
+
+        for each micro-batch:
+            if it is the last: reducer.start()
+            loss.backward()
+        reducer.finish()
+    """
+
+    def __init__(self, storages: Sequence[Storage], mesh: Mesh) -> None:
+        partial = [s.tensor for s in storages if s.cut.partial]
+        complete = [s.tensor for s in storages if not s.cut.partial]
+        self._lanes = [_Lane(partial, mesh.replicas), _Lane(complete, mesh.dp)]
+
+    def start(self) -> None:
+        """To be called before the backward pass that makes the gradients of this step final."""
+        for lane in self._lanes:
+            lane.start()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for every sum, in place in the gradients. Sends what was not sent yet: all of it without `start`."""
+        for lane in self._lanes:
+            lane.finish()
+
+
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.missing = len(parameters)
+        self.flat: Tensor | None = None
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
+        return gradients
+
+    def send(self, axis: Axis) -> None:
+        self.flat = _flatten_dense_tensors(self.gradients)
+        start_all_reduce(self.flat, axis)
+
+    def receive(self) -> None:
+        assert self.flat is not None
+        finish_all_reduce(self.flat)
+        for gradient, summed in zip(self.gradients, _unflatten_dense_tensors(self.flat, self.gradients), strict=True):
+            gradient.copy_(summed)
+        self.flat, self.missing = None, len(self.parameters)
+
+
+class _Lane:
+    """Buckets that are summed over one axis, always in one order, so that all processes send the same one next.
+
+    The last parameters come first: the backward pass reaches them first.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+        self.axis, self.armed, self.sent = axis, False, 0
+        self.buckets: list[_Bucket] = []
+        if axis.size == 1:
+            return
+        rest = list(parameters)[::-1]
+        for length in bucket_lengths([parameter.nbytes for parameter in rest]):
+            self.buckets.append(_Bucket(rest[:length]))
+            rest = rest[length:]
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+
+    def start(self) -> None:
+        self.armed = True
+
+    def finish(self) -> None:
+        self._send_up_to(len(self.buckets))
+        for bucket in self.buckets:
+            bucket.receive()
+        self.armed, self.sent = False, 0
+
+    @torch.no_grad()
+    def _arrived(self, bucket: _Bucket) -> None:
+        if not self.armed:
+            return
+        bucket.missing -= 1
+        complete = self.sent
+        while complete < len(self.buckets) and self.buckets[complete].missing == 0:
+            complete += 1
+        self._send_up_to(complete)
+
+    def _send_up_to(self, count: int) -> None:
+        for bucket in self.buckets[self.sent : count]:
+            bucket.send(self.axis)
+        self.sent = count
 
 
 @torch.no_grad()
@@ -66,20 +158,3 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     # Each norm in fp32 at least: rounded to bf16 it would depend on how tensors are fused and cut.
     wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()
-
-
-@torch.no_grad()
-def _sum_in_buckets(parameters: Sequence[nn.Parameter], axis: Axis) -> None:
-    if axis.size == 1:
-        return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert len(gradients) == len(parameters), "every parameter takes part in every step"
-    for length in bucket_lengths([gradient.nbytes for gradient in gradients]):
-        _sum_bucket(gradients[:length], axis)
-        gradients = gradients[length:]
-
-
-def _sum_bucket(gradients: list[Tensor], axis: Axis) -> None:
-    flat = all_reduce(_flatten_dense_tensors(gradients), axis)
-    for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
-        gradient.copy_(summed)

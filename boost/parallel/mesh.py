@@ -22,6 +22,12 @@ class Axis:
     size: int = 1
     group: dist.ProcessGroup | None = None
 
+    @property
+    def name(self) -> str:
+        """What torch calls the group of this axis."""
+        assert self.group is not None, "an axis of one process sends nothing"
+        return self.group.group_name
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -30,6 +36,9 @@ class Mesh:
     device: torch.device
     tp: Axis = Axis()
     dp: Axis = Axis()
+    replicas: Axis = Axis()
+    """dp x tp: every process that holds a copy of a weight that is not cut. A group of its own, so that sums of gradients
+    on their way do not stand before the collectives of the backward pass."""
     rank: int = 0
     size: int = 1
     device_mesh: DeviceMesh | None = None
@@ -102,7 +111,18 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
         return Axis(device_mesh.get_local_rank(name), size, group)
 
-    return Mesh(device, axis("tp"), axis("dp"), dist.get_rank(), dist.get_world_size(), device_mesh)
+    replicas = _replicas(device_mesh, timeout_s)
+    return Mesh(device, axis("tp"), axis("dp"), replicas, dist.get_rank(), dist.get_world_size(), device_mesh)
+
+
+def _replicas(device_mesh: DeviceMesh, timeout_s: int) -> Axis:
+    """This process's dp x tp axis. Every process makes the groups of all pipeline stages, as torch asks."""
+    place = Axis()
+    for stage in device_mesh.mesh.flatten(1).tolist():
+        group = dist.new_group(stage, timeout=datetime.timedelta(seconds=timeout_s)) if len(stage) > 1 else None
+        if dist.get_rank() in stage:
+            place = Axis(stage.index(dist.get_rank()), len(stage), group)
+    return place
 
 
 def close_mesh() -> None:

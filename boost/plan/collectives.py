@@ -1,22 +1,54 @@
 """The collective table: every collective of a training step, computed. A test holds it equal to what the runtime counts.
 
-Legend: T tokens of one micro-batch, p TP processes, r latent width of one slot, D = d/p.
+A layout is a list of crossings in forward order, named like the functions of `boost.parallel.collectives` that the runtime
+calls: each says which collective it is forward and which backward. The backward pass meets them in reverse.
+
+Legend: T tokens of one micro-batch, p TP processes; a width is elements a token of the whole payload.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from boost.config.architecture import Group, embedding, final_norm, groups, head
+from boost.config.architecture import Group, Parameter, embedding, final_norm, groups, head
+from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.traffic import (
     ITEMSIZE,
     Collective,
     bucket_lengths,
     chunk_tokens,
+    statistic_columns,
     statistic_dtype,
-    statistic_elements,
 )
 
-Table = Iterator[Collective]
+_KINDS = {
+    "sum_forward": ("all-reduce", None),
+    "sum_backward": (None, "all-reduce"),
+    "sum_both": ("all-reduce", "all-reduce"),
+    "gather": ("all-gather", "reduce-scatter"),
+    "gather_replicated": ("all-gather", None),
+    "scatter_sum": ("reduce-scatter", "all-gather"),
+    "exchange": ("all-to-all", "all-to-all"),
+}
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One differentiable collective of a layout."""
+
+    function: str
+    """Its name in `boost.parallel.collectives`."""
+    width: int
+    """Elements a token, of the whole payload."""
+    forward_only: int = 0
+    """Elements a token that travel with the payload forward and not backward."""
+    dtype: str = ""
+    """Empty: that of the activations."""
+
+
+Crossings = Iterator[Crossing]
 
 
 def micro_batch_collectives(
@@ -25,94 +57,167 @@ def micro_batch_collectives(
     """Collectives of one micro-batch of `tokens` tokens on one TP process, in the order in which they are issued."""
     if parallel.tp == 1:
         return []
-    return list(_LAYOUTS[parallel.layout](model, parallel, tokens, compute_dtype, training))
+    places = list(_places(model, parallel, compute_dtype))
+    result: list[Collective] = []
+    for place, layer, crossings in places:
+        result += _issued("forward", 0, crossings, tokens, compute_dtype, parallel.tp, place, layer)
+    result += _loss(model, parallel, tokens, compute_dtype)
+    if training:
+        for place, layer, crossings in reversed(places):
+            result += _issued("backward", 1, crossings[::-1], tokens, compute_dtype, parallel.tp, place, layer)
+    return result
 
 
 def step_collectives(config: Config) -> list[Collective]:
-    """Collectives of a whole optimizer step on one process: micro-batches, gradients, and what all agree on."""
-    model, parallel, train = config.model, config.parallel, config.train
+    """Collectives of a whole optimizer step on one process: micro-batches, gradients, and what all agree on.
+
+    Sums of gradients (phase 'step') are under way while the last backward pass goes on; here they stand behind it.
+    """
+    parallel, train = config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     tokens = train.micro_batch * train.seq_len
-    result = micro_batch_collectives(model, parallel, tokens, train.compute_dtype) * accumulated
-    if parallel.tp > 1:
-        result += _PARTIAL[parallel.layout](model, parallel, train.param_dtype)
-    if parallel.dp > 1:
-        result += _data_parallel(model, parallel, train.param_dtype)
+    result = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype) * accumulated
+    result += gradient_collectives(config.model, parallel, train.param_dtype)
     if parallel.world_size > 1:
-        result.append(Collective("step", "all-reduce", 3, "float64", parallel.world_size))
+        result.append(Collective("step", "all-reduce", (3,), "float64", parallel.world_size, "agreement"))
     return result
 
 
-def _data_parallel(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> list[Collective]:
-    """Every gradient, summed over the replicas in buckets of stored tensors."""
-    sizes = [elements // (parallel.tp if cut else 1) for elements, cut in _stored_tensors(model)]
+def gradient_collectives(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> list[Collective]:
+    """Sums of gradients of one optimizer step: partial ones over TP and DP, complete ones over DP, in buckets."""
+    stored = list(stored_tensors(model, parallel))[::-1]
     result = []
-    for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]):
-        result.append(Collective("step", "all-reduce", sum(sizes[:length]), dtype, parallel.dp))
-        sizes = sizes[length:]
+    for partial, processes in ((True, parallel.tp * parallel.dp), (False, parallel.dp)):
+        sizes = [elements for elements, cut in stored if cut.partial == partial]
+        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]) if processes > 1 else ():
+            result.append(Collective("step", "all-reduce", (sum(sizes[:length]),), dtype, processes, "gradients"))
+            sizes = sizes[length:]
     return result
 
 
-def _stored_tensors(model: ModelConfig) -> Iterator[tuple[int, bool]]:
-    """(elements, whether btp cuts it) of every stored tensor, in the order of the decoder's modules."""
-    yield embedding(model).size, True
-    yield final_norm(model).size, False
-    yield head(model).size, True
+def stored_tensors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[int, Cut]]:
+    """(elements, cut) of every stored tensor of one process, in the order of the decoder's modules."""
+
+    def stored(*parameters: Parameter) -> tuple[int, Cut]:
+        cut = cut_of(parameters[0].role, model, parallel)
+        return sum(math.prod(local_shape(parameter, cut, parallel.tp)) for parameter in parameters), cut
+
+    yield stored(embedding(model))
+    yield stored(final_norm(model))
+    yield stored(head(model))
     for layer in range(model.layers):
-        yield from ((model.dim, True), (model.dim, True))  # the block's two norms
+        prefix = f"layers.{layer}"
+        for _ in ("attn_norm", "mlp_norm"):
+            yield stored(Parameter(prefix, (model.dim,), "norm"))
         for group in groups(model):
             if model.low_rank:
-                yield sum(a.size for a in group.parameters(f"layers.{layer}", "A")), True
-                yield from ((b.size, True) for b in group.parameters(f"layers.{layer}", "B"))
+                yield stored(*group.parameters(prefix, "A"))
+                yield from (stored(b) for b in group.parameters(prefix, "B"))
             else:
-                yield sum(w.size for w in group.parameters(f"layers.{layer}", "W")), True
+                weights = group.parameters(prefix, "W")
+                for _, alike in itertools.groupby(weights, lambda weight: cut_of(weight.role, model, parallel)):
+                    yield stored(*alike)
 
 
-def _btp(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, training: bool) -> Table:
-    p = parallel.tp
+def _places(
+    model: ModelConfig, parallel: ParallelConfig, dtype: str
+) -> Iterator[tuple[str, int | None, list[Crossing]]]:
+    """(place, layer, crossings) from the embedding to the head."""
+    embed, block, head_crossings = _LAYOUTS[parallel.layout]
+    yield "embed", None, [Crossing(name, model.dim) for name in embed]
+    for layer in range(model.layers):
+        for group in groups(model):
+            yield group.name, layer, list(block(group, model, parallel, dtype))
+    yield "head", None, [Crossing(name, model.dim) for name in head_crossings]
 
-    def reduce(phase: str, elements: int, kind_dtype: str = dtype) -> Collective:
-        return Collective(phase, "all-reduce", elements, kind_dtype, p)
 
-    def widths(group: Group) -> list[int]:
-        return [sum(group.ranks)] if parallel.grouping else list(group.ranks)
+def _issued(
+    phase: str,
+    side: int,
+    crossings: list[Crossing],
+    tokens: int,
+    dtype: str,
+    processes: int,
+    place: str,
+    layer: int | None,
+) -> Iterator[Collective]:
+    for crossing in crossings:
+        kind = _KINDS[crossing.function][side]
+        if kind is None:
+            continue
+        width = crossing.width + (crossing.forward_only if phase == "forward" else 0)
+        # Of an all-to-all one process holds its own part: all tokens of its columns, or its tokens of all columns.
+        shape = (tokens, width // processes) if kind == "all-to-all" else (tokens, width)
+        yield Collective(phase, kind, shape, crossing.dtype or dtype, processes, place, layer)
 
-    def forward(group: Group) -> Table:
-        statistic = 0
-        if group.side == "enter" and parallel.norm == "sync":
-            yield reduce("forward", tokens, statistic_dtype(dtype))
-        elif group.side == "enter":
-            statistic = statistic_elements(tokens, dtype, p)
-        for width in widths(group):
-            yield reduce("forward", tokens * width + statistic)
-            statistic = 0
 
-    def backward(group: Group) -> Table:
-        for width in reversed(widths(group)):
-            yield reduce("backward", tokens * width)
-        if group.side == "enter" and parallel.norm == "sync":
-            yield reduce("backward", tokens, statistic_dtype(dtype))
+def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:
+    """One all-gather of (logsumexp, target logit) a chunk of tokens, the same under every layout."""
+    step = chunk_tokens(model.vocab_size // parallel.tp)
+    for start in range(0, tokens, step):
+        shape = (parallel.tp, 2, min(step, tokens - start))
+        yield Collective("forward", "all-gather", shape, statistic_dtype(dtype), parallel.tp, "loss")
 
-    block = groups(model)
-    for _ in range(model.layers):
-        for group in block:
-            yield from forward(group)
-    yield Collective("forward", "all-gather", tokens * model.dim, dtype, p)
-    for start in range(0, tokens, chunk_tokens(model.vocab_size // p)):
-        chunk = min(chunk_tokens(model.vocab_size // p), tokens - start)
-        yield Collective("forward", "all-gather", 2 * chunk * p, statistic_dtype(dtype), p)
-    if not training:
+
+def _merged(function: str, widths: list[int], parallel: ParallelConfig) -> Crossings:
+    """One crossing for all slots of a group, or one a slot."""
+    for width in [sum(widths)] if parallel.grouping else widths:
+        yield Crossing(function, width)
+
+
+def _megatron(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    if group.side == "leave":
+        yield Crossing("sum_forward", model.dim)
+    else:
+        for _ in group.slots[:1] if parallel.grouping else group.slots:
+            yield Crossing("sum_backward", model.dim)
+
+
+def _megatron_sp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    if group.side == "leave":
+        yield Crossing("scatter_sum", model.dim)
+    else:
+        for _ in group.slots[:1] if parallel.grouping else group.slots:
+            yield Crossing("gather", model.dim)
+
+
+def _vanilla(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    cut = wide_parts(parallel) > 1
+    if group.side == "leave":
+        yield Crossing("gather" if cut else "sum_backward", group.slots[0].d_in)
+        yield Crossing("sum_forward", model.dim)
         return
-    yield Collective("backward", "reduce-scatter", tokens * model.dim, dtype, p)
-    for _ in range(model.layers):
-        for group in reversed(block):
-            yield from backward(group)
+    for _ in group.slots[:1] if parallel.grouping else group.slots:
+        yield Crossing("sum_backward", model.dim)
+    if cut:  # key/value heads fewer than p are sent to every process that uses them
+        least = parallel.tp * model.head_dim
+        yield from _merged("scatter_sum", [max(s.d_out, least) if s.kv else s.d_out for s in group.slots], parallel)
+    else:
+        yield from (Crossing("sum_forward", slot.d_out) for slot in group.slots)
 
 
-def _btp_partial(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> list[Collective]:
-    """The final norm, which every process applies whole to its own part of the vocabulary."""
-    return [Collective("step", "all-reduce", model.dim, dtype, parallel.tp)]
+def _btp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    statistic = 0
+    if group.side == "enter" and parallel.norm == "sync":
+        yield Crossing("sum_both", 1, dtype=statistic_dtype(dtype))
+    elif group.side == "enter":
+        statistic = statistic_columns(dtype, parallel.tp)
+    for crossing in _merged("sum_forward", list(group.ranks), parallel):
+        yield Crossing("sum_forward", crossing.width, forward_only=statistic)
+        statistic = 0
+    yield from _merged("sum_backward", list(group.ranks), parallel)
 
 
-_LAYOUTS: dict[str, Callable[[ModelConfig, ParallelConfig, int, str, bool], Table]] = {"btp": _btp}
-_PARTIAL: dict[str, Callable[[ModelConfig, ParallelConfig, str], list[Collective]]] = {"btp": _btp_partial}
+def _btp_sp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    yield from _merged("gather" if group.side == "enter" else "scatter_sum", list(group.ranks), parallel)
+
+
+_Block = Callable[[Group, ModelConfig, ParallelConfig, str], Crossings]
+_LAYOUTS: dict[str, tuple[tuple[str, ...], _Block, tuple[str, ...]]] = {
+    "megatron": (("gather_replicated",), _megatron, ("sum_backward",)),
+    "megatron-sp": (("exchange",), _megatron_sp, ("gather",)),
+    "vanilla": (("gather_replicated",), _vanilla, ("sum_backward",)),
+    "btp": ((), _btp, ("gather",)),
+    "btp-sp": (("exchange",), _btp_sp, ("gather",)),
+}
+"""Crossings of width d of the embedding, of each group, and of width d of the head."""

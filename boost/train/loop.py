@@ -25,7 +25,7 @@ from boost.models.init import initialize
 from boost.models.stored import storages
 from boost.optim.adamw import build_adamw, set_learning_rate
 from boost.optim.schedule import learning_rate
-from boost.parallel.gradients import Agreement, agree, clip, reduce_gradients
+from boost.parallel.gradients import Agreement, GradientReducer, agree, clip
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint, Position
@@ -69,6 +69,7 @@ class Trainer:
         torch.manual_seed(train.seed + mesh.rank)
         self.decoder: Decoder = build_decoder(config, mesh)
         self.storages = list(storages(self.decoder))
+        self.reducer = GradientReducer(self.storages, mesh)
         self.optimizer = build_adamw(self.storages, config.optim)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
@@ -133,11 +134,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=mesh.device, dtype=torch.double)
         tokens = train.global_batch * train.seq_len
-        for batch in self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch):
+        last = train.global_batch // (mesh.dp.size * train.micro_batch) - 1
+        batches = self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch)
+        for number, batch in enumerate(batches):
             share = self.decoder(*to_device(batch, self.config.data.isolate_documents, mesh.device)) / tokens
+            if number == last:
+                self.reducer.start()
             share.backward()
             loss += share.detach()
-        reduce_gradients(self.storages, mesh)
+        self.reducer.finish()
         agreement = agree(self.storages, loss, stop, mesh)
         if math.isfinite(agreement.loss) and math.isfinite(agreement.gradient_norm):
             clip((s.tensor for s in self.storages), agreement.gradient_norm, self.config.optim.clip)

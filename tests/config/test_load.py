@@ -42,7 +42,19 @@ BAD = [
     (["--parallel.tp", "3"], ["parallel.tp = 3", "model.heads = 8", "nearest legal value is 4"]),
     (["--parallel.tp", "2", "--model.ffn_dim", "5461"], ["parallel.tp = 2", "model.ffn_dim = 5461", "nearest legal value is 1"]),
     (["--parallel.tp", "2", "--parallel.layout", "single"], ["parallel.layout = 'single'", "parallel.tp = 2"]),
-    (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "parallel.tp = 1"]),
+    (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "take 'megatron-sp'"]),
+    (["--parallel.tp", "2", "--parallel.layout", "megatron"], ["layout = 'megatron'", "model.family = 'cola'", "take 'btp-sp'"]),
+    (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
+    (["--parallel.tp", "2", "--parallel.layout", "btp-sp", "--parallel.norm", "sync"], ["norm = 'sync'", "'btp-sp'", "'online'"]),
+    (["--parallel.tp", "2", "--parallel.vanilla", "published"], ["vanilla = 'published'", "'btp'", "'strong'"]),
+    (["--parallel.tp", "4", "--model.dim", "30", "--model.heads", "5"], ["tp = 4", "model.dim = 30", "heads = 5", "nearest legal value is 1"]),
+    (["--parallel.tp", "4", "--model.vocab_size", "30"], ["parallel.tp = 4", "model.vocab_size = 30", "nearest legal value is 2"]),
+    (["--parallel.tp", "4", "--model.dim", "768", "--model.heads", "24", "--model.kv_heads", "6"], ["kv_heads = 6", "nearest legal value of model.kv_heads is 8"]),
+    (["--parallel.tp", "4", "--parallel.layout", "vanilla", "--model.rank", "30"], ["model.rank = 30", "nearest legal value is 2"]),
+    (
+        ["--parallel.tp", "4", "--parallel.layout", "btp-sp", "--train.micro_batch", "1", "--train.seq_len", "30"],
+        ["1 x 30 = 30 tokens", "parallel.tp = 4", "nearest legal value of train.seq_len is 32"],
+    ),
     (["--train.global_batch", "30"], ["train.global_batch = 30", "= 8", "nearest legal value is 32"]),
     (["--optim.schedule", "constant", "--optim.decay_steps", "2000"], ["optim.decay_steps = 2000", "largest legal value is 1000"]),
     (["--optim.decay_steps", "5"], ["optim.decay_steps = 5", "constant"]),
@@ -144,3 +156,17 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
     assert done.stderr.startswith("boost: error: unknown key 'train.step'")
     assert done.stderr.count("\n") == 1
     print(f"answered in {time.monotonic() - begun:.2f} s")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "--parallel.tp 8 --model.kv_heads 2",
+        "--parallel.tp 2 --parallel.layout btp --model.rank 5",
+        "--parallel.tp 2 --parallel.layout megatron --model.family dense",
+        "--parallel.tp 16 --parallel.layout vanilla --parallel.vanilla published",
+        "--parallel.layout megatron",
+    ],
+)
+def test_what_a_layout_can_carry_is_legal(overrides: str) -> None:
+    load(None, overrides.split())

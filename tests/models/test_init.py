@@ -33,7 +33,7 @@ def test_spread_of_each_factor(family: str) -> None:
         if "norm" in p.name:
             assert bool((value == 1).all())
             continue
-        width = {"attn.q": 256, "attn.o": 256, "attn.k": 192, "attn.v": 192}.get(p.name[9:15], 480)
+        width = {"attn.q": 256, "attn.o": 256, "attn.k": 160, "attn.v": 160}.get(p.name[9:15], 480)
         expected = {
             "cola": 32**-0.25 * width**-0.25,
             "svd": math.sqrt(2 / sum(p.shape)),

@@ -1,94 +1,191 @@
 """Every layout is one function: loss, every gradient, three optimizer steps and generation against one process; collectives
 counted against the table."""
 
+import functools
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from boost.config import Config
+from boost.config import Config, traffic
+from boost.config.traffic import Collective
 from boost.models.stored import storages
 from boost.optim.adamw import build_adamw
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.gradients import agree, clip, reduce_gradients
+from boost.parallel.gradients import GradientReducer, agree, clip
 from boost.plan.collectives import micro_batch_collectives, step_collectives
 from tests import toy
 from tests.distributed import run_distributed
 
-FAMILIES = [
-    {"family": "svd"},
-    {"family": "cola"},
-    {"family": "cola", "mlp_silu": False, "rank": 5, "kv_heads": 4},
+GROUPING = ({"grouping": True}, {"grouping": False})
+LOW_RANK = [
+    {**variant, **grouping}
+    for grouping in GROUPING
+    for variant in (
+        {"layout": "btp", "norm": "online"},
+        {"layout": "btp", "norm": "sync"},
+        {"layout": "btp-sp"},
+        {"layout": "vanilla"},
+        {"layout": "vanilla", "vanilla": "published"},
+    )
 ]
-PARALLEL = [
-    {"norm": norm, "grouping": grouping} for norm, grouping in itertools.product(("online", "sync"), (True, False))
+DENSE = [{"layout": layout, **grouping} for grouping in GROUPING for layout in ("megatron", "megatron-sp")]
+FAMILIES = [*itertools.product(("svd", "cola"), LOW_RANK), *itertools.product(("dense",), DENSE)]
+KV_HEADS = {2: (8, 4, 1), 4: (8, 4, 1), 8: (8, 4)}
+"""By TP size, of 8 heads: as many, fewer, and fewer than processes."""
+CELLS = [
+    ({"family": family, "kv_heads": kv_heads, "layers": 1 if tp == 8 else 2}, {**parallel, "tp": tp})
+    for tp, choices in KV_HEADS.items()
+    for kv_heads, (family, parallel) in itertools.product(choices, FAMILIES)
 ]
-CELLS = list(itertools.product(FAMILIES, PARALLEL))
-IDS = ["-".join(str(v) for part in cell for v in part.values()) for cell in CELLS]
+ONE_EACH = [
+    ({"family": "dense" if parallel in DENSE else "cola", "kv_heads": 4}, parallel)
+    for parallel in (*LOW_RANK, *DENSE)
+    if parallel["grouping"]
+]
 
 
-def config_of(model: dict[str, Any], parallel: dict[str, Any], tp: int, dtype: str) -> Config:
+def ids(cells: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    return ["-".join(str(v) for part in cell for v in part.values()) for cell in cells]
+
+
+def config_of(model: dict[str, Any], parallel: dict[str, Any], tp: int, dtype: str, **sections: Any) -> Config:
     # RMSNorm's epsilon is made to matter: a norm that forgets it, or divides by the wrong width, must fail.
-    return toy.toy_config(dtype, model={"norm_eps": 1e-2, **model}, parallel={"tp": tp, **parallel})
+    return toy.toy_config(dtype, model={"norm_eps": 1e-2, **model}, parallel={**parallel, "tp": tp}, **sections)
 
 
-def train_steps(decoder: Any, mesh: Any, config: Config, steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of a few steps with clipping and two micro-batches; the last gradients stay."""
-    stored = list(storages(decoder))
-    optimizer = build_adamw(stored, config.optim)
-    result = []
-    for step in range(steps):
-        optimizer.zero_grad()
+class Trained:
+    """A toy model after a few optimizer steps with clipping, and what was seen on the way."""
+
+    def __init__(self, config: Config, steps: int = 3) -> None:
+        self.decoder, self.mesh = toy.toy_decoder(config)
+        self.initial = {name: value.clone() for name, value in toy.weights(self.decoder).items()}
+        self.config, self.stored = config, list(storages(self.decoder))
+        self.reducer = GradientReducer(self.stored, self.mesh)
+        self.optimizer = build_adamw(self.stored, config.optim)
+        self.collectives: list[list[Collective]] = []
+        """Of each step."""
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        """After clipping, of each step."""
+        self.numbers = [self.step(step) for step in range(steps)]
+        """(loss, gradient norm) of each step."""
+
+    def step(self, step: int) -> tuple[float, float]:
+        train, replicas = self.config.train, self.mesh.replicas
+        accumulated = train.global_batch // train.micro_batch // self.mesh.dp.size
+        self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.double)
-        for micro in range(2):
-            share = decoder(*toy.toy_tokens(config, seed=10 * step + micro)) / (2 * config.train.micro_batch * 16)
-            share.backward()
-            loss += share.detach()
-        reduce_gradients(stored, mesh)
-        agreement = agree(stored, loss, False, mesh)
-        result.append((agreement.loss, agreement.gradient_norm))
-        clip((s.tensor for s in stored), agreement.gradient_norm, config.optim.clip)
-        optimizer.step()
-    return result
+        groups = [axis.name for axis in (replicas, self.mesh.dp) if axis.size > 1]
+        with CollectiveCounter(step_groups=groups) as counter:
+            for micro in range(accumulated):
+                number = (step * self.mesh.dp.size + self.mesh.dp.rank) * accumulated + micro
+                counter.phase = "forward"
+                share = self.decoder(*toy.toy_tokens(self.config, seed=number))
+                share = share / (train.global_batch * train.seq_len)
+                if micro == accumulated - 1:
+                    self.reducer.start()
+                counter.phase = "backward"
+                share.backward()
+                loss += share.detach()
+            counter.phase = "step"
+            self.reducer.finish()
+            agreement = agree(self.stored, loss, False, self.mesh)
+        self.collectives.append(counter.collectives)
+        clip((s.tensor for s in self.stored), agreement.gradient_norm, self.config.optim.clip)
+        self.gradients.append({name: value.clone() for name, value in toy.gradients(self.decoder).items()})
+        self.optimizer.step()
+        return agreement.loss, agreement.gradient_norm
+
+
+@functools.cache
+def reference(description: str) -> Trained:
+    """The same model on one process; made once in each process of a pool."""
+    return Trained(Config.model_validate_json(description))
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
-    """Relative errors of this process against the whole model in one process."""
-    reference, alone = toy.toy_decoder(toy.single(config))
-    decoder, mesh = toy.toy_decoder(config)
-    bitwise = all(
-        torch.equal(v, toy.weights(decoder)[k]) for k, v in toy.local_parts(decoder, toy.weights(reference)).items()
-    )
-    expected = train_steps(reference, alone, config, 3)
-    actual = train_steps(decoder, mesh, config, 3)
-    steps = max(abs(a - e) / abs(e) for pair in zip(actual, expected, strict=True) for a, e in zip(*pair, strict=True))
+    """Relative errors of this process against the whole model in one process, and whether the table was kept."""
+    expected = reference(toy.single(config).model_dump_json())
+    actual = Trained(config)
+    local = toy.local_parts(actual.decoder, expected.initial)
+    numbers = zip(actual.numbers, expected.numbers, strict=True)
+    decoder, alone = actual.decoder, expected.decoder
+    gradients = [
+        toy.worst_error(ours, toy.local_parts(decoder, theirs))
+        for ours, theirs in zip(actual.gradients, expected.gradients, strict=True)
+    ]
     return {
-        "initial": 0.0 if bitwise else 1.0,
-        "loss and norm": steps,
-        "gradients": toy.worst_error(toy.gradients(decoder), toy.local_parts(decoder, toy.gradients(reference))),
-        "weights": toy.worst_error(toy.weights(decoder), toy.local_parts(decoder, toy.weights(reference))),
+        "initial": 0.0 if all(torch.equal(v, actual.initial[k]) for k, v in local.items()) else 1.0,
+        "table": 0.0 if all(keeps_table(config, step) for step in actual.collectives) else 1.0,
+        "loss and norm": max(abs(a - e) / abs(e) for pair in numbers for a, e in zip(*pair, strict=True)),
+        "gradients": gradients[0],
+        "later gradients": max(gradients),
+        "weights": toy.worst_error(toy.weights(decoder), toy.local_parts(decoder, toy.weights(alone))),
     }
 
 
-@pytest.mark.parametrize(("model", "parallel"), CELLS, ids=IDS)
-def test_btp_is_the_single_process_function_in_float64(model: dict[str, Any], parallel: dict[str, Any]) -> None:
-    for errors in run_distributed(2, compare_with_single, config_of(model, parallel, 2, "float64")):
-        assert errors["initial"] == 0
+def keeps_table(config: Config, counted: list[Collective]) -> bool:
+    """Whether a step issued the collectives of the table: those of micro-batches in order, sums of gradients in any."""
+    table = step_collectives(config)
+    seen, expected = ([c.on_the_wire for c in side if c.phase != "step"] for side in (counted, table))
+    gradients = [Counter(c.on_the_wire for c in side if c.phase == "step") for side in (counted, table)]
+    return seen == expected and gradients[0] == gradients[1]
+
+
+@pytest.mark.parametrize(("model", "parallel"), CELLS, ids=ids(CELLS))
+def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    tp = parallel["tp"]
+    config = config_of(model, parallel, tp, "float64", train={"global_batch": 2})
+    for errors in run_distributed(tp, compare_with_single, config):
+        assert errors["initial"] == errors["table"] == 0
         assert max(errors.values()) <= 1e-10, errors
 
 
-@pytest.mark.parametrize("parallel", PARALLEL, ids=str)
-def test_btp_on_four_processes(parallel: dict[str, Any]) -> None:
-    config = config_of({"family": "cola", "kv_heads": 4}, parallel, 4, "float64")
-    for errors in run_distributed(4, compare_with_single, config):
-        assert max(errors.values()) <= 1e-10, errors
-
-
-@pytest.mark.parametrize("parallel", PARALLEL, ids=str)
-def test_btp_in_float32(parallel: dict[str, Any]) -> None:
-    for errors in run_distributed(2, compare_with_single, config_of({"family": "cola"}, parallel, 2, "float32")):
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
+    for errors in run_distributed(tp, compare_with_single, config_of(model, parallel, tp, "float32")):
+        assert errors["initial"] == errors["table"] == 0
         assert max(errors["loss and norm"], errors["gradients"]) <= 1e-5, errors
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Config:
+    """Any small model under any layout that can carry it."""
+    tp = draw(st.sampled_from((2, 4)))
+    family = draw(st.sampled_from(("svd", "cola", "dense")))
+    parallel = draw(st.sampled_from(DENSE if family == "dense" else LOW_RANK))
+    multiple = {"vanilla": tp}.get(parallel["layout"], 1)
+    heads = tp * draw(st.integers(1, 3))
+    kv_heads = draw(
+        st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0 and (k % tp == 0 or tp % k == 0)])
+    )
+    model = {
+        "family": family,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": heads * 2 * draw(st.integers(1, 4)),
+        "ffn_dim": tp * draw(st.integers(4, 12)),
+        "vocab_size": tp * draw(st.integers(4, 12)),
+        "layers": draw(st.integers(1, 2)),
+        "mlp_silu": draw(st.booleans()),
+    }
+    if family != "dense":
+        model["rank"] = multiple * draw(st.integers(1, min(model["dim"], model["ffn_dim"]) // multiple))
+    train = {"seq_len": 4 * draw(st.integers(1, 4)), "micro_batch": draw(st.integers(1, 2)), "global_batch": 2}
+    return config_of(model, parallel, tp, "float64", train=train)
+
+
+@given(configurations())
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_any_model_under_any_layout(config: Config) -> None:
+    for errors in run_distributed(config.parallel.tp, compare_with_single, config):
+        assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
 
 
 def gradient_error_in_bf16(config: Config) -> float:
@@ -100,52 +197,63 @@ def gradient_error_in_bf16(config: Config) -> float:
     decoder, mesh = toy.toy_decoder(config)
     for model in (reference, decoder):
         (model(*toy.toy_tokens(config, batch=16)) / 256).backward()
-    reduce_gradients(list(storages(decoder)), mesh)
+    GradientReducer(list(storages(decoder)), mesh).finish()
     expected = toy.local_parts(decoder, toy.gradients(reference))
     errors = [((a - expected[k]).norm() / expected[k].norm()).item() for k, a in toy.gradients(decoder).items()]
     return sum(errors) / len(errors)
 
 
+WIDER = {"dim": 128, "ffn_dim": 352}
+
+
 def test_online_norm_is_as_exact_as_sync_in_bf16() -> None:
     error = {}
     for norm in ("online", "sync"):
-        config = config_of({"family": "cola", "dim": 128, "ffn_dim": 352, "rank": 32}, {"norm": norm}, 2, "bfloat16")
+        config = config_of({"family": "cola", **WIDER, "rank": 32}, {"norm": norm}, 2, "bfloat16")
         error[norm] = sum(run_distributed(2, gradient_error_in_bf16, config)) / 2
     assert 0 < error["online"] <= 1.05 * error["sync"], error
 
 
-def count(config: Config) -> bool:
-    """Whether one micro-batch and one whole step issue exactly the collectives of the table, in order."""
-    decoder, mesh = toy.toy_decoder(config)
-    stored = list(storages(decoder))
-    tokens = config.train.micro_batch * config.train.seq_len
-    expected = micro_batch_collectives(config.model, config.parallel, tokens, config.train.compute_dtype)
-    counter = CollectiveCounter()
-    with counter:
-        loss = torch.zeros((), dtype=torch.double)
-        for _ in range(config.train.global_batch // (config.train.micro_batch * config.parallel.dp)):
-            begun = len(counter.collectives)
-            counter.phase = "forward"
-            share = decoder(*toy.toy_tokens(config))
-            counter.phase = "backward"
-            share.backward()
-            assert counter.collectives[begun:] == expected
-            loss += share.detach()
-        counter.phase = "step"
-        reduce_gradients(stored, mesh)
-        agree(stored, loss, False, mesh)
-    assert counter.collectives == step_collectives(config)
-    return True
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    config = config_of({**model, **WIDER}, parallel, 2, "bfloat16")
+    alone = gradient_error_in_bf16(toy.single(config))
+    for error in run_distributed(2, gradient_error_in_bf16, config):
+        assert 0 < error <= 1.25 * alone
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("parallel", PARALLEL, ids=str)
-def test_collectives_are_those_of_the_table(parallel: dict[str, Any], dtype: str) -> None:
-    run_distributed(2, count, config_of({"family": "cola"}, parallel, 2, dtype))
+def tables_are_kept(config: Config) -> bool:
+    return all(keeps_table(config, step) for step in Trained(config, steps=1).collectives)
 
 
-def test_collectives_with_data_parallelism() -> None:
-    run_distributed(4, count, config_of({"family": "cola"}, {"dp": 2}, 2, "float32"))
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_collectives_in_bfloat16_are_those_of_the_table(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    assert all(run_distributed(2, tables_are_kept, config_of(model, parallel, 2, "bfloat16")))
+
+
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    for errors in run_distributed(4, compare_with_single, config_of(model, {"dp": 2, **parallel}, 2, "float64")):
+        assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
+
+
+def order_of_sums(config: Config) -> list[str]:
+    """Phases of the collectives of a step with small buckets, from the first that is not forward."""
+    usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
+    try:
+        errors = compare_with_single(config)
+        assert max(errors.values()) <= 1e-10, errors
+        return [c.phase for c in Trained(config, steps=1).collectives[0] if c.phase != "forward"]
+    finally:
+        traffic.BUCKET_BYTES = usual
+
+
+def test_sums_of_gradients_travel_while_the_backward_pass_goes_on() -> None:
+    for phases in run_distributed(2, order_of_sums, config_of({"family": "cola"}, {"layout": "btp-sp"}, 2, "float64")):
+        last = len(phases) - 1 - phases[::-1].index("backward")
+        assert phases[:last].count("step") > 5
+        assert phases[last:].count("step") < 5
 
 
 def test_btp_sends_what_the_paper_says() -> None:
@@ -168,7 +276,7 @@ def test_one_process_issues_no_collective_and_copies_no_weight() -> None:
     assert decoder.layout.name == "single"
     with CollectiveCounter() as counter:
         decoder(*toy.toy_tokens(config)).backward()
-        reduce_gradients(list(storages(decoder)), mesh)
+        GradientReducer(list(storages(decoder)), mesh).finish()
     assert counter.collectives == []
     group = decoder.blocks[0].qkv
     for used, stored in ((group.down_weights(group.A.to(torch.float32), True)[0], group.A),):
@@ -183,10 +291,12 @@ def logits_of_prompt(config: Config) -> torch.Tensor:
     return decoder.next_logits(tokens[:, 7:8], caches)
 
 
-def test_btp_generates_from_the_same_logits() -> None:
-    config = config_of({"family": "cola"}, {}, 2, "float64")
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_a_layout_generates_from_the_same_logits(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
+    config = config_of({**model, "kv_heads": 2}, parallel, tp, "float64")
     expected = logits_of_prompt(toy.single(config))
-    for actual in run_distributed(2, logits_of_prompt, config):
+    for actual in run_distributed(tp, logits_of_prompt, config):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -196,7 +306,8 @@ def documents_loss(config: Config) -> float:
     return decoder(tokens, targets, (torch.arange(16) // 5).expand(2, 16)).item()
 
 
-def test_documents_stay_apart_under_btp() -> None:
-    config = config_of({"family": "cola"}, {}, 2, "float64")
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_documents_stay_apart_under_a_layout(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    config = config_of(model, parallel, 2, "float64")
     expected = documents_loss(toy.single(config))
     assert run_distributed(2, documents_loss, config) == pytest.approx([expected, expected], rel=1e-12)

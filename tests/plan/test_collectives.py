@@ -10,9 +10,10 @@ from boost.plan.collectives import micro_batch_collectives, step_collectives
 
 
 def test_bytes_that_one_process_sends() -> None:
-    assert Collective("forward", "all-reduce", 1000, "bfloat16", 4).sent_bytes == 3000
-    assert Collective("forward", "all-gather", 1000, "float32", 4).sent_bytes == 3000
-    assert Collective("forward", "reduce-scatter", 1000, "float32", 2).sent_bytes == 2000
+    assert Collective("forward", "all-reduce", (10, 100), "bfloat16", 4).sent_bytes == 3000
+    assert Collective("forward", "all-gather", (10, 100), "float32", 4).sent_bytes == 3000
+    assert Collective("backward", "all-to-all", (10, 100), "float32", 4).sent_bytes == 3000
+    assert Collective("forward", "reduce-scatter", (10, 100), "float32", 2).sent_bytes == 2000
 
 
 @given(st.lists(st.integers(1, 2 * BUCKET_BYTES), max_size=40))
@@ -38,6 +39,62 @@ def test_btp_sends_28_r_a_token_and_block(norm: str) -> None:
     latents = 28 * model.rank * tokens * (4 - 1) / 4 * 2
     statistics = 2 * 2 * 0.75 * (2 * 3 * 4 * tokens if norm == "online" else 2 * 2 * 2 * tokens)
     assert sent == pytest.approx(latents + statistics)
+
+
+def block_bytes(*overrides: str) -> dict[str, float]:
+    """Bytes that the blocks of boost-7b at TP 4 send, by phase, in units of one number a token, block and (p-1)/p."""
+    config = load("boost-7b", overrides)
+    tokens = 4096
+    table = micro_batch_collectives(config.model, config.parallel, tokens, "bfloat16")
+    unit = 2 * tokens * 3 / 4 * config.model.layers
+    return {
+        phase: sum(c.sent_bytes for c in table if c.layer is not None and c.phase == phase) / unit
+        for phase in ("forward", "backward")
+    }
+
+
+D, F, R = 4096, 11008, 1024
+
+
+@pytest.mark.parametrize("grouping", ["true", "false"])
+def test_btp_sp_sends_exactly_half_of_btps_latents(grouping: str) -> None:
+    """layouts.md: 14 r against 28 r. The statistic of RMSNorm, which btp sends beside them, btp-sp does not need."""
+    half = block_bytes("--parallel.layout", "btp-sp", "--parallel.grouping", grouping)
+    btp = block_bytes("--parallel.norm", "online", "--parallel.grouping", grouping)
+    statistics = 2 * 2 * 3 * 4  # all-reduced in each of two groups: three bf16 numbers for each of four processes
+    assert half == {"forward": 7 * R, "backward": 7 * R}
+    assert btp == {"forward": 14 * R + statistics, "backward": 14 * R}
+
+
+@pytest.mark.parametrize("layout", ["megatron", "megatron-sp"])
+def test_megatron_sends_8_d_a_token_and_block(layout: str) -> None:
+    sent = block_bytes("--model.family", "dense", "--parallel.layout", layout)
+    assert sent == {"forward": 4 * D, "backward": 4 * D}
+
+
+def test_both_forms_of_vanilla_send_16_d_and_6_f_a_token_and_block() -> None:
+    strong = block_bytes("--parallel.layout", "vanilla")
+    published = block_bytes("--parallel.layout", "vanilla", "--parallel.vanilla", "published")
+    assert strong == {"forward": 8 * D + 3 * F, "backward": 8 * D + 3 * F}
+    assert published == {"forward": 10 * D + 4 * F, "backward": 6 * D + 2 * F}
+
+
+def test_without_grouping_every_linear_has_its_own_collective() -> None:
+    def kinds(layout: str, family: str, grouping: str) -> list[str]:
+        overrides = ["--model.family", family, "--parallel.layout", layout, "--parallel.grouping", grouping]
+        config = load("boost-7b", overrides)
+        table = micro_batch_collectives(config.model, config.parallel, 16, "bfloat16")
+        return [f"{c.phase} {c.kind}" for c in table if c.layer == 0]
+
+    for layout, family, merged, apart in (
+        ("btp", "cola", 8, 14),
+        ("btp-sp", "cola", 8, 14),
+        ("vanilla", "cola", 12, 21),
+        ("megatron", "dense", 4, 7),
+        ("megatron-sp", "dense", 8, 14),
+    ):
+        assert len(kinds(layout, family, "true")) == merged, layout
+        assert len(kinds(layout, family, "false")) == apart, layout
 
 
 def test_one_process_sends_nothing() -> None:

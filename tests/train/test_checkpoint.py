@@ -15,7 +15,7 @@ from boost.config.architecture import parameters
 from boost.errors import CheckpointError, DamagedCheckpointError, StorageError
 from boost.models.stored import storages
 from boost.optim.adamw import build_adamw
-from boost.parallel.gradients import reduce_gradients
+from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position
@@ -35,11 +35,12 @@ def trained(config: Config, steps: int, seed: int = 0) -> tuple[Any, Any, Any]:
 
 def advance(decoder: Any, optimizer: Any, mesh: Any, config: Config, steps: range) -> list[float]:
     losses = []
+    reducer = GradientReducer(list(storages(decoder)), mesh)
     for step in steps:
         optimizer.zero_grad()
         loss = decoder(*toy.toy_tokens(config, seed=step)) / 32
         loss.backward()
-        reduce_gradients(list(storages(decoder)), mesh)
+        reducer.finish()
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -3,10 +3,14 @@
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.interface import Layout
 from boost.parallel.layouts.btp import BTP
+from boost.parallel.layouts.btp_sp import BTPSP
+from boost.parallel.layouts.megatron import Megatron
+from boost.parallel.layouts.megatron_sp import MegatronSP
 from boost.parallel.layouts.single import Single
+from boost.parallel.layouts.vanilla import Vanilla
 from boost.parallel.mesh import Axis
 
-_LAYOUTS: dict[str, type[Single] | type[BTP]] = {"single": Single, "btp": BTP}
+_LAYOUTS = {layout.name: layout for layout in (Single, Megatron, MegatronSP, Vanilla, BTP, BTPSP)}
 
 
 def layout_for(model: ModelConfig, parallel: ParallelConfig, axis: Axis) -> Layout:

@@ -12,52 +12,33 @@ stands directly before B, so that whatever acts on the latents sees complete gra
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.group import Group
-from boost.models.interface import Cut, Latents
+from boost.models.interface import Latents
 from boost.parallel import collectives
+from boost.parallel.layouts.residual import Base
 from boost.parallel.loss import cross_entropy
-from boost.parallel.mesh import Axis
 from boost.parallel.norms import inverse_rms, project_and_measure, scale, sum_of_squares, sum_with_statistic
 
-_CUTS = {
-    "embed": Cut(1),
-    "norm": Cut(0),
-    "enter.A": Cut(1),
-    "enter.B": Cut(0),
-    "leave.A": Cut(1),
-    "leave.B": Cut(0),
-    "final_norm": Cut(None, partial=True),  # applied whole by every process, to its own part of the vocabulary
-    "head": Cut(0),
-}
 
-
-class BTP:
+class BTP(Base):
     """Hidden-sharded residual, all-reduces of width r."""
 
     name = "btp"
 
-    def __init__(self, model: ModelConfig, parallel: ParallelConfig, axis: Axis) -> None:
-        self.rank, self.size, self.axis = axis.rank, axis.size, axis
-        self.width, self.eps = model.dim, model.norm_eps
-        self.online, self.grouping = parallel.norm == "online", parallel.grouping
-
-    def cut(self, role: str) -> Cut:
-        return _CUTS[role]
-
-    def embed(self, tokens_T: Tensor, table: Tensor) -> Tensor:
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
-        return F.embedding(tokens_T, table)
+        return F.embedding(tokens_T, table).to(dtype)
 
     def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
         """A norm(x) summed over processes, then B of this process's heads or channels."""
         # gamma scales columns of A instead of rows of x: no second [T, D] to write, keep and read again.
         a_RD = (group.A * gamma).to(x.dtype)
         weights = group.down_weights(a_RD, self.grouping)
-        latents = self._online(x, weights) if self.online else self._sync(x, weights)
+        latents = self._online(x, weights) if self.parallel.norm == "online" else self._sync(x, weights)
         return self._up(latents, group, carried)
 
     def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
@@ -68,29 +49,26 @@ class BTP:
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
         """All-gather of the residual once (reduce-scatter backward), then this process's part of the vocabulary."""
-        whole = collectives.gather_features_reduce(x, self.axis)
-        return cross_entropy(self._norm(whole, gamma), head.to(x.dtype), targets_T, self.axis)
+        whole = collectives.rows_to_features(collectives.gather(x, self.axis), self.axis)
+        return cross_entropy(self.norm(whole, gamma), head.to(x.dtype), targets_T, self.axis)
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        normed = self._norm(collectives.gather_features(x[tokens_N], self.axis), gamma)
-        return collectives.gather_features(F.linear(normed, head.to(x.dtype)), self.axis)
+        whole = collectives.rows_to_features(collectives.all_gather(x[tokens_N], self.axis), self.axis)
+        return self.cut_logits(self.norm(whole, gamma), head)
 
     def _online(self, x_TD: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """The statistic travels with the (first) partial latents; the norm is applied behind A, to T x R numbers."""
         u_TR, s_T = sum_with_statistic(*project_and_measure(x_TD, weights[0]), self.axis)
         others = [collectives.sum_forward(F.linear(x_TD, a), self.axis) for a in weights[1:]]
-        c_T1 = inverse_rms(s_T, self.width, self.eps)
+        c_T1 = inverse_rms(s_T, self.model.dim, self.model.norm_eps)
         return [scale(u, c_T1) for u in (u_TR, *others)]
 
     def _sync(self, x_TD: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """The statistic has an all-reduce of its own, forward and backward; the norm is applied to x."""
         s_T = collectives.sum_both(sum_of_squares(x_TD), self.axis)
-        normed_TD = scale(x_TD, inverse_rms(s_T, self.width, self.eps))
+        normed_TD = scale(x_TD, inverse_rms(s_T, self.model.dim, self.model.norm_eps))
         return [collectives.sum_forward(F.linear(normed_TD, a), self.axis) for a in weights]
 
     def _up(self, latents: Sequence[Tensor], group: Group, carried: Latents) -> tuple[list[Tensor], Latents]:
         bent, carried = group.bend(latents, carried)
         return group.up([collectives.sum_backward(h, self.axis) for h in bent]), carried
-
-    def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.width,), gamma.to(x.dtype), self.eps)

@@ -1,0 +1,71 @@
+"""`vanilla`: Megatron's column -> row cut applied to the factor pairs, along the rank: the low-rank baseline.
+
+Legend: p TP processes, T tokens, d hidden width, R = r/p latent width of a slot held here, O output width of a slot.
+
+    residual x [T, d]; A [r/p, d_in], B [d_out, r/p]; norms whole; every B ends in a partial sum of full width
+    strong, forward a block:     RS(q, k, v onto heads) AG(d) AR(d)    RS(gate, up onto channels) AG(f) AR(d)
+            backward:            AR(d) AG(q, k, v) RS(d)               AR(d) AG(gate, up) RS(f)
+    published, forward a block:  AR(d) AR(d) AR(d) AR(d)               AR(f) AR(f) AR(d)
+            backward:            AR(d) AR(d)                           AR(d) AR(f)
+
+The published form computes attention and the gated product of all heads and channels on every process; the strong one,
+against which speed-ups are claimed, cuts them. Both send the same bytes. Grouping merges collectives of one input.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from boost.config.architecture import Slot
+from boost.models.group import Group
+from boost.models.interface import Latents
+from boost.parallel import collectives
+from boost.parallel.layouts.residual import Replicated
+
+
+class Vanilla(Replicated):
+    """Replicated residual, latents cut along the rank, sums of full width."""
+
+    name = "vanilla"
+
+    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """A's rows of this process, B's columns, and the sum of the whole outputs, onto heads or channels if they are cut."""
+        normed_TD = self.norm(x, gamma)
+        weights = group.down_weights(group.A.to(x.dtype), self.grouping)
+        latents = [F.linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
+        bent, carried = group.bend(latents, carried)
+        outputs = group.up(bent)
+        if self.wide == 1:
+            return self._sums(outputs), carried
+        shares = [self._by_process(y_TO, slot) for y_TO, slot in zip(outputs, group.shape.slots, strict=True)]
+        return self._scattered(shares), carried
+
+    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
+        """All heads or channels, through A's rows and B's columns of this process, summed over processes."""
+        if self.wide == 1:
+            whole = collectives.sum_backward(a, self.axis)
+        else:
+            whole = collectives.rows_to_features(collectives.gather(a, self.axis), self.axis)
+        bent, carried = group.bend([F.linear(whole, group.A.to(a.dtype))], carried)
+        (update,) = group.up(bent)
+        return collectives.sum_forward(update, self.axis), carried
+
+    def _sums(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        return [collectives.sum_forward(y_TO, self.axis) for y_TO in outputs]
+
+    def _by_process(self, y_TO: Tensor, slot: Slot) -> Tensor:
+        """[T, O] -> [p, T, O/p]: what each process goes on with. Key/value heads fewer than p are sent to several."""
+        heads = self.model.kv_heads if slot.kv else self.size
+        parts = y_TO.view(y_TO.shape[0], min(heads, self.size), -1)
+        if heads < self.size:
+            parts = parts.repeat_interleave(self.size // heads, dim=1)
+        return parts.transpose(0, 1)
+
+    def _scattered(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        """Partial sums [p, T, O/p] -> this process's sums [T, O/p], in one reduce-scatter or one each."""
+        if not self.grouping:
+            return [collectives.scatter_sum(share.flatten(0, 1), self.axis) for share in shares]
+        merged = collectives.scatter_sum(torch.cat(tuple(shares), dim=-1).flatten(0, 1), self.axis)
+        return list(merged.split([share.shape[-1] for share in shares], dim=-1))
