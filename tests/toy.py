@@ -43,14 +43,14 @@ def single(config: Config) -> Config:
 
 def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
     """An initialised decoder and the mesh it stands on: this process group, or no group for one process."""
-    mesh = _mesh(config.parallel.tp, config.parallel.dp) if config.parallel.world_size > 1 else Mesh(CPU)
+    mesh = toy_mesh(config.parallel.tp, config.parallel.dp) if config.parallel.world_size > 1 else Mesh(CPU)
     decoder = build_decoder(config, mesh)
     initialize(decoder, seed)
     return decoder, mesh
 
 
 @functools.cache
-def _mesh(tp: int, dp: int) -> Mesh:
+def toy_mesh(tp: int, dp: int = 1) -> Mesh:
     """Process groups are made once for each mesh: pools of processes live across tests."""
     return mesh_of(ParallelConfig(tp=tp, dp=dp), CPU)
 

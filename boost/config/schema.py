@@ -196,6 +196,9 @@ class TrainConfig(Section):
     deterministic: bool = False
     """True: only deterministic kernels, so that resuming is bitwise on GPUs too, where it costs speed. On CPUs it always is."""
 
+    compile: bool = False
+    """True: each block is compiled by torch.compile into fused kernels, a minute or so at the start (on CPUs: needs g++)."""
+
     eval_every: Natural = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
 

@@ -100,5 +100,7 @@ class Decoder(Stored):
         x = layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype)
         carried: Latents = ()
         for block in self.blocks:
-            x, carried = block(layout, x, carried, context)
+            # A compiled block is one of a fixed shape: token by token, behind a cache that grows, it would be compiled anew.
+            run = block.forward if context.caches else block
+            x, carried = run(layout, x, carried, context)
         return x

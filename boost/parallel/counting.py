@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config.traffic import Collective
 
-_KINDS = {
+KINDS = {
     "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
     "all_gather_into_tensor": "all-gather",
@@ -31,11 +31,11 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "_c10d_functional" and name in _KINDS:
+        if namespace == "_c10d_functional" and name in KINDS:
             tensor, group_name = args[0], args[-1]
             processes = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
             gathered = (processes,) if name == "all_gather_into_tensor" else ()
             dtype = str(tensor.dtype).removeprefix("torch.")
             phase = "step" if group_name in self.step_groups else self.phase
-            self.collectives.append(Collective(phase, _KINDS[name], (*gathered, *tensor.shape), dtype, processes))
+            self.collectives.append(Collective(phase, KINDS[name], (*gathered, *tensor.shape), dtype, processes))
         return func(*args, **(kwargs or {}))

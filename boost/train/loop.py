@@ -33,7 +33,7 @@ from boost.train.console import Console
 from boost.train.evaluate import Evaluation, evaluate, to_device
 from boost.train.hardware import memory_bytes, mfu
 from boost.train.metrics import EvalMetrics, MetricsWriter, StepMetrics
-from boost.train.model import build_decoder
+from boost.train.model import build_decoder, compile_blocks
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
 
@@ -68,6 +68,8 @@ class Trainer:
         self.batches = Batches(self.store.split("train"), train.seq_len, train.global_batch, train.seed)
         torch.manual_seed(train.seed + mesh.rank)
         self.decoder: Decoder = build_decoder(config, mesh)
+        if train.compile:
+            compile_blocks(self.decoder)
         self.storages = list(storages(self.decoder))
         self.reducer = GradientReducer(self.storages, mesh)
         self.optimizer = build_adamw(self.storages, config.optim)

@@ -47,9 +47,12 @@ BAD = [
     (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
     (["--parallel.tp", "2", "--parallel.layout", "btp-sp", "--parallel.norm", "sync"], ["norm = 'sync'", "'btp-sp'", "'online'"]),
     (["--parallel.tp", "2", "--parallel.vanilla", "published"], ["vanilla = 'published'", "'btp'", "'strong'"]),
-    (["--parallel.tp", "4", "--model.dim", "30", "--model.heads", "5"], ["tp = 4", "model.dim = 30", "heads = 5", "nearest legal value is 1"]),
+    (["--parallel.tp", "4", "--model.dim", "30", "--model.heads", "5"], ["tp = 4", "dim = 30", "heads = 5", "legal value is 1"]),
     (["--parallel.tp", "4", "--model.vocab_size", "30"], ["parallel.tp = 4", "model.vocab_size = 30", "nearest legal value is 2"]),
-    (["--parallel.tp", "4", "--model.dim", "768", "--model.heads", "24", "--model.kv_heads", "6"], ["kv_heads = 6", "nearest legal value of model.kv_heads is 8"]),
+    (
+        ["--parallel.tp", "4", "--model.dim", "768", "--model.heads", "24", "--model.kv_heads", "6"],
+        ["model.kv_heads = 6", "parallel.tp = 4", "nearest legal value of model.kv_heads is 8"],
+    ),
     (["--parallel.tp", "4", "--parallel.layout", "vanilla", "--model.rank", "30"], ["model.rank = 30", "nearest legal value is 2"]),
     (
         ["--parallel.tp", "4", "--parallel.layout", "btp-sp", "--train.micro_batch", "1", "--train.seq_len", "30"],

@@ -76,7 +76,17 @@ def mesh_config(tp: int, **parallel: Any) -> Config:
     return toy.toy_config("float64", parallel={"tp": tp, **parallel})
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 1}, {"tp": 2}, {"tp": 2, "dp": 2, "norm": "sync"}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 1},
+        {"tp": 2},
+        {"tp": 2, "dp": 2, "norm": "sync"},
+        {"tp": 4, "layout": "btp-sp"},
+        {"tp": 2, "layout": "vanilla"},
+    ],
+    ids=str,
+)
 def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, Any]) -> None:
     config = mesh_config(**parallel)
     size = config.parallel.world_size
@@ -110,9 +120,26 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
     ckpt.save_checkpoint(target, decoder, optimizer, position, config, source / "tokenizer.json", data, mesh)
 
 
-@pytest.mark.parametrize("there", [{"tp": 2}, {"tp": 4}, {"tp": 2, "dp": 2}, {"tp": 2, "grouping": False}], ids=str)
-def test_another_mesh_loads_the_same_bits_and_gives_them_back(tmp_path: Path, there: dict[str, Any]) -> None:
-    config = toy.toy_config("float32", model={"kv_heads": 4}, parallel=there)
+@pytest.mark.parametrize(
+    ("family", "there"),
+    [
+        ("cola", {"tp": 2}),
+        ("cola", {"tp": 4}),
+        ("cola", {"tp": 2, "dp": 2}),
+        ("cola", {"tp": 2, "grouping": False}),
+        ("cola", {"tp": 4, "layout": "btp-sp"}),
+        ("cola", {"tp": 2, "dp": 2, "layout": "vanilla"}),
+        ("cola", {"tp": 4, "layout": "vanilla", "vanilla": "published"}),
+        ("dense", {"tp": 4, "layout": "megatron"}),
+        ("dense", {"tp": 2, "layout": "megatron-sp"}),
+    ],
+    ids=str,
+)
+def test_another_mesh_loads_the_same_bits_and_gives_them_back(
+    tmp_path: Path, family: str, there: dict[str, Any]
+) -> None:
+    # Two key/value heads: fewer than four processes, so that some weights are held whole there and cut elsewhere.
+    config = toy.toy_config("float32", model={"family": family, "kv_heads": 2}, parallel=there)
     save(tmp_path / "one", toy.single(config))
     run_distributed(config.parallel.world_size, load_and_save, tmp_path / "one", tmp_path / "two", config)
     expected, actual = whole_state(tmp_path / "one", config), whole_state(tmp_path / "two", config)

@@ -1,4 +1,4 @@
-"""The loop: layouts follow each other over 200 steps, resuming repeats to the bit, bad numbers change nothing."""
+"""The loop: replicas and micro-batches are one batch, resuming repeats to the bit, bad numbers change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -45,16 +45,6 @@ def losses_of(config: Config, steps: int) -> list[float]:
     return [trainer.step(RATE, stop=False).loss for _ in range(steps)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-8), ("float32", 1e-3)])
-def test_btp_follows_one_process_over_200_steps(store: Path, tmp_path: Path, dtype: str, tolerance: float) -> None:
-    alone = losses_of(make_config(store, tmp_path, 1, dtype), 200)
-    both = run_distributed(2, losses_of, make_config(store, tmp_path, 2, dtype), 200)
-    assert both[0] == both[1]
-    worst = max(abs(a - b) / b for a, b in zip(both[0], alone, strict=True))
-    assert worst <= tolerance, worst
-    assert alone[-1] < alone[0] - 1.5, "a model that does not learn proves nothing"
-
-
 def test_replicas_are_one_process(store: Path, tmp_path: Path) -> None:
     alone = losses_of(make_config(store, tmp_path), 20)
     for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}), 20):
@@ -77,7 +67,8 @@ def test_isolated_documents_train_on_something_else_only_where_documents_meet(st
     starts = {int(start) // 32 for start in documents[1:-1] if start % 32}
     assert starts, "the corpus has sequences in which documents meet"
     differs = {}
-    for index in range(min(together.batches.n_samples, max(starts) + 1)):
+    beside = {index + step for index in starts for step in (-1, 0, 1)}
+    for index in sorted(beside & set(range(together.batches.n_samples))):
         sample = together.batches.sample(index)
         losses = []
         for trainer in (together, apart):
@@ -85,7 +76,8 @@ def test_isolated_documents_train_on_something_else_only_where_documents_meet(st
             isolate = trainer.config.data.isolate_documents
             losses.append(trainer.decoder(*to_device(rows, isolate, toy.CPU)).item())
         differs[index] = abs(losses[0] - losses[1]) > 1e-9
-    assert {index for index, d in differs.items() if d} == starts
+    assert {index for index, d in differs.items() if d} == starts & set(differs)
+    assert len(differs) > len(starts)
 
 
 def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> None:

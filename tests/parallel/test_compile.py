@@ -1,0 +1,76 @@
+"""The collectives are usable under torch.compile: every layout's block is one graph, and computes what it did before."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.parallel.counting import KINDS
+from boost.plan.collectives import micro_batch_collectives
+from tests import toy
+from tests.distributed import run_distributed
+
+LAYOUTS = [
+    ("cola", {"layout": "btp"}),
+    ("cola", {"layout": "btp", "norm": "sync"}),
+    ("cola", {"layout": "btp-sp"}),
+    ("cola", {"layout": "vanilla"}),
+    ("cola", {"layout": "vanilla", "vanilla": "published"}),
+    ("dense", {"layout": "megatron"}),
+    ("dense", {"layout": "megatron-sp"}),
+]
+
+
+class CountingBackend:
+    """Compiles to eager kernels after autograd has been traced, and notes the collectives of both graphs."""
+
+    def __init__(self) -> None:
+        self.collectives: list[tuple[str, str]] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+
+        return aot_autograd(fw_compiler=self._noting("forward"), bw_compiler=self._noting("backward"))(graph, inputs)
+
+    def _noting(self, phase: str) -> Any:
+        from functorch.compile import make_boxed_func
+
+        def compiler(graph: Any, inputs: Any) -> Any:
+            for node in graph.graph.nodes:
+                namespace, _, name = getattr(getattr(node.target, "_schema", None), "name", "").partition("::")
+                if namespace == "_c10d_functional" and name in KINDS:
+                    self.collectives.append((phase, KINDS[name]))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def compare(config: Config) -> tuple[float, float, bool]:
+    """Relative errors of loss and gradients of a compiled model, and whether its graphs hold the table's collectives."""
+    torch._dynamo.reset()
+    decoder, _ = toy.toy_decoder(config)
+    tokens = toy.toy_tokens(config)
+    loss = decoder(*tokens)
+    loss.backward()
+    gradients = {name: value.clone() for name, value in toy.gradients(decoder).items()}
+    decoder.zero_grad()
+    backend = CountingBackend()
+    for block in decoder.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    compiled = decoder(*tokens)
+    compiled.backward()
+    table = micro_batch_collectives(config.model, config.parallel, tokens[0].numel(), config.train.compute_dtype)
+    same = backend.collectives == [(c.phase, c.kind) for c in table if c.layer is not None]
+    return abs(compiled.item() / loss.item() - 1), toy.worst_error(toy.gradients(decoder), gradients), same
+
+
+def config_of(family: str, parallel: dict[str, Any], dtype: str) -> Config:
+    return toy.toy_config(dtype, model={"family": family, "layers": 1}, parallel={**parallel, "tp": 2})
+
+
+@pytest.mark.parametrize(("family", "parallel"), LAYOUTS, ids=str)
+def test_a_block_is_one_graph(family: str, parallel: dict[str, Any]) -> None:
+    for loss, gradients, same in run_distributed(2, compare, config_of(family, parallel, "float64")):
+        assert max(loss, gradients) <= 1e-12
+        assert same

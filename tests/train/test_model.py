@@ -1,0 +1,42 @@
+"""From a configuration to a decoder."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.errors import ConfigError
+from boost.train.console import SilentConsole
+from boost.train.model import compile_blocks
+from tests import toy
+from tests.train.test_loop import make_config, make_trainer
+
+
+def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
+    trainer = make_trainer(config)
+    trainer.start([])
+    losses = [trainer.step(1e-3, stop=False).loss for _ in range(3)]
+    return losses, trainer.evaluate(SilentConsole(), None, 256).loss
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_compiled_blocks_train_and_evaluate_alike(store: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    sections: dict[str, Any] = {"model": {"layers": 1}, "train": {"global_batch": 2}}
+    losses, evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))
+    torch._dynamo.utils.counters.clear()
+    sections["train"]["compile"] = True
+    compiled, compiled_evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))
+    assert compiled == pytest.approx(losses, rel=1e-5)
+    assert compiled_evaluation == pytest.approx(evaluation, rel=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2, "one with gradients, one without"
+
+
+def test_no_compiler_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, _ = toy.toy_decoder(toy.toy_config())
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match=r"train.compile = true needs a C\+\+ compiler"):
+        compile_blocks(decoder)
