@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.config import Config
-from boost.config.load import from_tree
+from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
@@ -53,10 +53,7 @@ def contenders(family: Family) -> Sequence[Contender]:
 def configuration(config: Config, family: Family, dtype: str, parallel: dict[str, Any]) -> Config:
     """The run of `config` with another family, dtype and cut. Raises ConfigError where that is not legal."""
     tree = config.model_dump()
-    if family != config.model.family:
-        for field in ("rank", "latent_act"):
-            del tree["model"][field]
-    tree["model"]["family"] = family
+    change_family(tree["model"], family)
     tree["train"] |= {"param_dtype": dtype, "compute_dtype": dtype}
     tree["parallel"] = parallel
     return from_tree(tree)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from boost.config import rules
-from boost.config.schema import Config
+from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
@@ -30,12 +30,25 @@ def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError: one line with the field, the value and the nearest legal one.
     """
     tree = {} if source is None else read_source(source)
-    for key, value in parse_overrides(overrides):
+    changes = dict(parse_overrides(overrides))
+    if "model.family" in changes and isinstance(tree.get("model", {}), dict):
+        change_family(tree.setdefault("model", {}), changes["model.family"])
+    for key, value in changes.items():
         section, _, name = key.partition(".")
         table = tree.setdefault(section, {})
         if isinstance(table, dict):
             table[name] = value
     return from_tree(tree)
+
+
+def change_family(model: dict[str, Any], family: str) -> None:
+    """Sets the family in a [model] table; what only the family before gave a meaning falls back to the new one's default."""
+    before = model.get("family", ModelConfig.model_fields["family"].default)
+    model["family"] = family
+    if family != before:
+        model.pop("latent_act", None)
+    if family == "dense" != before:
+        model.pop("rank", None)
 
 
 def from_tree(tree: dict[str, Any]) -> Config:

@@ -132,6 +132,18 @@ def test_overrides_win_and_are_read_as_their_fields_type() -> None:
     assert config.parallel.grouping is False
 
 
+def test_another_family_takes_its_own_defaults_unless_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "resolved.toml").write_text(to_toml(load("demo")))
+    for source in ("demo", str(tmp_path / "resolved.toml")):
+        dense = load(source, ["--model.family", "dense", "--parallel.tp", "1"]).model
+        assert (dense.rank, dense.latent_act, dense.dim) == (None, "none", 256)
+        svd = load(source, ["--model.family=svd"]).model
+        assert (svd.rank, svd.latent_act) == (64, "none")
+        bent = load(source, ["--model.family", "svd", "--model.latent_act", "silu"]).model
+        assert bent.latent_act == "silu"
+        assert load(source, ["--model.family", "cola"]) == load("demo")
+
+
 def test_every_field_is_documented() -> None:
     for key, info in fields():
         assert info.description and len(info.description) > 10, key
