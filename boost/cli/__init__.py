@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-COMMANDS = ("prepare", "train", "eval", "generate", "config", "bench")
+COMMANDS = ("prepare", "train", "eval", "generate", "config", "inspect", "bench")
 
 
 def load_command(name: str) -> Any:

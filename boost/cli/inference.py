@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
-from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
+from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS, TOKEN_SHARDED
 from boost.config.rules import check, check_runnable
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
@@ -28,23 +28,41 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def inference_config(saved: Config, tp: int, device: str) -> Config:
-    """The configuration of a checkpoint on a mesh of tp x 1 x 1. Raises ConfigError."""
+def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Config:
+    """The configuration of a checkpoint on a mesh of tp x 1 x 1, for `batch` sequences at once (0: train.micro_batch).
+
+    Raises ConfigError.
+    """
     if tp < 1:
         raise ConfigError(f"--tp = {tp} is too small; the smallest legal value is 1")
-    parallel = saved.parallel
-    layouts = LOW_RANK_LAYOUTS if saved.model.low_rank else DENSE_LAYOUTS
-    if parallel.layout not in layouts:  # trained on one process, where every layout is 'single'
-        parallel = ParallelConfig(layout=layouts[0])
     if device == "cuda":
         from boost.parallel.mesh import choose_device
 
         choose_device(device)
-    parallel = parallel.model_copy(update={"tp": tp, "pp": 1, "dp": 1})
-    config = saved.model_copy(update={"parallel": parallel, "run": saved.run.model_copy(update={"device": device})})
+    batch = batch or saved.train.micro_batch
+    config = saved.model_copy(
+        update={
+            "parallel": _parallel(saved, tp, batch * saved.train.seq_len),
+            "train": saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch}),
+            "run": saved.run.model_copy(update={"device": device}),
+        }
+    )
     check(config)
     check_runnable(config)
     return config
+
+
+def _parallel(saved: Config, tp: int, tokens: int) -> ParallelConfig:
+    """The layout of a checkpoint where tp processes can have it, else another of its family: any loads the same weights."""
+    layouts = LOW_RANK_LAYOUTS if saved.model.low_rank else DENSE_LAYOUTS
+    layout = saved.parallel.layout
+    if layout not in layouts:  # trained on one process, where every layout is 'single'
+        layout = layouts[0]
+    if layout in TOKEN_SHARDED and tokens % tp:
+        layout = next(other for other in layouts if other not in TOKEN_SHARDED)
+    choices = {"norm": "btp", "vanilla": "vanilla"}  # each of one layout only
+    kept = {field: getattr(saved.parallel, field) for field, of in choices.items() if of == layout}
+    return ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **kept)
 
 
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
@@ -52,7 +70,7 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     from boost.train.checkpoint import open_checkpoint
     from boost.train.launch import launch, under_torchrun
 
-    inference_config(open_checkpoint(Path(args.checkpoint)).config, args.tp, args.device)  # mistakes first
+    _config_for(open_checkpoint(Path(args.checkpoint)), args)  # mistakes first
     if under_torchrun() or args.tp == 1:
         return process(args)
     del args.run  # a module's function: looked up again by the process
@@ -66,11 +84,15 @@ def open_model(args: argparse.Namespace) -> "tuple[Checkpoint, Config, Mesh, Dec
     from boost.train.model import build_decoder
 
     checkpoint = open_checkpoint(Path(args.checkpoint))
-    config = inference_config(checkpoint.config, args.tp, args.device)
+    config = _config_for(checkpoint, args)
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     decoder = build_decoder(config, mesh)
     load_weights(checkpoint, decoder, mesh)
     return checkpoint, config, mesh, decoder
+
+
+def _config_for(checkpoint: "Checkpoint", args: argparse.Namespace) -> Config:
+    return inference_config(checkpoint.config, args.tp, args.device, getattr(args, "batch", 0))
 
 
 def dump(value: dict[str, Any], as_json: bool) -> None:

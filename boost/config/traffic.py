@@ -26,7 +26,8 @@ class Collective:
     kind: str
     """all-reduce | all-gather | reduce-scatter | all-to-all"""
     shape: tuple[int, ...]
-    """Whole payload: the tensor (all-reduce, all-to-all), the gathered tensor (all-gather, reduce-scatter)."""
+    """The payload: the tensor (all-reduce), the gathered tensor (all-gather, reduce-scatter), one process's part of
+    the tensor (all-to-all)."""
     dtype: str
     processes: int
     place: str = ""

@@ -1,0 +1,235 @@
+"""`boost inspect`: how a model is cut over TP processes, and what they send each other; as text, JSON or a picture."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.config import Config, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from boost.plan.inspection import Inspection
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "inspect",
+        help="how is it cut? every weight, the residual stream, every collective",
+        usage="boost inspect CONFIG [--layout L] [--tp N] [--json] [--svg FILE] [--section.key value ...]",
+        description="Says which part of each weight one process of a TP group holds, and every collective of an optimizer\n"
+        "step with its shape and bytes. Nothing is started: it is the table to which tests hold the runtime.",
+        epilog="examples:\n"
+        "  boost inspect demo                                     the demo as it is trained\n"
+        "  boost inspect boost-7b --layout btp-sp --tp 8\n"
+        "  boost inspect boost-7b --layout megatron --model.family dense\n"
+        "  boost inspect boost-7b --layout vanilla --json         for programs: one entry for every collective\n"
+        "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
+        "Bytes are those that one process sends: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
+        "all-gather, a reduce-scatter or an all-to-all. Units are decimal: 1 MB = 1,000,000 bytes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")
+    parser.add_argument("--layout", metavar="L", help="short for --parallel.layout")
+    parser.add_argument("--tp", metavar="N", help="short for --parallel.tp")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block")
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    overrides = list(args.overrides)
+    overrides += [
+        f"--parallel.{key}={getattr(args, key)}" for key in ("layout", "tp") if getattr(args, key) is not None
+    ]
+    asked = load(args.config, overrides)
+    config = load(args.config, [*overrides, "--parallel.pp=1"])
+
+    from boost.plan.inspection import inspect
+    from boost.plan.picture import block_picture, printable
+
+    inspection = inspect(config)
+    name, notes = printable(Path(args.config).name.removesuffix(".toml")), list(_notes(asked))
+    if args.svg is not None:
+        args.svg.write_text(block_picture(inspection, name), encoding="utf-8", newline="\n")
+    if args.json:
+        print(json.dumps(as_json(inspection) | {"notes": notes}, indent=2))
+        return 0
+    print_report(inspection, name, notes)
+    if args.svg is not None:
+        print(f"\n{args.svg} written")
+    return 0
+
+
+def _notes(config: Config) -> Iterator[str]:
+    """What the tables do not say by themselves."""
+    model, parallel = config.model, config.parallel
+    if parallel.pp > 1:
+        yield (
+            f"parallel.pp = {parallel.pp}, but this version has no pipeline stages yet: shown is one TP group with all "
+            "blocks, parallel.pp = 1"
+        )
+    if parallel.tp == 1:
+        same = "" if parallel.layout == "single" else f" (parallel.layout = '{parallel.layout}' is then 'single')"
+        yield f"parallel.tp = 1: one process holds every weight whole{same}; there are no collectives inside the model"
+    elif model.kv_heads < parallel.tp and parallel.layout != "vanilla":
+        yield (
+            f"model.kv_heads = {model.kv_heads} are fewer than the {parallel.tp} TP processes: each holds the weights of all "
+            "key/value heads and uses the rows of its own head"
+        )
+
+
+def as_json(inspection: "Inspection") -> dict[str, Any]:
+    """The inspection for programs. Parameters in elements, shapes as lists, bytes as one process sends them."""
+    config = inspection.config
+    return {
+        "family": config.model.family,
+        "layout": inspection.layout,
+        "tp": config.parallel.tp,
+        "dp": config.parallel.dp,
+        "layers": config.model.layers,
+        "parameters": inspection.parameters,
+        "parameters_per_process": inspection.parameters_per_process,
+        "tokens": inspection.tokens,
+        "micro_batches": inspection.micro_batches,
+        "residual": inspection.residual,
+        "heads": inspection.heads,
+        "channels": inspection.channels,
+        "bytes_per_token": inspection.bytes_per_token,
+        "bytes_per_micro_batch": inspection.bytes_per_micro_batch,
+        "bytes_per_step": inspection.bytes_per_step,
+        "weights": [
+            {"name": w.name, "global": w.shape, "local": w.local, "cut": w.where, "partial": w.cut.partial}
+            for w in inspection.weights
+        ],
+        "collectives": [
+            {
+                "phase": issued.collective.phase,
+                "kind": issued.collective.kind,
+                "shape": issued.collective.shape,
+                "dtype": issued.collective.dtype,
+                "bytes": issued.collective.sent_bytes,
+                "place": issued.collective.place,
+                "layer": issued.collective.layer,
+                "processes": issued.collective.processes,
+                "micro_batch": issued.micro_batch,
+            }
+            for issued in inspection.issued
+        ],
+    }
+
+
+def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
+    """The tables for people."""
+    from rich.console import Console
+    from rich.text import Text
+
+    # A pipe has no width, and a terminal's default there of 80 columns would break rows of large models.
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
+    config = inspection.config
+    model, parallel, train = config.model, config.parallel, config.train
+    mesh = [inspection.layout, f"TP {parallel.tp}"] + [f"DP {parallel.dp}"] * (parallel.dp > 1)
+    if parallel.tp > 1:
+        mesh += [f"parallel.norm = {parallel.norm}"] * (parallel.layout == "btp")
+        mesh += [f"parallel.vanilla = {parallel.vanilla}"] * (parallel.layout == "vanilla")
+        mesh += [f"parallel.grouping = {str(parallel.grouping).lower()}"]
+    batches = "1 micro-batch" if inspection.micro_batches == 1 else f"{inspection.micro_batches} micro-batches"
+    facts = {
+        "model": f"{name}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}"
+        + (f", r {model.rank}" if model.rank else ""),
+        "parameters": f"{_count(inspection.parameters)}, of which one process holds "
+        f"{_count(inspection.parameters_per_process)}",
+        "layout": ", ".join(mesh),
+        "tokens": f"T = {train.micro_batch} x {train.seq_len} = {inspection.tokens} in a micro-batch, {batches} a step",
+        "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.residual_cut]}",
+        "wide side": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
+    }
+    for key, value in facts.items():
+        console.print(Text(f"{key:<12}{value}"), soft_wrap=True)
+    for note in notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    _print_weights(console, inspection)
+    for phase, title in _PHASES.items():
+        _print_collectives(console, inspection, phase, title)
+    _print_totals(console, inspection)
+
+
+_RESIDUAL = {
+    "tokens": "each process: some tokens, whole width",
+    "hidden": "each process: all tokens, some columns",
+    "whole": "each process: all of it",
+}
+_PHASES = {"forward": "forward", "backward": "backward", "step": "once a step"}
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+
+def _print_weights(console: "Console", inspection: "Inspection") -> None:
+    from rich.table import Table
+
+    console.print("\nweights (a block's are the same in every block)", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("name")
+    table.add_column("global", justify="right")
+    table.add_column("one process", justify="right")
+    table.add_column("cut")
+    for weight in inspection.weights:
+        cells = (weight.short_name, _shape(weight.shape), _shape(weight.local), weight.where)
+        table.add_row(*cells, style="dim" if weight.cut.dim is None and inspection.config.parallel.tp > 1 else None)
+    console.print(table)
+
+
+def _print_collectives(console: "Console", inspection: "Inspection", phase: str, title: str) -> None:
+    """Those of one phase of the whole step, blocks and micro-batches added up."""
+    from rich.table import Table
+
+    from boost.plan.inspection import human_bytes
+
+    rows = [row for row in inspection.rows if row.collective.phase == phase]
+    if not rows:
+        return
+    console.print(f"\ncollectives, {title}", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("place", "kind"):
+        table.add_column(heading)
+    table.add_column("shape", justify="right")
+    table.add_column("dtype")
+    for heading in ("bytes", "times", "total"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        c = row.collective
+        times, sizes = f"x {row.count:,}", (human_bytes(c.sent_bytes), human_bytes(row.total_bytes))
+        table.add_row(c.place, c.kind, _shape(c.shape), _DTYPES[c.dtype], sizes[0], times, sizes[1])
+    console.print(table)
+
+
+def _print_totals(console: "Console", inspection: "Inspection") -> None:
+    from rich.text import Text
+
+    from boost.plan.inspection import human_bytes
+
+    if not inspection.issued:
+        console.print(Text("\nno collectives: one process does everything"), soft_wrap=True)
+        return
+    console.print("\none process sends", style="bold")
+    totals = {
+        "a token": inspection.bytes_per_token,
+        "a micro-batch": inspection.bytes_per_micro_batch,
+        "a step": inspection.bytes_per_step,
+    }
+    for per, sent in totals.items():
+        console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(str(n) for n in shape)}]"

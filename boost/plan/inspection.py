@@ -1,0 +1,189 @@
+"""How a configuration is cut: every weight, the residual stream, and every collective of an optimizer step. Arithmetic only.
+
+Legend: T tokens of one micro-batch in a TP group, p TP processes; d hidden width, f width of the MLP.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from boost.config.architecture import (
+    Parameter,
+    block_parameters,
+    embedding,
+    final_norm,
+    head,
+    parameter_count,
+)
+from boost.config.cuts import TOKEN_SHARDED, Cut, cut_of, local_shape, wide_parts
+from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.traffic import Collective
+from boost.plan.collectives import step_collectives, stored_tensors
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter and the part of it that one process holds."""
+
+    name: str
+    """As in the architecture; `layers.N.` stands for every block."""
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    cut: Cut
+    where: str
+    """The cut in words."""
+
+    @property
+    def short_name(self) -> str:
+        """The name without its block."""
+        return self.name.removeprefix("layers.N.")
+
+
+@dataclass(frozen=True)
+class Issued:
+    """One collective of an optimizer step, and the micro-batch that it belongs to."""
+
+    collective: Collective
+    micro_batch: int | None
+    """Number of the micro-batch; None for what is issued once a step."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All collectives of a step that are alike but for their block and micro-batch."""
+
+    collective: Collective
+    """The first of them."""
+    count: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one process sends in all of them."""
+        return self.count * self.collective.sent_bytes
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one process of a TP group holds and sends. Shapes are (rows, columns), bytes are those that it sends."""
+
+    config: Config
+    weights: tuple[Weight, ...]
+    """The outer parameters and those of one block, in the order of the architecture."""
+    parameters: int
+    """Elements of the whole model."""
+    parameters_per_process: int
+    """Elements that one process stores."""
+    tokens: int
+    """T."""
+    micro_batches: int
+    """Micro-batches that one process takes through the model in an optimizer step."""
+    issued: tuple[Issued, ...]
+    """Every collective of one optimizer step, in the order in which it is issued."""
+
+    @property
+    def layout(self) -> str:
+        """The layout in effect: every layout of one process is `single`."""
+        return self.config.parallel.layout if self.config.parallel.tp > 1 else "single"
+
+    @property
+    def residual_cut(self) -> str:
+        """How the residual stream lies on the processes: 'tokens', 'hidden', or 'whole' (on every process)."""
+        return residual_cut(self.config.model, self.config.parallel)
+
+    @property
+    def residual(self) -> tuple[int, int]:
+        """Local shape of the residual stream of one micro-batch."""
+        p, d = self.config.parallel.tp, self.config.model.dim
+        cut = self.residual_cut
+        return (self.tokens // p if cut == "tokens" else self.tokens, d // p if cut == "hidden" else d)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Local shape of the attention's input of queries, and of its output."""
+        return self.tokens, self.config.model.dim // wide_parts(self.config.parallel)
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Local shape of gate, of up and of their product."""
+        return self.tokens, self.config.model.ffn_dim // wide_parts(self.config.parallel)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The collectives of a step, added up over blocks and micro-batches, in the order of their first."""
+        counts: dict[tuple[object, ...], int] = {}
+        first: dict[tuple[object, ...], Collective] = {}
+        for issued in self.issued:
+            c = issued.collective
+            key = (c.phase, c.place, c.kind, c.shape, c.dtype, c.processes)
+            first.setdefault(key, c)
+            counts[key] = counts.get(key, 0) + 1
+        return tuple(Row(first[key], count) for key, count in counts.items())
+
+    @cached_property
+    def bytes_per_step(self) -> int:
+        """Bytes that one process sends in an optimizer step."""
+        return sum(issued.collective.sent_bytes for issued in self.issued)
+
+    @cached_property
+    def bytes_per_micro_batch(self) -> int:
+        """Bytes that one process sends for one micro-batch, forward and backward."""
+        return sum(issued.collective.sent_bytes for issued in self.issued if issued.micro_batch == 0)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one process sends for each of the T tokens, forward and backward."""
+        return self.bytes_per_micro_batch / self.tokens
+
+
+def inspect(config: Config) -> Inspection:
+    """The inspection of one TP group and what it exchanges with its data-parallel replicas. parallel.pp must be 1."""
+    model, parallel, train = config.model, config.parallel, config.train
+    assert parallel.pp == 1
+    micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
+    parameters = (embedding(model), *block_parameters(model, 0), final_norm(model), head(model))
+    return Inspection(
+        config=config,
+        weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
+        parameters=parameter_count(model),
+        parameters_per_process=sum(elements for elements, _ in stored_tensors(model, parallel)),
+        tokens=train.micro_batch * train.seq_len,
+        micro_batches=micro_batches,
+        issued=tuple(_numbered(step_collectives(config), micro_batches)),
+    )
+
+
+def residual_cut(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """'tokens', 'hidden' or 'whole': along what the residual stream [T, d] is cut."""
+    if parallel.tp > 1 and parallel.layout in TOKEN_SHARDED:
+        return "tokens"
+    # The gain of a block's norm lies as the residual's columns do: that is what it multiplies.
+    return "hidden" if cut_of("norm", model, parallel).dim == 0 else "whole"
+
+
+def human_bytes(number: float) -> str:
+    """Three significant digits in decimal units: 151584768 is '152 MB'."""
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while number >= 999.5 and len(units) > 1:
+        number /= 1000
+        del units[0]
+    return f"{number:.3g} {units[0]}" if number < 999.5 else f"{number:,.0f} {units[0]}"
+
+
+def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
+    cut = cut_of(parameter.role, model, parallel)
+    name = parameter.name.replace("layers.0.", "layers.N.", 1)
+    return Weight(name, parameter.shape, local_shape(parameter, cut, parallel.tp), cut, _words(cut, parallel.tp))
+
+
+def _words(cut: Cut, processes: int) -> str:
+    if cut.dim is not None:
+        return f"dim {cut.dim} in {processes}"
+    return "whole, gradient summed once a step" if cut.partial else "whole"
+
+
+def _numbered(collectives: list[Collective], micro_batches: int) -> list[Issued]:
+    """Micro-batches issue the same collectives one after the other; what belongs to the step comes last."""
+    of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
+    return [
+        Issued(collective, None if collective.phase == "step" else position // of_one)
+        for position, collective in enumerate(collectives)
+    ]

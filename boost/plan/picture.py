@@ -1,0 +1,246 @@
+"""One block as a picture: what each TP process holds of every tensor, and which collectives stand between them. An SVG.
+
+The picture is derived: cuts are `cut_of`'s, collectives those of the table. A place on the page follows from what a
+collective does: in a layout that communicates at the bottleneck all stand between A and B; otherwise a group is gathered
+(forward) and summed (backward) at its entry, and the other way round at its exit.
+
+Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the residual, the MLP and the bottleneck.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+from boost.config.architecture import Group, groups
+from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
+from boost.config.traffic import Collective, statistic_columns
+from boost.plan.inspection import Inspection, human_bytes
+from boost.plan.svg import Page, Piece, Row, Words, panel_width
+
+UNIT = 70.0
+"""Pixels that stand for d, at most."""
+
+
+def block_picture(inspection: Inspection, name: str) -> str:
+    """The SVG document of one block. `name` is what the title calls the model. The same input makes the same bytes."""
+    config = inspection.config
+    model, parallel = config.model, config.parallel
+    label = printable(name)
+    title = [label if len(label) <= 30 else f"{label[:29]}…", f"TP {parallel.tp}"]
+    if parallel.tp > 1:
+        title += ["norm sync"] * (parallel.layout == "btp" and parallel.norm == "sync")
+        title += [parallel.vanilla] * (parallel.layout == "vanilla")
+        title += ["ungrouped"] * (not parallel.grouping)
+    bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
+    words = Words(
+        layout=inspection.layout,
+        model=" · ".join(title),
+        subtitle=f"One of {model.layers} blocks, every linear y = {bottleneck if model.low_rank else 'W x'}; d = {model.dim}, "
+        f"f = {model.ffn_dim}{f', r = {model.rank}' if model.low_rank else ''}; T = {inspection.tokens} tokens in a "
+        f"micro-batch, {config.train.compute_dtype}",
+        description=f"One block of a {model.family} decoder on {parallel.tp} processes, from top to bottom: which part of "
+        "each weight and activation every process holds, and the collectives between them.",
+        summary=_summary(inspection),
+    )
+    return Page(words, parallel.tp).draw(list(block_rows(inspection)))
+
+
+def printable(name: str) -> str:
+    """A file's name as any page and terminal takes it."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def _summary(inspection: Inspection) -> str:
+    sent = {"forward": 0, "backward": 0}
+    for issued in inspection.issued:
+        if issued.micro_batch == 0 and issued.collective.layer == 0:
+            sent[issued.collective.phase] += issued.collective.sent_bytes
+    total = sum(sent.values())
+    if not total:
+        return "One process: no collectives."
+    parts = " + ".join(f"{human_bytes(number)} {phase}" for phase, number in sent.items())
+    return f"Bytes are those that one process sends, for one block and micro-batch: {parts} = {human_bytes(total)}"
+
+
+def block_rows(inspection: Inspection) -> Iterator[Row]:
+    """What the picture shows, from the residual stream to itself one block later."""
+    config = inspection.config
+    yield _residual(inspection, "Residual stream")
+    for group in groups(config.model):
+        if group.side == "enter":
+            yield _norm(inspection, group)
+            yield from _group(inspection, group)
+            yield _wide(inspection, group)
+        else:
+            yield from _group(inspection, group)
+            yield _residual(inspection, "Residual + update")
+
+
+def _length(n: int, inspection: Inspection) -> float:
+    """Pixels of a width: in proportion up to d, flatter beyond, and never too thin to be seen cut."""
+    model, p = inspection.config.model, inspection.config.parallel.tp
+    panel = panel_width(p)
+    relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model)[0].slots]
+    unit = min(UNIT if p > 2 else UNIT * 1.15, (panel - 40) / sum(relative))
+    return round(unit * _relative(n, model.dim), 2)
+
+
+def _relative(n: int, dim: int) -> float:
+    share = n / dim
+    return max(share, 0.16) if share <= 1 else 1 + min(0.2 * (share - 1), 0.5)
+
+
+def _share(word: str, parts: int) -> str:
+    return word if parts == 1 else f"{word}/{parts}"
+
+
+def _residual(inspection: Inspection, title: str) -> Row:
+    p, cut = inspection.config.parallel.tp, inspection.residual_cut
+    detail = {
+        "hidden": f"T x {_share('d', p)}: cut along the width",
+        "tokens": f"{_share('T', p)} x d: cut along the tokens",
+        "whole": "T x d" if p == 1 else "T x d on every process",
+    }[cut]
+    axis = {"hidden": "x", "tokens": "y", "whole": ""}[cut]
+    width = _length(inspection.config.model.dim, inspection)
+    return Row(title, (detail,), (Piece(width, 28.0, axis, activation=True),), residual=True)
+
+
+def _norm(inspection: Inspection, group: Group) -> Row:
+    model, parallel = inspection.config.model, inspection.config.parallel
+    cut = cut_of("norm", model, parallel)
+    detail = "of whole rows, local"
+    if inspection.residual_cut == "hidden":
+        detail = "statistic sent with the latents" if parallel.norm == "online" else "statistic sent by itself"
+    piece = Piece(_length(model.dim, inspection), 8.0, "x" if cut.dim == 0 else "", cut.partial)
+    return Row("RMSNorm", (detail,), (piece,))
+
+
+def _wide(inspection: Inspection, group: Group) -> Row:
+    """Attention or the gated product, with the heads or channels that each process computes."""
+    model, parts = inspection.config.model, wide_parts(inspection.config.parallel)
+    p = inspection.config.parallel.tp
+    word, n, title, width = "heads", model.heads, "Attention", "d"
+    if group.name == "gate_up":
+        word, n, title, width = "channels", model.ffn_dim, "silu(gate) x up" if model.mlp_silu else "gate x up", "f"
+    share = n // parts
+    boxes = []
+    for rank in range(p):
+        first = rank * share if parts > 1 else 0
+        boxes.append(f"{word} {first}-{first + share - 1}" if share > 1 else f"{word[:-1]} {first}")
+    same = " on every process" if parts == 1 < p else ""
+    return Row(title, (f"T x {_share(width, parts)}{same}",), boxes=tuple(boxes))
+
+
+def _group(inspection: Inspection, group: Group) -> Iterator[Row]:
+    """Weights, latents and collectives of one group, in the order in which a token meets them."""
+    model, parallel = inspection.config.model, inspection.config.parallel
+    bars = _bars(inspection, group)
+    yield from bars["norm"]
+    yield from bars["entry"]
+    if not model.low_rank:
+        yield _weights(inspection, group, "W")
+        yield from bars["exit"]
+        return
+    cut_a = cut_of(f"{group.side}.A", model, parallel)
+    axis = "x" if cut_a.dim == 0 else "y" if inspection.residual_cut == "tokens" else ""
+    pieces = tuple(Piece(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
+    k, p = len(group.ranks), parallel.tp
+    width = "r" if k == 1 else f"{k}r"
+    rows, columns = _share("T", p if axis == "y" else 1), _share(width, p if axis == "x" else 1)
+    whole = " on every process" if not axis and p > 1 else ""
+    title = "Latents" if model.latent_act == "none" else f"{model.latent_act} on the latents"
+    latents = Row(title, (f"{rows} x {columns}{whole}",), pieces)
+    yield _weights(inspection, group, "A")
+    # A factor cut along its input leaves partial sums: latents, and what acts on them, come behind the collective.
+    yield from [*bars["between"], latents] if cut_a.dim == 1 else [latents, *bars["between"]]
+    yield _weights(inspection, group, "B")
+    yield from bars["exit"]
+
+
+def _weights(inspection: Inspection, group: Group, factor: str) -> Row:
+    model, parallel = inspection.config.model, inspection.config.parallel
+    pieces, shapes = [], []
+    for slot, parameter in zip(group.slots, group.parameters("", factor), strict=True):
+        cut = cut_of(parameter.role, model, parallel)
+        rows, columns = parameter.shape
+        axis = {None: "", 0: "y", 1: "x"}[cut.dim]
+        pieces.append(Piece(_length(columns, inspection), _length(rows, inspection), axis, cut.partial))
+        shapes.append((_sizes(parameter.shape, local_shape(parameter, cut, parallel.tp), cut, parallel.tp), slot.name))
+    details = []
+    for text, same in itertools.groupby(shapes, key=lambda item: item[0]):
+        names = ", ".join(name.partition(".")[2] for _, name in same)
+        details.append(text if text == shapes[0][0] == shapes[-1][0] else f"{names}: {text}")
+    names = ", ".join(slot.name.partition(".")[2] for slot in group.slots)
+    return Row(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
+
+
+def _sizes(shape: tuple[int, ...], local: tuple[int, ...], cut: Cut, processes: int) -> str:
+    whole = " x ".join(str(n) for n in shape)
+    if cut.dim is None:
+        return whole if processes == 1 else f"{whole}, whole"
+    return f"{whole}, here {' x '.join(str(n) for n in local)}"
+
+
+def _bars(inspection: Inspection, group: Group) -> dict[str, list[Row]]:
+    """The collectives of a group by where they stand: before the norm, at the entry, between the factors, at the exit."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for issued in inspection.issued:
+        c = issued.collective
+        if issued.micro_batch == 0 and c.layer == 0 and c.place == group.name:
+            found.setdefault((_position(inspection, group, c), c.phase), []).append(_says(inspection, group, c))
+    bars: dict[str, list[Row]] = {}
+    for position in ("norm", "entry", "between", "exit"):
+        # The backward pass issues them in reverse.
+        sides = found.get((position, "forward"), []), found.get((position, "backward"), [])[::-1]
+        pairs = tuple(itertools.zip_longest(*sides, fillvalue=""))
+        bars[position] = [Row("", bars=pairs)] if pairs else []
+    return bars
+
+
+def _at_bottleneck(inspection: Inspection, group: Group) -> bool:
+    """Whether the factor on the wide side is cut along heads or channels: then latents are what crosses."""
+    model, parallel = inspection.config.model, inspection.config.parallel
+    if not model.low_rank:
+        return False
+    role, dim = ("enter.B", 0) if group.side == "enter" else ("leave.A", 1)
+    return cut_of(role, model, parallel).dim == dim
+
+
+def _position(inspection: Inspection, group: Group, c: Collective) -> str:
+    if _is_statistic(inspection, group, c.shape[-1]):
+        return "norm"
+    if _at_bottleneck(inspection, group):
+        return "between"
+    leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)
+    return "exit" if c.kind in leaves else "entry"
+
+
+def _is_statistic(inspection: Inspection, group: Group, width: int) -> bool:
+    """Whether a collective is RMSNorm's statistic by itself."""
+    return width == 1 and group.side == "enter" and inspection.config.parallel.norm == "sync"
+
+
+def _says(inspection: Inspection, group: Group, c: Collective) -> str:
+    """'all-reduce T x (3r + statistic) · 152 MB', with the bytes that one process sends."""
+    return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {human_bytes(c.sent_bytes)}"
+
+
+def _symbol(inspection: Inspection, group: Group, width: int) -> str:
+    """A width as a multiple of r, d or f, with the statistic of online RMSNorm where it travels along."""
+    config = inspection.config
+    model, parallel = config.model, config.parallel
+    units = {"d": model.dim, "f": model.ffn_dim}
+    if group.name in ("gate_up", "down"):
+        units = {"f": model.ffn_dim, "d": model.dim}
+    if _at_bottleneck(inspection, group):
+        units = {"r": model.rank or 0}
+    if _is_statistic(inspection, group, width):
+        return "statistic"
+    for word, unit in units.items():
+        for factor in (1, len(group.slots)):
+            symbol = word if factor == 1 else f"{factor}{word}"
+            if width == factor * unit:
+                return symbol
+            if word == "r" and width == factor * unit + statistic_columns(config.train.compute_dtype, parallel.tp):
+                return f"({symbol} + statistic)"
+    return str(width)

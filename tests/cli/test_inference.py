@@ -1,0 +1,53 @@
+"""Which layout evaluates a checkpoint: its own where the processes can have it, else another that computes the same."""
+
+from typing import Any
+
+import pytest
+
+from boost.cli.inference import inference_config
+from boost.errors import ConfigError
+from tests import toy
+
+
+def layout_of(parallel: dict[str, Any], tp: int, batch: int = 0, **sections: Any) -> str:
+    saved = toy.toy_config(parallel=parallel, **sections)
+    return inference_config(saved, tp, "cpu", batch).parallel.layout
+
+
+def test_a_checkpoint_keeps_its_layout_and_its_choices() -> None:
+    saved = toy.toy_config(parallel={"layout": "btp", "norm": "sync", "grouping": False, "tp": 2, "dp": 2})
+    parallel = inference_config(saved, 4, "cpu").parallel
+    assert (parallel.layout, parallel.norm, parallel.grouping, parallel.tp, parallel.dp) == ("btp", "sync", False, 4, 1)
+    saved = toy.toy_config(parallel={"layout": "vanilla", "vanilla": "published", "tp": 2})
+    assert inference_config(saved, 4, "cpu").parallel.vanilla == "published"
+
+
+@pytest.mark.parametrize(
+    ("family", "trained_with", "expected"),
+    [
+        ("cola", "single", "btp"),
+        ("cola", "megatron", "btp"),
+        ("dense", "btp", "megatron-sp"),
+        ("svd", "btp-sp", "btp-sp"),
+    ],
+)
+def test_what_one_process_trained_is_cut_as_its_family_allows(family: str, trained_with: str, expected: str) -> None:
+    assert layout_of({"layout": trained_with}, 2, model={"family": family}) == expected
+
+
+def test_choices_of_a_layout_that_one_process_never_used_do_not_stand_in_the_way() -> None:
+    assert layout_of({"layout": "btp-sp", "norm": "sync", "vanilla": "published"}, 2) == "btp-sp"
+
+
+def test_tokens_that_the_processes_cannot_share_take_a_layout_that_does_not_cut_them() -> None:
+    odd = {"train": {"seq_len": 15, "micro_batch": 2, "global_batch": 2}}
+    assert layout_of({"layout": "btp-sp", "tp": 2}, 2, **odd) == "btp-sp"
+    assert layout_of({"layout": "btp-sp", "tp": 2}, 4, **odd) == "btp"
+    assert layout_of({"layout": "btp-sp", "tp": 2}, 4, batch=4, **odd) == "btp-sp"
+    assert layout_of({"layout": "megatron-sp", "tp": 2}, 4, model={"family": "dense"}, **odd) == "megatron"
+
+
+@pytest.mark.parametrize("tp", [0, 3])
+def test_a_number_of_processes_that_cannot_be(tp: int) -> None:
+    with pytest.raises(ConfigError, match=f"tp = {tp}"):
+        inference_config(toy.toy_config(), tp, "cpu")

@@ -1,0 +1,149 @@
+"""`boost inspect` as a person and a program meet it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.cli.main import main
+
+
+def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["inspect", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code, out, _ = say(capsys, *words, "--json")
+    assert code == 0
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+LAYOUTS = (
+    ["--layout", "btp"],
+    ["--layout", "btp", "--parallel.norm", "sync", "--parallel.grouping", "false"],
+    ["--layout", "btp-sp"],
+    ["--layout", "vanilla"],
+    ["--layout", "vanilla", "--parallel.vanilla", "published"],
+    ["--layout", "megatron", "--model.family", "dense"],
+    ["--layout", "megatron-sp", "--model.family", "dense"],
+)
+
+
+@pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
+@pytest.mark.parametrize("tp", ["2", "8"])
+def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, "boost-7b", *words, "--tp", tp)
+    assert found["layout"] == words[1] and found["tp"] == int(tp)
+    assert found["bytes_per_step"] == sum(c["bytes"] for c in found["collectives"]) > 0
+    assert {c["phase"] for c in found["collectives"]} == {"forward", "backward", "step"}
+    for weight in found["weights"]:
+        ratios = [whole // part for whole, part in zip(weight["global"], weight["local"], strict=True)]
+        assert sorted(ratios)[-1] == (int(tp) if weight["cut"].startswith("dim") else 1)
+        assert weight["partial"] == weight["cut"].startswith("whole, gradient")
+    code, out, _ = say(capsys, "boost-7b", *words, "--tp", tp)
+    assert code == 0
+    assert max(len(line) for line in out.splitlines()) <= 100
+    assert "…" not in out
+    assert all(weight["name"].removeprefix("layers.N.") in out for weight in found["weights"])
+
+
+def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, "boost-7b")
+    weights = {weight["name"]: weight for weight in found["weights"]}
+    assert weights["layers.N.attn.q.A"]["global"] == [1024, 4096]
+    assert weights["layers.N.attn.q.A"]["local"] == [1024, 1024]
+    assert weights["layers.N.attn.q.A"]["cut"] == "dim 1 in 4"
+    assert weights["embed"]["local"] == [32000, 1024]
+    assert (found["tokens"], found["micro_batches"], found["dp"], found["residual"]) == (16384, 1, 1, [16384, 1024])
+    first = found["collectives"][0]
+    assert first == {
+        "phase": "forward",
+        "kind": "all-reduce",
+        "shape": [16384, 3084],
+        "dtype": "bfloat16",
+        "bytes": 2 * 16384 * 3084 * 2 * 3 // 4,
+        "place": "qkv",
+        "layer": 0,
+        "processes": 4,
+        "micro_batch": 0,
+    }
+    assert found["collectives"][-1]["micro_batch"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of single, megatron, megatron-sp, vanilla, btp, "
+         "btp-sp; did you mean 'btp'?"),
+        (["boost-7b", "--tp", "3"], "parallel.tp = 3 must divide model.dim = 4096"),
+        (["demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
+        (["demo", "--tp", "0"], "parallel.tp = 0 is too small; the smallest legal value is 1"),
+        (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' cuts dense linears"),
+        (["nope"], "no configuration file and no preset named 'nope'"),
+        (["demo", "--model.rnk", "3"], "unknown key 'model.rnk'; did you mean 'model.rank'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = say(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("boost: error: ") and err.count("\n") == 1
+    assert expected in err
+
+
+def test_pipeline_stages_are_left_out_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = say(capsys, "boost-13b")
+    assert out.count("note: parallel.pp = 2") == 1
+    found = facts(capsys, "boost-13b")
+    assert max(c["layer"] or 0 for c in found["collectives"]) == 39
+    assert "parallel.pp = 2" in found["notes"][0]
+    assert facts(capsys, "boost-7b")["notes"] == []
+
+
+def test_few_key_value_heads_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    out = say(capsys, "boost-7b", "--model.kv_heads", "2")[1]
+    assert "note: model.kv_heads = 2 are fewer than the 4 TP processes" in out
+
+
+def test_one_process_has_no_collectives_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = say(capsys, "demo", "--tp", "1")
+    assert "parallel.tp = 1: one process holds every weight whole" in out
+    assert "no collectives" in out and "once a step" not in out
+    found = facts(capsys, "demo", "--tp", "1")
+    assert (found["layout"], found["collectives"], found["bytes_per_step"]) == ("single", [], 0)
+    assert found["parameters"] == found["parameters_per_process"]
+
+
+def test_replicas_of_one_process_sum_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = say(capsys, "cola-60m", "--parallel.dp", "8")
+    assert "collectives, once a step" in out and "forward" not in out.partition("collectives")[2]
+
+
+def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, resolved, _ = (main(["config", "demo"]), *capsys.readouterr())
+    (tmp_path / "mine.toml").write_text(resolved)
+    picture = tmp_path / "block.svg"
+    code, out, _ = say(capsys, str(tmp_path / "mine.toml"), "--layout", "btp-sp", "--svg", str(picture))
+    assert code == 0
+    assert out.startswith("model       mine: cola, 4 blocks") and f"{picture} written" in out
+    text = picture.read_text(encoding="utf-8")
+    assert text.startswith("<svg") and "· mine · TP 2" in text
+    assert say(capsys, "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
+
+
+def test_it_answers_without_torch() -> None:
+    program = (
+        "import sys; from boost.cli.main import main; code = main(['inspect', 'boost-30b', '--layout', 'btp-sp', '--json']);"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tp"] == 4

@@ -1,0 +1,164 @@
+"""What `inspect` says against the layouts' own words (docs of boost/parallel/layouts)."""
+
+import math
+from typing import Any
+
+import pytest
+
+from boost.config import load
+from boost.plan.collectives import step_collectives
+from boost.plan.inspection import Inspection, human_bytes, inspect
+
+LAYOUTS: dict[str, list[str]] = {
+    "btp": [],
+    "btp, sync": ["--parallel.norm=sync"],
+    "btp, ungrouped": ["--parallel.grouping=false"],
+    "btp-sp": ["--parallel.layout=btp-sp"],
+    "vanilla": ["--parallel.layout=vanilla"],
+    "vanilla, published": ["--parallel.layout=vanilla", "--parallel.vanilla=published"],
+    "megatron": ["--parallel.layout=megatron", "--model.family=dense"],
+    "megatron-sp": ["--parallel.layout=megatron-sp", "--model.family=dense"],
+}
+T, D, F, R = 16384, 4096, 11008, 1024
+"""boost-7b."""
+
+
+def inspected(name: str = "btp", *overrides: str) -> Inspection:
+    return inspect(load("boost-7b", [*LAYOUTS[name], *overrides]))
+
+
+def local(inspection: Inspection) -> dict[str, tuple[int, ...]]:
+    return {weight.short_name: weight.local for weight in inspection.weights}
+
+
+def forward_of_a_block(inspection: Inspection) -> list[tuple[Any, ...]]:
+    block = [issued.collective for issued in inspection.issued if issued.collective.layer == 0]
+    return [(c.place, c.kind, *c.shape) for c in block if c.phase == "forward"]
+
+
+def test_btp_cuts_along_the_wide_dimension() -> None:
+    inspection = inspected()
+    shapes = local(inspection)
+    assert shapes["attn.q.A"] == shapes["attn.q.B"] == (1024, 1024)
+    assert shapes["mlp.gate.B"] == (2752, 1024)
+    assert shapes["mlp.down.A"] == (1024, 2752)
+    assert shapes["attn_norm"] == (1024,)
+    assert (inspection.residual, inspection.heads, inspection.channels) == ((T, D // 4), (T, D // 4), (T, F // 4))
+
+
+def test_btp_sp_holds_outer_factors_whole() -> None:
+    inspection = inspected("btp-sp")
+    weights = {weight.short_name: weight for weight in inspection.weights}
+    whole = [name for name, weight in weights.items() if weight.cut.partial]
+    outer = ["attn.q.A", "attn.k.A", "attn.v.A", "attn.o.B", "mlp.gate.A", "mlp.up.A", "mlp.down.B"]
+    assert sorted(whole) == sorted([*outer, "attn_norm", "mlp_norm", "final_norm"])
+    assert weights["mlp.down.B"].where == "whole, gradient summed once a step"
+    assert weights["mlp.down.A"].where == "dim 1 in 4"
+    assert inspection.residual == (T // 4, D)
+
+
+def test_vanilla_cuts_along_the_rank() -> None:
+    shapes = local(inspected("vanilla"))
+    assert shapes["attn.q.A"] == (256, 4096)
+    assert shapes["mlp.gate.B"] == (11008, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("btp", [("qkv", "all-reduce", T, 3 * R + 12), ("o", "all-reduce", T, R),
+                 ("gate_up", "all-reduce", T, 2 * R + 12), ("down", "all-reduce", T, R)]),
+        ("btp, sync", [("qkv", "all-reduce", T, 1), ("qkv", "all-reduce", T, 3 * R), ("o", "all-reduce", T, R),
+                       ("gate_up", "all-reduce", T, 1), ("gate_up", "all-reduce", T, 2 * R), ("down", "all-reduce", T, R)]),
+        ("btp-sp", [("qkv", "all-gather", T, 3 * R), ("o", "reduce-scatter", T, R),
+                    ("gate_up", "all-gather", T, 2 * R), ("down", "reduce-scatter", T, R)]),
+        ("vanilla", [("qkv", "reduce-scatter", T, 3 * D), ("o", "all-gather", T, D), ("o", "all-reduce", T, D),
+                     ("gate_up", "reduce-scatter", T, 2 * F), ("down", "all-gather", T, F), ("down", "all-reduce", T, D)]),
+        ("megatron", [("o", "all-reduce", T, D), ("down", "all-reduce", T, D)]),
+        ("megatron-sp", [("qkv", "all-gather", T, D), ("o", "reduce-scatter", T, D),
+                         ("gate_up", "all-gather", T, D), ("down", "reduce-scatter", T, D)]),
+    ],
+)  # fmt: skip
+def test_forward_collectives_of_a_block(name: str, expected: list[tuple[Any, ...]]) -> None:
+    assert forward_of_a_block(inspected(name)) == expected
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_btp_sp_sends_half_of_what_btp_sends_for_latents(tp: int) -> None:
+    def latents(name: str) -> int:
+        collectives = [issued.collective for issued in inspected(name, f"--parallel.tp={tp}").issued]
+        return sum(c.sent_bytes for c in collectives if c.layer is not None and c.shape[-1] != 1)
+
+    assert latents("btp, sync") == 2 * latents("btp-sp") > 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("tp", [2, 8])
+def test_parts_make_up_the_whole(name: str, tp: int) -> None:
+    inspection = inspected(name, f"--parallel.tp={tp}", "--model.kv_heads=4")
+    layers, held, total = inspection.config.model.layers, 0, 0
+    for weight in inspection.weights:
+        copies = layers if weight.name.startswith("layers.N.") else 1
+        part, whole = math.prod(weight.local), math.prod(weight.shape)
+        held, total = held + copies * part, total + copies * whole
+        assert part * (tp if weight.cut.dim is not None else 1) == whole
+        if weight.cut.dim is not None:
+            assert not weight.cut.partial
+    assert held == inspection.parameters_per_process
+    assert total == inspection.parameters
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_collective_of_a_step_is_there_with_its_micro_batch(name: str) -> None:
+    inspection = inspected(name, "--train.micro_batch=1", "--parallel.dp=2")
+    issued = inspection.issued
+    assert inspection.micro_batches == 2
+    assert [one.collective for one in issued] == step_collectives(inspection.config)
+    numbers = [one.micro_batch for one in issued if one.micro_batch is not None]
+    assert numbers == sorted(numbers)
+    assert numbers.count(0) == numbers.count(1) == len(numbers) / 2 > 0
+    assert all((one.collective.phase == "step") == (one.micro_batch is None) for one in issued)
+    step = sum(one.collective.sent_bytes for one in issued if one.micro_batch is None)
+    assert inspection.bytes_per_step == 2 * inspection.bytes_per_micro_batch + step
+    assert inspection.bytes_per_token * inspection.tokens == pytest.approx(inspection.bytes_per_micro_batch)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_add_up_to_the_step(name: str) -> None:
+    inspection = inspected(name)
+    assert sum(row.count for row in inspection.rows) == len(inspection.issued)
+    assert sum(row.total_bytes for row in inspection.rows) == inspection.bytes_per_step
+    keys = [(c.phase, c.place, c.kind, c.shape) for c in (row.collective for row in inspection.rows)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_few_key_value_heads_are_held_whole() -> None:
+    inspection = inspected("btp", "--model.kv_heads=2")
+    weights = {weight.short_name: weight for weight in inspection.weights}
+    assert weights["attn.k.B"].local == weights["attn.k.B"].shape == (256, 1024)
+    assert weights["attn.k.B"].cut.partial
+    assert weights["attn.q.B"].local == (1024, 1024)
+
+
+def test_one_process_holds_and_computes_everything() -> None:
+    inspection = inspected("btp", "--parallel.tp=1")
+    assert inspection.layout == "single"
+    assert all(weight.local == weight.shape and weight.where == "whole" for weight in inspection.weights)
+    assert inspection.parameters_per_process == inspection.parameters
+    assert (inspection.residual, inspection.issued, inspection.bytes_per_step) == ((T, D), (), 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (36, "36 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (151584768, "152 MB"),
+        (999.6e6, "1 GB"),
+        (5e18, "5,000 PB"),
+    ],
+)
+def test_bytes_for_people(number: float, text: str) -> None:
+    assert human_bytes(number) == text
