@@ -4,6 +4,7 @@
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
 #   make test     the tests
 #   make check    lint, format and types
+#   make curves   loss curves of all layouts over each other, into benchmarks/results/ (about five minutes)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +24,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check clean
+.PHONY: setup train test check curves clean
 
 setup: $(READY)
 
@@ -50,6 +51,13 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A small model: the question is whether the curves are the same, not how low they go.
+CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 128 --train.steps 200
+
+curves: setup
+	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/boost bench curves demo --tp 2 $(CURVES)
 
 clean:
 	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache
