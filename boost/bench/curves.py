@@ -145,7 +145,7 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         dtype, by_family = next(iter(curves.items()))
         for number, (name, curve) in enumerate(by_family[family].items()):
             # Each thinner than the one below it: curves that lie on each other are all seen.
-            top.plot(curve, label=name, linewidth=1.4 * (len(by_family[family]) - number))
+            top.plot(curve, label=name, linewidth=0.8 * (len(by_family[family]) - number))
         top.set_title(f"{family}: loss, nats a token ({dtype})")
         top.legend(fontsize=8, frameon=False)
         for row, (dtype, by_family) in enumerate(curves.items(), start=1):

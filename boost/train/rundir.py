@@ -110,7 +110,7 @@ class _RankLog(logging.FileHandler):
 
 
 def environment(config: Config) -> dict[str, Any]:
-    """What a run depends on beside its configuration. No host name: run directories are shared."""
+    """What a run depends on beside its configuration. No host name and no place of the program: run directories are shared."""
     import numpy
     import torch
 
@@ -128,7 +128,7 @@ def environment(config: Config) -> dict[str, Any]:
         "gpus": gpus,
         "world_size": config.parallel.world_size,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 
 
