@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,7 +16,8 @@ SECOND_INTERRUPT_S = 2.0
 class StopRequest:
     """While open, stop signals only set a flag; a second SIGINT more than 2 s after the first raises KeyboardInterrupt.
 
-    Handlers of before come back on exit. Must be opened on the main thread (Python's rule for handlers).
+    Handlers of before come back on exit; after a SIGINT, once those 2 s are over. Must be opened on
+    the main thread (Python's rule for handlers).
     """
 
     def __init__(self) -> None:
@@ -36,8 +38,20 @@ class StopRequest:
     ) -> None:
         for number, handler in self._before.items():
             # None is a handler that C code installed: Python cannot put it back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            before = signal.SIG_DFL if handler is None else handler
+            signal.signal(number, self._late(before) if number == signal.SIGINT and self._interrupted_at else before)
         self._before.clear()
+
+    def _late(self, before: Any) -> Callable[[int, FrameType | None], None]:
+        """The handler of before, but deaf to what a launcher still sends on of a Ctrl-C that has been heeded already."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._interrupted_at is not None and time.monotonic() - self._interrupted_at <= SECOND_INTERRUPT_S:
+                return
+            signal.signal(number, before)
+            signal.raise_signal(number)
+
+        return handle
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:

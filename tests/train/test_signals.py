@@ -1,10 +1,18 @@
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from boost.train import signals
 from boost.train.signals import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -59,3 +67,19 @@ def test_sigterm_never_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             now += 10
         assert request.name == "SIGTERM"
+
+
+def test_what_a_launcher_still_sends_of_one_interrupt_does_not_hurt_after_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+    now += signals.SECOND_INTERRUPT_S
+    os.kill(os.getpid(), signal.SIGINT)
+    now += 0.1
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
