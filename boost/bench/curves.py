@@ -13,6 +13,7 @@ from typing import Any
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
+from boost.models.init import initialize
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
@@ -62,16 +63,17 @@ def configuration(config: Config, family: Family, dtype: str, parallel: dict[str
 def losses(config: Config, mesh: Mesh) -> list[float]:
     """The loss of each of config.train.steps steps, from initial weights. The same on every process of the mesh."""
     trainer = Trainer(config, mesh, RunDirectory(config.run.dir))
-    trainer.start([])
+    initialize(trainer.decoder, config.train.seed)  # and not `start`, which would put checkpoints of a run there aside
     steps = config.train.steps
     return [trainer.step(learning_rate(config.optim, step, steps), stop=False).loss for step in range(steps)]
 
 
 def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) -> dict[str, list[float]]:
-    """Losses by contender, of one process under the name 'single'; complete on the main process."""
-    result = {}
-    if mesh.is_main:
-        result["single"] = losses(configuration(config, family, dtype, {}), Mesh(mesh.device))
+    """Losses by contender, of one process under the name 'single'.
+
+    Every process computes 'single' for itself: none waits for another in a collective meanwhile.
+    """
+    result = {"single": losses(configuration(config, family, dtype, {}), Mesh(mesh.device))}
     for contender in progress(contenders(family), f"{family}, {dtype}", enabled=mesh.is_main):
         parallel = {**contender.parallel, "tp": tp}
         result[contender.name] = losses(configuration(config, family, dtype, parallel), mesh)

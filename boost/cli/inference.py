@@ -1,13 +1,13 @@
 """What `boost eval` and `boost generate` share: a checkpoint, the mesh that is to run it, and the processes for it."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
-from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS, TOKEN_SHARDED
-from boost.config.rules import check, check_runnable
+from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
+from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 
@@ -40,29 +40,29 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
 
         choose_device(device)
     batch = batch or saved.train.micro_batch
-    config = saved.model_copy(
-        update={
-            "parallel": _parallel(saved, tp, batch * saved.train.seq_len),
-            "train": saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch}),
-            "run": saved.run.model_copy(update={"device": device}),
-        }
-    )
-    check(config)
-    check_runnable(config)
-    return config
+    train = saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch})
+    run = saved.run.model_copy(update={"device": device})
+    problem: ConfigError | None = None
+    for parallel in _ways(saved, tp):
+        config = saved.model_copy(update={"parallel": parallel, "train": train, "run": run})
+        try:
+            check(config)
+        except ConfigError as error:
+            problem = problem or error
+        else:
+            return config
+    assert problem is not None
+    raise problem
 
 
-def _parallel(saved: Config, tp: int, tokens: int) -> ParallelConfig:
-    """The layout of a checkpoint where tp processes can have it, else another of its family: any loads the same weights."""
+def _ways(saved: Config, tp: int) -> Iterator[ParallelConfig]:
+    """The layout of a checkpoint, then the others of its family: any loads the same weights."""
     layouts = LOW_RANK_LAYOUTS if saved.model.low_rank else DENSE_LAYOUTS
-    layout = saved.parallel.layout
-    if layout not in layouts:  # trained on one process, where every layout is 'single'
-        layout = layouts[0]
-    if layout in TOKEN_SHARDED and tokens % tp:
-        layout = next(other for other in layouts if other not in TOKEN_SHARDED)
+    own = saved.parallel.layout  # trained on one process, it may be one of another family
     choices = {"norm": "btp", "vanilla": "vanilla"}  # each of one layout only
-    kept = {field: getattr(saved.parallel, field) for field, of in choices.items() if of == layout}
-    return ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **kept)
+    for layout in sorted(layouts, key=lambda layout: layout != own):
+        kept = {field: getattr(saved.parallel, field) for field, of in choices.items() if of == layout}
+        yield ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **kept)
 
 
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:

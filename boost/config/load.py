@@ -46,7 +46,8 @@ def change_family(model: dict[str, Any], family: str) -> None:
     before = model.get("family", ModelConfig.model_fields["family"].default)
     model["family"] = family
     if family != before:
-        model.pop("latent_act", None)
+        for field in ("latent_act", "mlp_silu"):
+            model.pop(field, None)
     if family == "dense" != before:
         model.pop("rank", None)
 

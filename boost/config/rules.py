@@ -42,18 +42,19 @@ def _problems(config: Config) -> Iterator[str]:
 def _model_problems(config: Config) -> Iterator[str]:
     model = config.model
     if model.dim % 2:
-        yield f"model.dim = {model.dim} must be even, for the pairs of rotary; the nearest legal value is {model.dim + 1}"
+        best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
+        yield f"model.dim = {model.dim} must be even, for the pairs of rotary; the nearest legal value is {best}"
     if model.dim % model.heads:
-        best = nearest(model.heads, model.dim, lambda h: model.dim % (2 * h) == 0)
+        best = _nearest_heads(config)
         yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; the nearest legal value is {best}"
     if model.head_dim % 2:
-        best = nearest(model.heads, model.dim, lambda h: model.dim % (2 * h) == 0)
+        best = _nearest_heads(config)
         yield (
             f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; "
             f"the nearest legal value is {best}"
         )
     if model.heads % model.kv_heads:
-        best = nearest(model.kv_heads, model.heads, lambda h: model.heads % h == 0)
+        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; the nearest legal value is {best}"
         )
@@ -67,6 +68,25 @@ def _model_problems(config: Config) -> Iterator[str]:
     elif model.rank > min(model.dim, model.ffn_dim):
         best = min(model.dim, model.ffn_dim)
         yield f"model.rank = {model.rank} is wider than the linears it factors; the largest legal value is {best}"
+
+
+def _nearest_heads(config: Config) -> int:
+    """Heads that divide the width into pairs, for the key/value heads and processes there are, or at least for the width."""
+    model, parts = config.model, wide_parts(config.parallel)
+
+    def fits(heads: int) -> bool:
+        return model.dim % (2 * heads) == 0
+
+    def suits(heads: int) -> bool:
+        return fits(heads) and heads % model.kv_heads == 0 and heads % parts == 0
+
+    best = nearest(model.heads, model.dim, suits)
+    return best if suits(best) else nearest(model.heads, model.dim, fits)
+
+
+def _can_share(config: Config, kv_heads: int) -> bool:
+    parts = wide_parts(config.parallel)
+    return parts == 1 or _shares(kv_heads, parts)
 
 
 def _parallel_problems(config: Config) -> Iterator[str]:
@@ -106,6 +126,7 @@ def _indivisible(config: Config) -> Iterator[str]:
     """Sizes that the TP processes cannot share equally."""
     model, parallel, train = config.model, config.parallel, config.train
     layout, tp = parallel.layout, parallel.tp
+    tokens = train.micro_batch * train.seq_len
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
     shares_heads = wide_parts(parallel) > 1
     if shares_heads:
@@ -114,7 +135,11 @@ def _indivisible(config: Config) -> Iterator[str]:
         sizes |= {"model.rank": model.rank or 0}
 
     def legal(p: int) -> bool:
-        return all(size % p == 0 for size in sizes.values()) and (not shares_heads or _shares(model.kv_heads, p))
+        return (
+            all(size % p == 0 for size in sizes.values())
+            and (not shares_heads or _shares(model.kv_heads, p))
+            and (layout not in TOKEN_SHARDED or tokens % p == 0)
+        )
 
     if odd := [f"{field} = {size}" for field, size in sizes.items() if size % tp]:
         yield (
@@ -126,7 +151,6 @@ def _indivisible(config: Config) -> Iterator[str]:
             f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
             f"the nearest legal value of model.kv_heads is {best}"
         )
-    tokens = train.micro_batch * train.seq_len
     if layout in TOKEN_SHARDED and tokens % tp:
         best = nearest(train.seq_len, 2 * max(train.seq_len, tp), lambda s: train.micro_batch * s % tp == 0)
         yield (

@@ -31,6 +31,8 @@ class Stored(nn.Module):
         super().__init__()
         self.parts: dict[str, tuple[Part, ...]] = {}
         self.cuts: dict[str, Cut] = {}
+        self._places: dict[str, int] = {}
+        """How many modules inside this one come before a tensor."""
 
     def store(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
         """Makes the tensor `attribute` for parameters that are cut alike, uninitialised."""
@@ -43,6 +45,13 @@ class Stored(nn.Module):
             start += shape[0]
         self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
         self.parts[attribute], self.cuts[attribute] = tuple(parts), cut
+        self._places[attribute] = len(self._modules)
+
+    def stored(self, place: int) -> "Iterator[Storage]":
+        """The tensors stored after the first `place` modules inside this one and before the next."""
+        for attribute, parts in self.parts.items():
+            if self._places[attribute] == place:
+                yield Storage(getattr(self, attribute), parts, self.cuts[attribute])
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,10 @@ class Storage:
 
 
 def storages(model: nn.Module) -> Iterator[Storage]:
-    """Every stored tensor of a model, in a fixed order."""
-    for module in model.modules():
-        if isinstance(module, Stored):
-            for attribute, parts in module.parts.items():
-                yield Storage(getattr(module, attribute), parts, module.cuts[attribute])
+    """Every stored tensor of a model, in the order in which a token meets them: embedding, blocks, final norm, head."""
+    children = list(model.children())
+    for place in range(len(children) + 1):
+        if isinstance(model, Stored):
+            yield from model.stored(place)
+        if place < len(children):
+            yield from storages(children[place])

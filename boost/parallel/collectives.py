@@ -201,13 +201,7 @@ def exchange(x: Tensor, axis: Axis) -> Tensor:
     return _Exchange.apply(x, axis)
 
 
-def features_to_rows(x: Tensor, axis: Axis) -> Tensor:
-    """[T, D] -> [p T, D/p]: the p feature shards stacked, so that rows can be gathered, scattered or exchanged. A copy."""
-    tokens, width = x.shape
-    return x.view(tokens, axis.size, width // axis.size).transpose(0, 1).reshape(axis.size * tokens, -1)
-
-
 def rows_to_features(x: Tensor, axis: Axis) -> Tensor:
-    """[p T, D/p] -> [T, D]: the inverse of `features_to_rows`. A copy."""
+    """[p T, D/p], p shards of the features one below the other -> [T, D], side by side. A copy."""
     tokens = x.shape[0] // axis.size
     return x.view(axis.size, tokens, -1).transpose(0, 1).reshape(tokens, -1)

@@ -3,7 +3,10 @@
 Every parameter counts once in the norm: shards of a cut one are summed over TP, copies of a whole one are not.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,27 +34,36 @@ class Agreement:
 class GradientReducer:
     """Sums partial gradients over TP and DP, and complete ones over DP, once per optimizer step, in buckets.
 
-    Armed by `start`, each bucket is sent while the backward pass goes on, as soon as its last gradient is there:
+    Under `overlapping`, each bucket is sent while the backward pass goes on, as soon as its last gradient is there:
 
-        for each micro-batch:
-            if it is the last: reducer.start()
+        for each micro-batch but the last:
+            loss.backward()
+        with reducer.overlapping():
             loss.backward()
         reducer.finish()
     """
 
     def __init__(self, storages: Sequence[Storage], mesh: Mesh) -> None:
-        partial = [s.tensor for s in storages if s.cut.partial]
-        complete = [s.tensor for s in storages if not s.cut.partial]
+        trained = [s for s in storages if s.tensor.requires_grad]
+        partial = [s.tensor for s in trained if s.cut.partial]
+        complete = [s.tensor for s in trained if not s.cut.partial]
         self._lanes = [_Lane(partial, mesh.replicas), _Lane(complete, mesh.dp)]
 
-    def start(self) -> None:
-        """To be called before the backward pass that makes the gradients of this step final."""
+    @contextlib.contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Around the backward pass that makes the gradients of this step final. One that fails leaves nothing behind."""
         for lane in self._lanes:
-            lane.start()
+            lane.armed = True
+        try:
+            yield
+        except BaseException:
+            for lane in self._lanes:
+                lane.reset()
+            raise
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for every sum, in place in the gradients. Sends what was not sent yet: all of it without `start`."""
+        """Waits for every sum, in place in the gradients. Sends what was not sent yet: all of it without `overlapping`."""
         for lane in self._lanes:
             lane.finish()
 
@@ -62,24 +74,25 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.missing = len(parameters)
-        self.flat: Tensor | None = None
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
-        return gradients
+        self._flat: Tensor | None = None
 
     def send(self, axis: Axis) -> None:
-        self.flat = _flatten_dense_tensors(self.gradients)
-        start_all_reduce(self.flat, axis)
+        """Moves the gradients into one tensor, of which they are views from now on, and begins to sum it."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
+        self._flat = _flatten_dense_tensors(gradients)
+        for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
+            parameter.grad = view
+        start_all_reduce(self._flat, axis)
 
     def receive(self) -> None:
-        assert self.flat is not None
-        finish_all_reduce(self.flat)
-        for gradient, summed in zip(self.gradients, _unflatten_dense_tensors(self.flat, self.gradients), strict=True):
-            gradient.copy_(summed)
-        self.flat, self.missing = None, len(self.parameters)
+        """Waits for the sum."""
+        assert self._flat is not None
+        finish_all_reduce(self._flat)
+
+    def reset(self) -> None:
+        """Ready for the next step."""
+        self._flat, self.missing = None, len(self.parameters)
 
 
 class _Lane:
@@ -91,39 +104,45 @@ class _Lane:
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
         self.axis, self.armed, self.sent = axis, False, 0
         self.buckets: list[_Bucket] = []
-        if axis.size == 1:
-            return
-        rest = list(parameters)[::-1]
+        rest = list(parameters)[::-1] if axis.size > 1 else []
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
             self.buckets.append(_Bucket(rest[:length]))
             rest = rest[length:]
-        for bucket in self.buckets:
+        lane = weakref.ref(self)  # a parameter keeps its hook: a hook that kept the lane would keep all parameters
+        for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
-
-    def start(self) -> None:
-        self.armed = True
+                parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, lane, number))
 
     def finish(self) -> None:
-        self._send_up_to(len(self.buckets))
+        self.send_up_to(len(self.buckets))
         for bucket in self.buckets:
             bucket.receive()
+        self.reset()
+
+    def reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
         self.armed, self.sent = False, 0
 
-    @torch.no_grad()
-    def _arrived(self, bucket: _Bucket) -> None:
-        if not self.armed:
-            return
-        bucket.missing -= 1
+    def arrived(self, number: int) -> None:
+        """A gradient of bucket `number` is final."""
+        self.buckets[number].missing -= 1
         complete = self.sent
         while complete < len(self.buckets) and self.buckets[complete].missing == 0:
             complete += 1
-        self._send_up_to(complete)
+        self.send_up_to(complete)
 
-    def _send_up_to(self, count: int) -> None:
+    def send_up_to(self, count: int) -> None:
         for bucket in self.buckets[self.sent : count]:
             bucket.send(self.axis)
         self.sent = count
+
+
+@torch.no_grad()
+def _arrived(reference: "weakref.ref[_Lane]", number: int, parameter: Tensor) -> None:
+    lane = reference()
+    if lane is not None and lane.armed:
+        lane.arrived(number)
 
 
 @torch.no_grad()

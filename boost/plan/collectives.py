@@ -96,15 +96,13 @@ def gradient_collectives(model: ModelConfig, parallel: ParallelConfig, dtype: st
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[int, Cut]]:
-    """(elements, cut) of every stored tensor of one process, in the order of the decoder's modules."""
+    """(elements, cut) of every stored tensor of one process, in the order in which a token meets them."""
 
     def stored(*parameters: Parameter) -> tuple[int, Cut]:
         cut = cut_of(parameters[0].role, model, parallel)
         return sum(math.prod(local_shape(parameter, cut, parallel.tp)) for parameter in parameters), cut
 
     yield stored(embedding(model))
-    yield stored(final_norm(model))
-    yield stored(head(model))
     for layer in range(model.layers):
         prefix = f"layers.{layer}"
         for _ in ("attn_norm", "mlp_norm"):
@@ -117,6 +115,8 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
                 weights = group.parameters(prefix, "W")
                 for _, alike in itertools.groupby(weights, lambda weight: cut_of(weight.role, model, parallel)):
                     yield stored(*alike)
+    yield stored(final_norm(model))
+    yield stored(head(model))
 
 
 def _places(

@@ -4,6 +4,7 @@ A step is a pure function of (weights, moments, step number): the data, the lear
 step, so a resumed run repeats to the bit what it would have done.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -140,9 +141,8 @@ class Trainer:
         batches = self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch)
         for number, batch in enumerate(batches):
             share = self.decoder(*to_device(batch, self.config.data.isolate_documents, mesh.device)) / tokens
-            if number == last:
-                self.reducer.start()
-            share.backward()
+            with self.reducer.overlapping() if number == last else contextlib.nullcontext():
+                share.backward()
             loss += share.detach()
         self.reducer.finish()
         agreement = agree(self.storages, loss, stop, mesh)

@@ -47,6 +47,10 @@ def test_tokens_that_the_processes_cannot_share_take_a_layout_that_does_not_cut_
     assert layout_of({"layout": "megatron-sp", "tp": 2}, 4, model={"family": "dense"}, **odd) == "megatron"
 
 
+def test_a_rank_that_the_processes_cannot_share_takes_a_layout_that_does_not_cut_it() -> None:
+    assert layout_of({"layout": "vanilla", "tp": 2}, 4, model={"rank": 6}) == "btp"
+
+
 @pytest.mark.parametrize("tp", [0, 3])
 def test_a_number_of_processes_that_cannot_be(tp: int) -> None:
     with pytest.raises(ConfigError, match=f"tp = {tp}"):

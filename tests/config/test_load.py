@@ -24,7 +24,10 @@ BAD = [
     (["--parallel.grouping", "False"], ["parallel.grouping", "'False'", "true or false"]),
     (["--optim.beta1", "1.5"], ["optim.beta1 = 1.5", "less than 1"]),
     (["--optim.min_lr_ratio", "1.5"], ["optim.min_lr_ratio = 1.5", "largest legal value is 1"]),
-    (["--model.dim", "257"], ["model.dim = 257", "nearest legal value is 258"]),
+    (["--model.dim", "257"], ["model.dim = 257", "nearest legal value is 256"]),
+    (["--model.dim", "33", "--model.heads", "3"], ["model.dim = 33", "nearest legal value is 36"]),
+    (["--model.dim", "24", "--model.heads", "8", "--model.kv_heads", "4"], ["heads = 8", "odd width 3", "legal value is 12"]),
+    (["--model.heads", "18", "--model.kv_heads", "4", "--model.dim", "72", "--parallel.tp", "2"], ["kv_heads = 4", "value is 6"]),
     (["--model.heads", "20000000"], ["model.heads = 20000000", "largest legal value is 1048576"]),
     (["--optim.lr", "1" + "0" * 400], ["optim.lr"]),
     (["--optim.lr", "1" * 5000], ["optim.lr"]),
@@ -142,6 +145,8 @@ def test_another_family_takes_its_own_defaults_unless_told_otherwise(tmp_path: P
         bent = load(source, ["--model.family", "svd", "--model.latent_act", "silu"]).model
         assert bent.latent_act == "silu"
         assert load(source, ["--model.family", "cola"]) == load("demo")
+    assert load("cola-1b").model.mlp_silu is False
+    assert load("cola-1b", ["--model.family", "dense"]).model.mlp_silu is True
 
 
 def test_every_field_is_documented() -> None:

@@ -1,6 +1,7 @@
 """Every layout is one function: loss, every gradient, three optimizer steps and generation against one process; collectives
 counted against the table."""
 
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -86,10 +87,9 @@ class Trained:
                 counter.phase = "forward"
                 share = self.decoder(*toy.toy_tokens(self.config, seed=number))
                 share = share / (train.global_batch * train.seq_len)
-                if micro == accumulated - 1:
-                    self.reducer.start()
                 counter.phase = "backward"
-                share.backward()
+                with self.reducer.overlapping() if micro == accumulated - 1 else contextlib.nullcontext():
+                    share.backward()
                 loss += share.detach()
             counter.phase = "step"
             self.reducer.finish()

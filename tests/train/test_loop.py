@@ -9,6 +9,7 @@ import torch
 from boost.config import Config
 from boost.data.batches import Batch
 from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
+from boost.parallel import gradients
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.console import SilentConsole
 from boost.train.evaluate import to_device
@@ -46,9 +47,29 @@ def losses_of(config: Config, steps: int) -> list[float]:
 
 
 def test_replicas_are_one_process(store: Path, tmp_path: Path) -> None:
-    alone = losses_of(make_config(store, tmp_path), 20)
-    for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}), 20):
+    several = {"global_batch": 8}  # two micro-batches for each replica
+    alone = losses_of(make_config(store, tmp_path, train=several), 12)
+    for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}, train=several), 12):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def order_of_a_step(config: Config) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        trainer = make_trainer(config)
+        trainer.start([])
+        finish = trainer.reducer.finish
+        patch.setattr(trainer.reducer, "finish", lambda: (said.append("finish"), finish()))
+        begin = gradients.start_all_reduce
+        patch.setattr(gradients, "start_all_reduce", lambda *args: (said.append("send"), begin(*args)))
+        trainer.step(RATE, stop=False)
+    return said
+
+
+def test_gradients_are_sent_before_the_backward_pass_is_over(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, 2, parallel={"layout": "btp-sp"})
+    for said in run_distributed(2, order_of_a_step, config):
+        assert said == ["send", "finish"]
 
 
 def test_micro_batches_are_one_batch(store: Path, tmp_path: Path) -> None:

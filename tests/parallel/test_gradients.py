@@ -1,0 +1,146 @@
+"""Sums of gradients: bucket by bucket in the order in which they come, without a second copy, whatever went wrong before."""
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config, traffic
+from boost.models.stored import storages
+from boost.parallel import gradients
+from boost.parallel.gradients import GradientReducer
+from tests import toy
+from tests.distributed import run_distributed
+
+CONFIG = toy.toy_config(model={"family": "cola"}, parallel={"layout": "btp-sp", "tp": 2, "dp": 2})
+
+
+def in_small_buckets(test: Any, config: Config) -> Any:
+    usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
+    try:
+        return test(config)
+    finally:
+        traffic.BUCKET_BYTES = usual
+
+
+def backward(config: Config, decoder: Any, seed: int) -> None:
+    decoder(*toy.toy_tokens(config, seed=seed)).backward()
+
+
+def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
+    """Names of the first parameter of each stored tensor, as gradients arrive and as buckets hold them."""
+    decoder, mesh = toy.toy_decoder(config)
+    stored = list(storages(decoder))
+    names = {id(s.tensor): s.parts[0].parameter.name for s in stored}
+    arrived: list[str] = []
+    for s in stored:
+        s.tensor.register_post_accumulate_grad_hook(lambda tensor: arrived.append(names[id(tensor)]))
+    backward(config, decoder, 1)
+    reducer = GradientReducer(stored, mesh)
+    held = [names[id(p)] for lane in reducer._lanes for bucket in lane.buckets for p in bucket.parameters]
+    return arrived, held
+
+
+def test_buckets_are_filled_from_the_head_to_the_embedding() -> None:
+    def places(names: list[str]) -> list[str]:
+        """Blocks and what is around them, in order: inside a block the order does not matter."""
+        found = [name.rpartition(".")[0].partition(".attn")[0].partition(".mlp")[0] or name for name in names]
+        return list(dict.fromkeys(found))
+
+    for arrived, held in run_distributed(4, in_small_buckets, order_of_arrival, CONFIG):
+        assert places(arrived) == ["head", "final_norm", "layers.1", "layers.0", "embed"]
+        assert places(held) == ["final_norm", "layers.1", "layers.0", "head", "embed"], (
+            "partial ones, then complete ones"
+        )
+
+
+def gradients_are_views(config: Config) -> bool:
+    decoder, mesh = toy.toy_decoder(config)
+    reducer = GradientReducer(list(storages(decoder)), mesh)
+    with reducer.overlapping():
+        backward(config, decoder, 1)
+    reducer.finish()
+    return all(
+        p.grad.untyped_storage().data_ptr() == bucket.parameters[0].grad.untyped_storage().data_ptr()
+        for lane in reducer._lanes
+        for bucket in lane.buckets
+        for p in bucket.parameters
+    )
+
+
+def test_a_bucket_replaces_the_gradients_that_it_was_made_of() -> None:
+    assert all(run_distributed(4, in_small_buckets, gradients_are_views, CONFIG))
+
+
+def error_after_an_aborted_step(config: Config) -> float:
+    """A backward pass that breaks off after some buckets have been sent, then a step as usual."""
+    results = []
+    for aborted in (False, True):
+        decoder, mesh = toy.toy_decoder(config)
+        reducer = GradientReducer(list(storages(decoder)), mesh)
+        if aborted:
+            handle = decoder.blocks[0].register_full_backward_pre_hook(functools.partial(fail_after_sending, reducer))
+            with pytest.raises(ZeroDivisionError), reducer.overlapping():
+                backward(config, decoder, 9)
+            handle.remove()
+        decoder.zero_grad()
+        backward(config, decoder, 1)
+        with reducer.overlapping():
+            backward(config, decoder, 2)
+        reducer.finish()
+        results.append(toy.gradients(decoder))
+    return toy.worst_error(results[1], results[0])
+
+
+def fail_after_sending(reducer: GradientReducer, *_: Any) -> None:
+    assert any(lane.sent for lane in reducer._lanes)
+    fail()
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_an_aborted_step_leaves_nothing_behind() -> None:
+    assert run_distributed(4, in_small_buckets, error_after_an_aborted_step, CONFIG) == [0.0] * 4
+
+
+def parameters_alive(config: Config) -> int:
+    decoder, mesh = toy.toy_decoder(config)
+    reducer = GradientReducer(list(storages(decoder)), mesh)
+    alive = [weakref.ref(parameter) for parameter in decoder.parameters()]
+    del decoder, reducer
+    gc.collect()
+    return sum(reference() is not None for reference in alive)
+
+
+def test_a_model_that_is_given_up_leaves_no_parameter_in_memory() -> None:
+    assert run_distributed(4, parameters_alive, CONFIG) == [0] * 4
+
+
+def frozen_stays_out(config: Config) -> bool:
+    decoder, mesh = toy.toy_decoder(config)
+    decoder.embed.requires_grad_(False)
+    reducer = GradientReducer(list(storages(decoder)), mesh)
+    with reducer.overlapping():
+        backward(config, decoder, 1)
+    reducer.finish()
+    return decoder.embed.grad is None and decoder.head.grad is not None
+
+
+def test_a_frozen_parameter_has_no_part_in_the_sums() -> None:
+    assert all(run_distributed(4, frozen_stays_out, CONFIG))
+
+
+def test_one_process_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "start_all_reduce", fail)
+    config = toy.single(CONFIG)
+    decoder, mesh = toy.toy_decoder(config)
+    reducer = GradientReducer(list(storages(decoder)), mesh)
+    with reducer.overlapping():
+        backward(config, decoder, 1)
+    reducer.finish()
+    assert isinstance(decoder.embed.grad, torch.Tensor)
