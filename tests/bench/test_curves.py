@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 
 def make_config(store: Path, run: Path, steps: int) -> Config:
     return toy.toy_config(
-        model={"vocab_size": 300},
+        model={"vocab_size": 300, "layers": 1},
         # At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps.
         optim={"lr": 3e-3, "warmup_steps": 3},
         train={"steps": steps, "seq_len": 32, "micro_batch": 4, "global_batch": 4},

@@ -39,7 +39,7 @@ FAMILIES = [*itertools.product(("svd", "cola"), LOW_RANK), *itertools.product(("
 KV_HEADS = {2: (8, 4, 1), 4: (8, 4, 1), 8: (8, 4)}
 """By TP size, of 8 heads: as many, fewer, and fewer than processes."""
 CELLS = [
-    ({"family": family, "kv_heads": kv_heads, "layers": 1 if tp == 8 else 2}, {**parallel, "tp": tp})
+    ({"family": family, "kv_heads": kv_heads, "layers": 2 if tp == 2 else 1}, {**parallel, "tp": tp})
     for tp, choices in KV_HEADS.items()
     for kv_heads, (family, parallel) in itertools.product(choices, FAMILIES)
 ]
@@ -68,8 +68,8 @@ class Trained:
         self.config, self.stored = config, list(storages(self.decoder))
         self.reducer = GradientReducer(self.stored, self.mesh)
         self.optimizer = build_adamw(self.stored, config.optim)
-        self.collectives: list[list[Collective]] = []
-        """Of each step."""
+        self.collectives: list[Collective] = []
+        """Of the first step."""
         self.gradients: list[dict[str, torch.Tensor]] = []
         """After clipping, of each step."""
         self.numbers = [self.step(step) for step in range(steps)]
@@ -81,7 +81,9 @@ class Trained:
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.double)
         groups = [axis.name for axis in (replicas, self.mesh.dp) if axis.size > 1]
-        with CollectiveCounter(step_groups=groups) as counter:
+        counter = CollectiveCounter(step_groups=groups)
+        # Seen at the dispatcher, every operation of a small model takes twice as long: one step is looked at.
+        with counter if step == 0 else contextlib.nullcontext():
             for micro in range(accumulated):
                 number = (step * self.mesh.dp.size + self.mesh.dp.rank) * accumulated + micro
                 counter.phase = "forward"
@@ -94,7 +96,8 @@ class Trained:
             counter.phase = "step"
             self.reducer.finish()
             agreement = agree(self.stored, loss, False, self.mesh)
-        self.collectives.append(counter.collectives)
+        if step == 0:
+            self.collectives = counter.collectives
         clip((s.tensor for s in self.stored), agreement.gradient_norm, self.config.optim.clip)
         self.gradients.append({name: value.clone() for name, value in toy.gradients(self.decoder).items()})
         self.optimizer.step()
@@ -120,7 +123,7 @@ def compare_with_single(config: Config) -> dict[str, float]:
     ]
     return {
         "initial": 0.0 if all(torch.equal(v, actual.initial[k]) for k, v in local.items()) else 1.0,
-        "table": 0.0 if all(keeps_table(config, step) for step in actual.collectives) else 1.0,
+        "table": 0.0 if keeps_table(config, actual.collectives) else 1.0,
         "loss and norm": max(abs(a - e) / abs(e) for pair in numbers for a, e in zip(*pair, strict=True)),
         "gradients": gradients[0],
         "later gradients": max(gradients),
@@ -181,7 +184,7 @@ def configurations(draw: st.DrawFn) -> Config:
 
 
 @given(configurations())
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 def test_any_model_under_any_layout(config: Config) -> None:
     for errors in run_distributed(config.parallel.tp, compare_with_single, config):
         assert errors["initial"] == errors["table"] == 0
@@ -223,7 +226,7 @@ def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, 
 
 
 def tables_are_kept(config: Config) -> bool:
-    return all(keeps_table(config, step) for step in Trained(config, steps=1).collectives)
+    return keeps_table(config, Trained(config, steps=1).collectives)
 
 
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
@@ -244,7 +247,7 @@ def order_of_sums(config: Config) -> list[str]:
     try:
         errors = compare_with_single(config)
         assert max(errors.values()) <= 1e-10, errors
-        return [c.phase for c in Trained(config, steps=1).collectives[0] if c.phase != "forward"]
+        return [c.phase for c in Trained(config, steps=1).collectives if c.phase != "forward"]
     finally:
         traffic.BUCKET_BYTES = usual
 

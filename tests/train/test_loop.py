@@ -48,8 +48,8 @@ def losses_of(config: Config, steps: int) -> list[float]:
 
 def test_replicas_are_one_process(store: Path, tmp_path: Path) -> None:
     several = {"global_batch": 8}  # two micro-batches for each replica
-    alone = losses_of(make_config(store, tmp_path, train=several), 12)
-    for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}, train=several), 12):
+    alone = losses_of(make_config(store, tmp_path, train=several), 6)
+    for losses in run_distributed(4, losses_of, make_config(store, tmp_path, 2, parallel={"dp": 2}, train=several), 6):
         assert losses == pytest.approx(alone, rel=1e-10)
 
 
