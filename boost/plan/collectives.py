@@ -165,20 +165,16 @@ def _merged(function: str, widths: list[int], parallel: ParallelConfig) -> Cross
         yield Crossing(function, width)
 
 
-def _megatron(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
-    if group.side == "leave":
-        yield Crossing("sum_forward", model.dim)
-    else:
-        for _ in group.slots[:1] if parallel.grouping else group.slots:
-            yield Crossing("sum_backward", model.dim)
+def _column_row(enter: str, leave: str) -> "_Block":
+    """Megatron's cut: one crossing of width d into a group and one out of it."""
 
+    def block(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+        if group.side == "leave":
+            yield Crossing(leave, model.dim)
+        else:
+            yield from (Crossing(enter, model.dim) for _ in (group.slots[:1] if parallel.grouping else group.slots))
 
-def _megatron_sp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
-    if group.side == "leave":
-        yield Crossing("scatter_sum", model.dim)
-    else:
-        for _ in group.slots[:1] if parallel.grouping else group.slots:
-            yield Crossing("gather", model.dim)
+    return block
 
 
 def _vanilla(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
@@ -214,8 +210,8 @@ def _btp_sp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: s
 
 _Block = Callable[[Group, ModelConfig, ParallelConfig, str], Crossings]
 _LAYOUTS: dict[str, tuple[tuple[str, ...], _Block, tuple[str, ...]]] = {
-    "megatron": (("gather_replicated",), _megatron, ("sum_backward",)),
-    "megatron-sp": (("exchange",), _megatron_sp, ("gather",)),
+    "megatron": (("gather_replicated",), _column_row("sum_backward", "sum_forward"), ("sum_backward",)),
+    "megatron-sp": (("exchange",), _column_row("gather", "scatter_sum"), ("gather",)),
     "vanilla": (("gather_replicated",), _vanilla, ("sum_backward",)),
     "btp": ((), _btp, ("gather",)),
     "btp-sp": (("exchange",), _btp_sp, ("gather",)),
