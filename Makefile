@@ -4,7 +4,7 @@
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
 #   make test     the tests
 #   make check    lint, format and types
-#   make curves   loss curves of all layouts over each other, into benchmarks/results/ (about five minutes)
+#   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
 
 PYTHON ?= python3
 VENV ?= .venv

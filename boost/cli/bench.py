@@ -3,13 +3,14 @@
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from boost.config import load
 from boost.config.rules import check_runnable
+from boost.config.schema import Family
 from boost.errors import ConfigError
 
-FAMILIES = ("dense", "svd", "cola")
+FAMILIES = get_args(Family)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

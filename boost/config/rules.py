@@ -145,8 +145,8 @@ def _indivisible(config: Config) -> Iterator[str]:
         yield (
             f"parallel.tp = {tp} must divide {' and '.join(odd)}; the nearest legal value is {nearest(tp, model.dim, legal)}"
         )
-    if shares_heads and not _shares(model.kv_heads, tp):
-        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _shares(k, tp))
+    if not _can_share(config, model.kv_heads):
+        best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
         yield (
             f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
             f"the nearest legal value of model.kv_heads is {best}"
