@@ -163,7 +163,7 @@ _RESIDUAL = {
     "hidden": "each process: all tokens, some columns",
     "whole": "each process: all of it",
 }
-_PHASES = {"forward": "forward", "backward": "backward", "step": "once a step"}
+_PHASES = {"forward": "forward", "recompute": "again, to recompute", "backward": "backward", "step": "once a step"}
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 

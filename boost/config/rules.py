@@ -184,9 +184,29 @@ def _train_problems(config: Config) -> Iterator[str]:
             f"optim.decay_steps = {optim.decay_steps} and optim.warmup_steps = {optim.warmup_steps} do not fit into "
             f"train.steps = {train.steps}; the largest legal value is {max(train.steps - optim.warmup_steps, 0)}"
         )
+    yield from _recompute_problems(config)
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}
     if widths[train.param_dtype] < widths[train.compute_dtype]:
         yield (
             f"train.param_dtype = '{train.param_dtype}' is narrower than train.compute_dtype = '{train.compute_dtype}'; "
             f"the nearest legal value is '{train.compute_dtype}'"
+        )
+
+
+def _recompute_problems(config: Config) -> Iterator[str]:
+    train, layout = config.train, config.parallel.layout
+    if train.recompute.startswith("low-rank") and not config.model.low_rank:
+        yield (
+            f"train.recompute = '{train.recompute}' keeps the latents of a bottleneck, which model.family = 'dense' has "
+            "not; take 'full-block' or 'none', or model.family = 'svd' or 'cola'"
+        )
+    if train.recompute == "low-rank-sharded" and layout != "btp-sp":
+        yield (
+            f"train.recompute = 'low-rank-sharded' keeps latents before parallel.layout = 'btp-sp' gathers them; '{layout}' "
+            "gathers none: take 'low-rank', or that layout"
+        )
+    if train.recompute_every > config.model.layers:
+        yield (
+            f"train.recompute_every = {train.recompute_every} is more than model.layers = {config.model.layers}; the "
+            f"largest legal value is {config.model.layers}"
         )

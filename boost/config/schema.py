@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Family = Literal["dense", "svd", "cola"]
 LayoutName = Literal["single", "megatron", "megatron-sp", "vanilla", "btp", "btp-sp"]
 DType = Literal["float32", "bfloat16", "float64"]
+RecomputeName = Literal["none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"]
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
@@ -199,6 +200,14 @@ class TrainConfig(Section):
     compile: bool = False
     """True: each block is compiled by torch.compile into fused kernels, a minute or so at the start (on CPUs: needs g++)."""
 
+    recompute: RecomputeName = "none"
+    """Activation checkpointing: what a block computes again in its backward pass. none: nothing. low-rank: all but the
+    latents behind its collectives, with no collective. low-rank+attention-output: that, but for attention's kernel.
+    low-rank-sharded: btp-sp only, latents kept before they are gathered. full-block: everything, collectives included."""
+
+    recompute_every: Count = 1
+    """Every n-th block recomputes: 1 all of them, 2 half of them."""
+
     eval_every: Natural = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
 
@@ -213,6 +222,10 @@ class TrainConfig(Section):
 
     log_every: Count = 10
     """Steps between plain lines on a console that is not a terminal. metrics.jsonl has every step."""
+
+    def recompute_by_layer(self, layers: int) -> tuple[RecomputeName, ...]:
+        """What each of `layers` blocks recomputes: every n-th from the first on as `recompute` says, the others nothing."""
+        return tuple("none" if layer % self.recompute_every else self.recompute for layer in range(layers))
 
 
 class DataConfig(Section):

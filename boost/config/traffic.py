@@ -22,7 +22,7 @@ class Collective:
     """One collective, as one process takes part in it."""
 
     phase: str
-    """forward | backward (of one micro-batch) | step (once an optimizer step)"""
+    """forward | recompute | backward (of one micro-batch) | step (once an optimizer step)"""
     kind: str
     """all-reduce | all-gather | reduce-scatter | all-to-all"""
     shape: tuple[int, ...]
@@ -42,8 +42,9 @@ class Collective:
 
     @property
     def on_the_wire(self) -> tuple[str, str, int, str, int]:
-        """What can be seen of it while it runs: (phase, kind, elements, dtype, processes)."""
-        return self.phase, self.kind, self.elements, self.dtype, self.processes
+        """What can be seen of it while it runs: (phase, kind, elements, dtype, processes). Blocks recompute in backward."""
+        phase = "backward" if self.phase == "recompute" else self.phase
+        return phase, self.kind, self.elements, self.dtype, self.processes
 
     @property
     def sent_bytes(self) -> int:

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads held here, E width of a head.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Context:
     """[S, E], of the tokens' positions, in the activations' dtype."""
     sin: Tensor
     mask: Tensor | None = None
-    """[B, 1, S, S], true where a token may look; None: causal within the sequence."""
+    """[B, 1, S, S] to add to the scores: 0 where a token may look, -inf elsewhere; None: causal within the sequence."""
     caches: tuple[KVCache, ...] = ()
     """One a block while generating, else empty."""
 
@@ -62,7 +63,9 @@ def make_context(
     if document_ids_BS is not None:
         length = document_ids_BS.shape[1]
         same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
-        mask = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+        allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
+        # Of the activations' dtype: from a mask of booleans every block would make, and keep, one of its own.
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
     return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), mask)
 
 

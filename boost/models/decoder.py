@@ -3,16 +3,19 @@
 Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in whatever shape the layout gives it.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import architecture
 from boost.config.architecture import Parameter
-from boost.config.schema import ModelConfig
+from boost.config.schema import ModelConfig, RecomputeName
 from boost.models.attention import Context, KVCache, attend, make_context
 from boost.models.group import Group
 from boost.models.interface import Latents, Layout, kv_heads_here
+from boost.models.recompute import KEEP, POLICIES, Policy
 from boost.models.stored import Stored
 
 
@@ -22,9 +25,9 @@ class Block(Stored):
     attn_norm: Tensor
     mlp_norm: Tensor
 
-    def __init__(self, model: ModelConfig, layer: int, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, layer: int, layout: Layout, policy: Policy) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.policy = layer, policy
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
@@ -34,28 +37,53 @@ class Block(Stored):
 
     def forward(self, layout: Layout, x: Tensor, carried: Latents, context: Context) -> tuple[Tensor, Latents]:
         """The residual stream after this block, and the latents that cross to the next one."""
-        (q, k, v), carried = layout.enter(x, self.attn_norm, self.qkv, carried)
-        a = attend(q, k, v, self.head_dim, context, self.layer)
-        update, carried = layout.leave(a, self.o, carried)
+        policy = self.policy if torch.is_grad_enabled() else KEEP
+        layout = layout.with_sharded_latents if policy.sharded else layout
+        return policy.block(self._run, policy, layout, x, carried, context)
+
+    def _run(
+        self, policy: Policy, layout: Layout, x: Tensor, carried: Latents, context: Context
+    ) -> tuple[Tensor, Latents]:
+        kept, carried = layout.enter(x, self.attn_norm, self.qkv, carried, policy.local)
+        closed, carried = policy.attention(self._attention, layout, context, carried, *kept)
+        update, carried = layout.leave(closed, self.o, carried, policy.local)
         x = x + update
-        (gate, up), carried = layout.enter(x, self.mlp_norm, self.gate_up, carried)
-        m = (F.silu(gate) if self.mlp_silu else gate) * up
-        update, carried = layout.leave(m, self.down, carried)
+        kept, carried = layout.enter(x, self.mlp_norm, self.gate_up, carried, policy.local)
+        closed, carried = policy.local(self._product, layout, carried, *kept)
+        update, carried = layout.leave(closed, self.down, carried, policy.local)
         return x + update, carried
+
+    def _attention(self, layout: Layout, context: Context, carried: Latents, *kept: Tensor) -> tuple[Tensor, Latents]:
+        (q, k, v), carried = layout.open(kept, self.qkv, carried)
+        return layout.close(attend(q, k, v, self.head_dim, context, self.layer), self.o), carried
+
+    def _product(self, layout: Layout, carried: Latents, *kept: Tensor) -> tuple[Tensor, Latents]:
+        (gate, up), carried = layout.open(kept, self.gate_up, carried)
+        return layout.close((F.silu(gate) if self.mlp_silu else gate) * up, self.down), carried
 
 
 class Decoder(Stored):
-    """Embedding, blocks, final norm and head under one layout. Weights are uninitialised until `init.initialize`."""
+    """Embedding, blocks, final norm and head under one layout. Weights are uninitialised until `init.initialize`.
+
+    `recompute` says for each block what it computes again in its backward pass; empty: nothing.
+    """
 
     embed: Tensor
     final_norm: Tensor
     head: Tensor
 
-    def __init__(self, model: ModelConfig, layout: Layout, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: Layout,
+        compute_dtype: torch.dtype = torch.float32,
+        recompute: Sequence[RecomputeName] = (),
+    ) -> None:
         super().__init__()
         self.model, self.layout, self.compute_dtype = model, layout, compute_dtype
         self.store("embed", (architecture.embedding(model),), layout)
-        self.blocks = nn.ModuleList(Block(model, layer, layout) for layer in range(model.layers))
+        policies = [POLICIES[name] for name in recompute] or [KEEP] * model.layers
+        self.blocks = nn.ModuleList(Block(model, layer, layout, policy) for layer, policy in enumerate(policies))
         self.store("final_norm", (architecture.final_norm(model),), layout)
         self.store("head", (architecture.head(model),), layout)
 

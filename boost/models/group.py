@@ -44,13 +44,9 @@ class Group(Stored):
             for slot, held_whole in zip(shape.slots, whole, strict=True)
         ]
 
-    def forward(self, x_TI: Tensor, carried: Latents, grouped: bool) -> tuple[list[Tensor], Latents]:
-        """Every linear of the group on one process: one [T, O] a slot, and the latents to carry on."""
-        if not self.low_rank:
-            return self.dense(x_TI, grouped), ()
-        latents = [F.linear(x_TI, a_RI) for a_RI in self.down_weights(self.A.to(x_TI.dtype), grouped)]
-        bent, carried = self.bend(latents, carried)
-        return self.up(bent), carried
+    def down(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
+        """A x, one [T, R] for the whole group or one a slot."""
+        return [F.linear(x_TI, a_RI) for a_RI in self.down_weights(self.A.to(x_TI.dtype), grouped)]
 
     def dense(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
         """W x of a dense group, one [T, O] a slot, in one GEMM or one a slot."""
@@ -67,6 +63,11 @@ class Group(Stored):
         if grouped or len(self.shape.slots) == 1:
             return [a_RI]
         return a_RI.split([part.rows for part in self.parts["A"]])
+
+    def bend_up(self, latents: Sequence[Tensor], carried: Latents) -> tuple[list[Tensor], Latents]:
+        """Latents A x as one [T, R] or one a slot -> B act(A x), one [T, O] a slot, and the latents to carry on."""
+        bent, carried = self.bend(latents, carried)
+        return self.up(bent), carried
 
     def bend(self, latents: Sequence[Tensor], carried: Latents) -> tuple[list[Tensor], Latents]:
         """Latents A x as one [T, R] or one a slot -> act of each, and the latents that cross to the next block.

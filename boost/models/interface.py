@@ -8,6 +8,7 @@ from torch import Tensor
 
 from boost.config.architecture import Parameter
 from boost.config.cuts import Cut
+from boost.models.recompute import Runner
 
 if TYPE_CHECKING:
     from boost.models.group import Group
@@ -20,7 +21,10 @@ class Layout(Protocol):
     """One way to spread the decoder over TP processes.
 
     The residual stream is opaque to the decoder: it only adds to it what `leave` returns. T is the number of tokens of the
-    micro-batch; what `enter` returns always has all T tokens, and 1/w of the heads or channels.
+    micro-batch; what `open` returns always has all T tokens, and 1/w of the heads or channels.
+
+    Collectives stand in `enter` and `leave` (and, of latents that are kept sharded, in `open`). `open` and `close` are local,
+    so the decoder recomputes what lies between them without communication; `local` runs the local parts of the other two.
     """
 
     name: str
@@ -36,6 +40,11 @@ class Layout(Protocol):
         """The same function on the same weights for any number of tokens, without gradients."""
         ...
 
+    @property
+    def with_sharded_latents(self) -> "Layout":
+        """The same function, whose `enter` returns this process's part of the latents, and whose `open` gathers them."""
+        ...
+
     def cut(self, role: str) -> Cut:
         """Where a parameter of this role is cut."""
         ...
@@ -44,12 +53,22 @@ class Layout(Protocol):
         """The residual stream of tokens (int64), in `dtype`: that of activations, so nothing wider is sent."""
         ...
 
-    def enter(self, x: Tensor, gamma: Tensor, group: "Group", carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        """norm(x) through every linear of an entering group: one [T, d_out / w] a slot, and the latents to carry on."""
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: "Group", carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        """norm(x) into an entering group, up to its last collective: what a block keeps, and the latents to carry on."""
         ...
 
-    def leave(self, a: Tensor, group: "Group", carried: Latents) -> tuple[Tensor, Latents]:
-        """Heads or channels [T, d_in / w] through a leaving group, as an update of the residual stream."""
+    def open(self, kept: Sequence[Tensor], group: "Group", carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """The rest of the group: one [T, d_out / w] a slot, and the latents to carry on."""
+        ...
+
+    def close(self, a: Tensor, group: "Group") -> Tensor:
+        """Heads or channels [T, d_in / w] into a leaving group, up to its first collective."""
+        ...
+
+    def leave(self, closed: Tensor, group: "Group", carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        """The rest of the group, as an update of the residual stream, and the latents to carry on."""
         ...
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ with the linear map behind the norm, A (gamma * x) / sqrt(s/d + eps), so its ter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.traffic import STATISTIC_TERMS
@@ -29,6 +30,30 @@ def scale(x: Tensor, c_T1: Tensor) -> Tensor:
     return (x * c_T1).to(x.dtype)
 
 
+class _RMSNorm(torch.autograd.Function):
+    """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467);
+    dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; wgrad: dgamma = sum over T of dy x c. No collective.
+
+    Keeps x and c, as torch's fused kernel for GPUs does; its composite for CPUs keeps two or three more [T, D].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
+        c_T1 = inverse_rms(_sum_of_squares(x_TD), x_TD.shape[-1], eps)
+        ctx.save_for_backward(x_TD, gamma_D, c_T1)
+        return (x_TD * c_T1).mul_(gamma_D).to(x_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_TD, gamma_D, c_T1 = ctx.saved_tensors
+        dy_TD = dy_TD.to(c_T1.dtype)
+        normed_TD = x_TD * c_T1
+        dgamma_D = (dy_TD * normed_TD).sum(0).to(gamma_D.dtype)
+        g_TD = dy_TD * gamma_D
+        mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
+        return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D, None
+
+
 class _SumOfSquares(torch.autograd.Function):
     """forward: [T, D] -> s = sum_j x_j^2, [T], fp32 or wider; dgrad: dx = 2 x ds. No collective."""
 
@@ -44,19 +69,25 @@ class _SumOfSquares(torch.autograd.Function):
 
 
 class _ProjectAndMeasure(torch.autograd.Function):
-    """forward: x [T, D], A [R, D] -> u = x A^T [T, R] and s = sum_j x_j^2 [T];
-    dgrad: dx = du A + 2 x ds; wgrad: dA = du^T x. No collective. One pass over x less than two separate functions."""
+    """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R] and, if measuring, s = sum_j x_j^2 [T];
+    dgrad: dx = du (A gamma) + 2 x ds; wgrad: dA = (du^T x) gamma, dgamma = sum over R of (du^T x) A. No collective.
+
+    gamma scales columns of A instead of rows of x, and A gamma is made anew in backward: nothing is kept but x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x_TD, a_RD)
-        return x_TD @ a_RD.t(), _sum_of_squares(x_TD)
+    def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, measuring: bool) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(x_TD, a_RD, gamma_D)
+        return x_TD @ (a_RD * gamma_D).to(x_TD.dtype).t(), _sum_of_squares(x_TD) if measuring else None
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, ds_T: Tensor) -> tuple[Tensor, Tensor]:
-        x_TD, a_RD = ctx.saved_tensors
-        dx_TD = (du_TR @ a_RD).addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
-        return dx_TD, du_TR.t() @ x_TD
+    def backward(ctx: Any, du_TR: Tensor, ds_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+        x_TD, a_RD, gamma_D = ctx.saved_tensors
+        dx_TD = du_TR @ (a_RD * gamma_D).to(x_TD.dtype)
+        if ds_T is not None:
+            dx_TD.addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
+        d_RD = (du_TR.t() @ x_TD).to(a_RD.dtype)
+        return dx_TD, d_RD * gamma_D, (d_RD * a_RD).sum(0), None
 
 
 class _SumWithStatistic(torch.autograd.Function):
@@ -81,14 +112,26 @@ class _SumWithStatistic(torch.autograd.Function):
         return du_TR, ds_T, None
 
 
+def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
+    """Differentiable RMSNorm of rows held whole, in x's dtype."""
+    if x_TD.is_cuda:
+        return F.rms_norm(x_TD, (x_TD.shape[-1],), gamma_D.to(x_TD.dtype), eps)
+    return _RMSNorm.apply(x_TD, gamma_D, eps)
+
+
 def sum_of_squares(x_TD: Tensor) -> Tensor:
     """Differentiable sum of x^2 over the local width, [T], fp32 or wider."""
     return _SumOfSquares.apply(x_TD)
 
 
-def project_and_measure(x_TD: Tensor, a_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """Differentiable (x A^T, sum of x^2) over the local width."""
-    return _ProjectAndMeasure.apply(x_TD, a_RD)
+def project(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor) -> Tensor:
+    """Differentiable (gamma x) A^T over the local width."""
+    return _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, False)[0]
+
+
+def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tensor]:
+    """Differentiable ((gamma x) A^T, sum of x^2) over the local width."""
+    return _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, True)
 
 
 def sum_with_statistic(u_TR: Tensor, s_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

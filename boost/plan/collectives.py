@@ -8,12 +8,12 @@ Legend: T tokens of one micro-batch, p TP processes; a width is elements a token
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from boost.config.architecture import Group, Parameter, embedding, final_norm, groups, head
 from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
-from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.schema import Config, LayoutName, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.traffic import (
     ITEMSIZE,
     Collective,
@@ -46,25 +46,42 @@ class Crossing:
     """Elements a token that travel with the payload forward and not backward."""
     dtype: str = ""
     """Empty: that of the activations."""
+    place: str = ""
+    layer: int | None = None
 
 
 Crossings = Iterator[Crossing]
 
 
 def micro_batch_collectives(
-    model: ModelConfig, parallel: ParallelConfig, tokens: int, compute_dtype: str, training: bool = True
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    compute_dtype: str,
+    training: bool = True,
+    recompute: Sequence[RecomputeName] = (),
 ) -> list[Collective]:
-    """Collectives of one micro-batch of `tokens` tokens on one TP process, in the order in which they are issued."""
+    """Collectives of one micro-batch of `tokens` tokens on one TP process, in the order in which they are issued.
+
+    `recompute`: the policy of each block (empty: none); what a block sends again stands in phase 'recompute'.
+    """
     if parallel.tp == 1:
         return []
-    places = list(_places(model, parallel, compute_dtype))
-    result: list[Collective] = []
-    for place, layer, crossings in places:
-        result += _issued("forward", 0, crossings, tokens, compute_dtype, parallel.tp, place, layer)
+
+    def issued(phase: str, crossings: Sequence[Crossing]) -> Iterator[Collective]:
+        return _issued(phase, crossings, tokens, compute_dtype, parallel.tp)
+
+    embed, *blocks, head_place = _places(model, parallel, compute_dtype)
+    result = [collective for place in (embed, *blocks, head_place) for collective in issued("forward", place)]
     result += _loss(model, parallel, tokens, compute_dtype)
     if training:
-        for place, layer, crossings in reversed(places):
-            result += _issued("backward", 1, crossings[::-1], tokens, compute_dtype, parallel.tp, place, layer)
+        result += issued("backward", head_place[::-1])
+        nothing: list[RecomputeName] = ["none"] * len(blocks)
+        policies = list(recompute) or nothing
+        for crossings, policy in zip(blocks[::-1], policies[::-1], strict=True):
+            for phase, crossing in _backward(crossings, policy, parallel.layout):
+                result += issued(phase, [crossing])
+        result += issued("backward", embed[::-1])
     return result
 
 
@@ -76,7 +93,8 @@ def step_collectives(config: Config) -> list[Collective]:
     parallel, train = config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     tokens = train.micro_batch * train.seq_len
-    result = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype) * accumulated
+    recompute = train.recompute_by_layer(config.model.layers)
+    result = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype, True, recompute) * accumulated
     result += gradient_collectives(config.model, parallel, train.param_dtype)
     if parallel.world_size > 1:
         result.append(Collective("step", "all-reduce", (3,), "float64", parallel.world_size, "agreement"))
@@ -119,36 +137,48 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     yield stored(head(model))
 
 
-def _places(
-    model: ModelConfig, parallel: ParallelConfig, dtype: str
-) -> Iterator[tuple[str, int | None, list[Crossing]]]:
-    """(place, layer, crossings) from the embedding to the head."""
+def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Iterator[list[Crossing]]:
+    """Crossings of the embedding, of each block, and of the head."""
     embed, block, head_crossings = _LAYOUTS[parallel.layout]
-    yield "embed", None, [Crossing(name, model.dim) for name in embed]
+    yield [Crossing(name, model.dim, place="embed") for name in embed]
     for layer in range(model.layers):
-        for group in groups(model):
-            yield group.name, layer, list(block(group, model, parallel, dtype))
-    yield "head", None, [Crossing(name, model.dim) for name in head_crossings]
+        yield [
+            replace(crossing, place=group.name, layer=layer)
+            for group in groups(model)
+            for crossing in block(group, model, parallel, dtype)
+        ]
+    yield [Crossing(name, model.dim, place="head") for name in head_crossings]
 
 
-def _issued(
-    phase: str,
-    side: int,
-    crossings: list[Crossing],
-    tokens: int,
-    dtype: str,
-    processes: int,
-    place: str,
-    layer: int | None,
-) -> Iterator[Collective]:
+def _backward(
+    crossings: Sequence[Crossing], policy: RecomputeName, layout: LayoutName
+) -> Iterator[tuple[str, Crossing]]:
+    """The crossings of one block in the order in which its backward pass meets them, with those that it repeats.
+
+    A whole block is repeated when the backward pass first needs something of it, up to the last thing that it needs: a
+    collective at its very end comes before that in the backward pass, and is not repeated.
+    """
+    rest = list(crossings)
+    if policy == "full-block":
+        if layout in _ENDS_WITH_A_COLLECTIVE:
+            yield "backward", rest.pop()
+        yield from (("recompute", crossing) for crossing in rest)
+    for place, alike in itertools.groupby(rest[::-1], lambda crossing: crossing.place):
+        group = list(alike)
+        if policy == "low-rank-sharded" and place in _ENTERING:
+            yield from (("recompute", crossing) for crossing in group[::-1])
+        yield from (("backward", crossing) for crossing in group)
+
+
+def _issued(phase: str, crossings: Sequence[Crossing], tokens: int, dtype: str, processes: int) -> Iterator[Collective]:
     for crossing in crossings:
-        kind = _KINDS[crossing.function][side]
+        kind = _KINDS[crossing.function][phase == "backward"]
         if kind is None:
             continue
-        width = crossing.width + (crossing.forward_only if phase == "forward" else 0)
+        width = crossing.width + (0 if phase == "backward" else crossing.forward_only)
         # Of an all-to-all one process holds its own part: all tokens of its columns, or its tokens of all columns.
         shape = (tokens, width // processes) if kind == "all-to-all" else (tokens, width)
-        yield Collective(phase, kind, shape, crossing.dtype or dtype, processes, place, layer)
+        yield Collective(phase, kind, shape, crossing.dtype or dtype, processes, crossing.place, crossing.layer)
 
 
 def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:
@@ -217,3 +247,8 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], _Block, tuple[str, ...]]] = {
     "btp-sp": (("exchange",), _btp_sp, ("gather",)),
 }
 """Crossings of width d of the embedding, of each group, and of width d of the head."""
+
+_ENDS_WITH_A_COLLECTIVE = ("megatron", "megatron-sp", "vanilla")
+"""Layouts whose blocks do nothing behind their last collective that the backward pass needs."""
+
+_ENTERING = ("qkv", "gate_up")

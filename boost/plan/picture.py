@@ -50,14 +50,14 @@ def printable(name: str) -> str:
 
 
 def _summary(inspection: Inspection) -> str:
-    sent = {"forward": 0, "backward": 0}
+    sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
     for issued in inspection.issued:
         if issued.micro_batch == 0 and issued.collective.layer == 0:
             sent[issued.collective.phase] += issued.collective.sent_bytes
     total = sum(sent.values())
     if not total:
         return "One process: no collectives."
-    parts = " + ".join(f"{human_bytes(number)} {phase}" for phase, number in sent.items())
+    parts = " + ".join(f"{human_bytes(number)} {phase}" for phase, number in sent.items() if number)
     return f"Bytes are those that one process sends, for one block and micro-batch: {parts} = {human_bytes(total)}"
 
 

@@ -29,5 +29,7 @@ def compile_blocks(decoder: Decoder) -> None:
 def build_decoder(config: Config, mesh: Mesh) -> Decoder:
     """A decoder in train.param_dtype that computes in train.compute_dtype, its weights not yet set."""
     layout = layout_for(config.model, config.parallel, mesh.tp)
-    decoder = Decoder(config.model, layout, getattr(torch, config.train.compute_dtype))
-    return decoder.to(mesh.device, getattr(torch, config.train.param_dtype))
+    train = config.train
+    dtype, recompute = getattr(torch, train.compute_dtype), train.recompute_by_layer(config.model.layers)
+    decoder = Decoder(config.model, layout, dtype, recompute)
+    return decoder.to(mesh.device, getattr(torch, train.param_dtype))

@@ -29,9 +29,14 @@ class CountingBackend:
         self.collectives: list[tuple[str, str]] = []
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
+        from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
 
-        return aot_autograd(fw_compiler=self._noting("forward"), bw_compiler=self._noting("backward"))(graph, inputs)
+        return aot_autograd(
+            fw_compiler=self._noting("forward"),
+            bw_compiler=self._noting("backward"),
+            partition_fn=min_cut_rematerialization_partition,  # as inductor does; it heeds what is to be recomputed
+        )(graph, inputs)
 
     def _noting(self, phase: str) -> Any:
         from functorch.compile import make_boxed_func
@@ -60,17 +65,35 @@ def compare(config: Config) -> tuple[float, float, bool]:
         block.compile(fullgraph=True, backend=backend)
     compiled = decoder(*tokens)
     compiled.backward()
-    table = micro_batch_collectives(config.model, config.parallel, tokens[0].numel(), config.train.compute_dtype)
-    same = backend.collectives == [(c.phase, c.kind) for c in table if c.layer is not None]
+    recompute = config.train.recompute_by_layer(config.model.layers)
+    table = micro_batch_collectives(
+        config.model, config.parallel, tokens[0].numel(), config.train.compute_dtype, recompute=recompute
+    )
+    same = backend.collectives == [(c.on_the_wire[0], c.kind) for c in table if c.layer is not None]
     return abs(compiled.item() / loss.item() - 1), toy.worst_error(toy.gradients(decoder), gradients), same
 
 
-def config_of(family: str, parallel: dict[str, Any], dtype: str) -> Config:
-    return toy.toy_config(dtype, model={"family": family, "layers": 1}, parallel={**parallel, "tp": 2})
+def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") -> Config:
+    model, train = {"family": family, "layers": 1}, {"recompute": recompute}
+    return toy.toy_config("float64", model=model, parallel={**parallel, "tp": 2}, train=train)
 
 
 @pytest.mark.parametrize(("family", "parallel"), LAYOUTS, ids=str)
 def test_a_block_is_one_graph(family: str, parallel: dict[str, Any]) -> None:
-    for loss, gradients, same in run_distributed(2, compare, config_of(family, parallel, "float64")):
+    for loss, gradients, same in run_distributed(2, compare, config_of(family, parallel)):
+        assert max(loss, gradients) <= 1e-12
+        assert same
+
+
+RECOMPUTING = [
+    *((parallel, policy) for _, parallel in LAYOUTS[:5] for policy in ("low-rank", "low-rank+attention-output")),
+    ({"layout": "btp-sp"}, "low-rank-sharded"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "policy"), RECOMPUTING, ids=str)
+def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str) -> None:
+    """And the graphs hold the table's collectives: under the low-rank policies none a second time."""
+    for loss, gradients, same in run_distributed(2, compare, config_of("cola", parallel, policy)):
         assert max(loss, gradients) <= 1e-12
         assert same

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from boost.models.group import Group
 from boost.models.interface import Latents
+from boost.models.recompute import Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Base
 from boost.parallel.loss import cross_entropy
-from boost.parallel.norms import inverse_rms, project_and_measure, scale, sum_of_squares, sum_with_statistic
+from boost.parallel.norms import inverse_rms, project, project_and_measure, scale, sum_of_squares, sum_with_statistic
 
 
 class BTP(Base):
@@ -33,18 +34,30 @@ class BTP(Base):
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
         return F.embedding(tokens_T, table).to(dtype)
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        """A norm(x) summed over processes, then B of this process's heads or channels."""
-        # gamma scales columns of A instead of rows of x: no second [T, D] to write, keep and read again.
-        a_RD = (group.A * gamma).to(x.dtype)
-        weights = group.down_weights(a_RD, self.grouping)
-        latents = self._online(x, weights) if self.parallel.norm == "online" else self._sync(x, weights)
-        return self._up(latents, group, carried)
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        """A norm(x), summed over processes: latents, and under the online norm the statistic by which to scale them."""
+        if self.parallel.norm == "online":
+            return self._online(x, gamma, group.down_weights(group.A, self.grouping)), carried
+        return self._sync(x, gamma, group, local), carried
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
-        """A of this process's heads or channels, summed over processes, then B's rows of the residual held here."""
-        u_TR = collectives.sum_forward(F.linear(a, group.A.to(a.dtype)), self.axis)
-        (update,), carried = self._up([u_TR], group, carried)
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """act, then B of this process's heads or channels."""
+        if self.parallel.norm == "online":
+            *latents, s_T = kept
+            c_T1 = self._inverse_rms(s_T)
+            kept = [scale(u, c_T1) for u in latents]
+        return self._up(kept, group, carried)
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        """A of this process's heads or channels, a term of a sum."""
+        return F.linear(a, group.A.to(a.dtype))
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        """The sum over processes, then act and B's rows of the residual held here."""
+        u_TR = collectives.sum_forward(closed, self.axis)
+        (update,), carried = local(lambda u: self._up([u], group, carried), u_TR)
         return update, carried
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
@@ -56,18 +69,25 @@ class BTP(Base):
         whole = collectives.rows_to_features(collectives.all_gather(x[tokens_N], self.axis), self.axis)
         return self.cut_logits(self.norm(whole, gamma), head)
 
-    def _online(self, x_TD: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    def _online(self, x_TD: Tensor, gamma_D: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         """The statistic travels with the (first) partial latents; the norm is applied behind A, to T x R numbers."""
-        u_TR, s_T = sum_with_statistic(*project_and_measure(x_TD, weights[0]), self.axis)
-        others = [collectives.sum_forward(F.linear(x_TD, a), self.axis) for a in weights[1:]]
-        c_T1 = inverse_rms(s_T, self.model.dim, self.model.norm_eps)
-        return [scale(u, c_T1) for u in (u_TR, *others)]
+        u_TR, s_T = sum_with_statistic(*project_and_measure(x_TD, weights[0], gamma_D), self.axis)
+        others = [collectives.sum_forward(project(x_TD, a_RD, gamma_D), self.axis) for a_RD in weights[1:]]
+        return [u_TR, *others, s_T]
 
-    def _sync(self, x_TD: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    def _sync(self, x_TD: Tensor, gamma_D: Tensor, group: Group, local: Runner) -> list[Tensor]:
         """The statistic has an all-reduce of its own, forward and backward; the norm is applied to x."""
         s_T = collectives.sum_both(sum_of_squares(x_TD), self.axis)
-        normed_TD = scale(x_TD, inverse_rms(s_T, self.model.dim, self.model.norm_eps))
-        return [collectives.sum_forward(F.linear(normed_TD, a), self.axis) for a in weights]
+
+        def down(x_TD: Tensor, s_T: Tensor) -> list[Tensor]:
+            normed_TD = scale(x_TD, self._inverse_rms(s_T))
+            weights = group.down_weights((group.A * gamma_D).to(x_TD.dtype), self.grouping)
+            return [F.linear(normed_TD, a_RD) for a_RD in weights]
+
+        return [collectives.sum_forward(u_TR, self.axis) for u_TR in local(down, x_TD, s_T)]
+
+    def _inverse_rms(self, s_T: Tensor) -> Tensor:
+        return inverse_rms(s_T, self.model.dim, self.model.norm_eps)
 
     def _up(self, latents: Sequence[Tensor], group: Group, carried: Latents) -> tuple[list[Tensor], Latents]:
         bent, carried = group.bend(latents, carried)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from boost.models.group import Group
 from boost.models.interface import Latents, Layout
+from boost.models.recompute import Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Replicated, TokenSharded
 
@@ -32,19 +33,49 @@ class BTPSP(TokenSharded):
     def for_inference(self) -> Layout:
         return _AnyLength(self.model, self.parallel, self.axis)
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        """act(A norm(x)) of this process's tokens, gathered, then B of its heads or channels."""
-        normed = self.norm(x, gamma)
-        weights = group.down_weights(group.A.to(x.dtype), self.grouping)
-        bent, carried = group.bend([F.linear(normed, a) for a in weights], carried)
-        return group.up([collectives.gather(h, self.axis) for h in bent]), carried
+    @property
+    def with_sharded_latents(self) -> Layout:
+        return _ShardedLatents(self.model, self.parallel, self.axis)
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
-        """A of this process's heads or channels, summed onto its tokens, then the whole B."""
-        u_TR = collectives.scatter_sum(F.linear(a, group.A.to(a.dtype)), self.axis)
-        bent, carried = group.bend([u_TR], carried)
-        (update,) = group.up(bent)
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        """act(A norm(x)) of this process's tokens, gathered.
+
+        Of the latents before act a block keeps its own tokens' too: act cannot be undone, and to redo it behind the
+        gathering would be p times the work.
+        """
+        bent, carried = group.bend(self._down(x, gamma, group, local), carried)
+        return [collectives.gather(h, self.axis) for h in bent], carried
+
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """B of this process's heads or channels."""
+        return group.up(kept), carried
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        """A of this process's heads or channels, a term of a sum."""
+        return F.linear(a, group.A.to(a.dtype))
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        """The sum onto this process's tokens, then act and the whole B."""
+        (update,), carried = local(lambda u: group.bend_up([u], carried), collectives.scatter_sum(closed, self.axis))
         return update, carried
+
+    def _down(self, x: Tensor, gamma: Tensor, group: Group, local: Runner) -> Sequence[Tensor]:
+        return local(lambda x: group.down(self.norm(x, gamma), self.grouping), x)
+
+
+class _ShardedLatents(BTPSP):
+    """Gathers behind what is kept: [T/p, R] instead of [T, R], and one more all-gather in the backward pass."""
+
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        return self._down(x, gamma, group, local), carried
+
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        bent, carried = group.bend(kept, carried)
+        return group.up([collectives.gather(h, self.axis) for h in bent]), carried
 
 
 class _AnyLength(Replicated):
@@ -55,11 +86,17 @@ class _AnyLength(Replicated):
 
     name = "btp-sp"
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        return group(self.norm(x, gamma), carried, self.grouping)
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        return group.down(self.norm(x, gamma), self.grouping), carried
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
-        u_TR = collectives.all_reduce(F.linear(a, group.A.to(a.dtype)), self.axis)
-        bent, carried = group.bend([u_TR], carried)
-        (update,) = group.up(bent)
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        return group.bend_up(kept, carried)
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        return F.linear(a, group.A.to(a.dtype))
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        (update,), carried = group.bend_up([collectives.all_reduce(closed, self.axis)], carried)
         return update, carried

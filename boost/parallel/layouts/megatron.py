@@ -14,6 +14,7 @@ from torch import Tensor
 
 from boost.models.group import Group
 from boost.models.interface import Latents
+from boost.models.recompute import Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Replicated
 
@@ -23,15 +24,27 @@ class Megatron(Replicated):
 
     name = "megatron"
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        """Columns of W for this process's heads or channels; the gradients of all of them meet in one all-reduce."""
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        """norm(x); once if its gradients may meet in one collective, else once a slot."""
         normed_TD = self.norm(x, gamma)
-        if self.grouping:
-            return group.dense(collectives.sum_backward(normed_TD, self.axis), True), carried
-        weights = group.outer_weights(x.dtype)
-        return [F.linear(collectives.sum_backward(normed_TD, self.axis), w_OD) for w_OD in weights], carried
+        return [
+            collectives.sum_backward(normed_TD, self.axis) for _ in group.shape.slots[: 1 if self.grouping else None]
+        ], carried
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
-        """Rows of W, summed over processes."""
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """Columns of W for this process's heads or channels."""
+        if self.grouping:
+            return group.dense(kept[0], True), carried
+        weights = group.outer_weights(kept[0].dtype)
+        return [F.linear(x_TD, w_OD) for x_TD, w_OD in zip(kept, weights, strict=True)], carried
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        """Rows of W, a term of a sum."""
         (update,) = group.dense(a, True)
-        return collectives.sum_forward(update, self.axis), carried
+        return update
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        """The sum over processes."""
+        return collectives.sum_forward(closed, self.axis), carried

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from boost.models.group import Group
 from boost.models.interface import Latents, Layout
+from boost.models.recompute import Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.megatron import Megatron
 from boost.parallel.layouts.residual import TokenSharded
@@ -28,15 +29,27 @@ class MegatronSP(TokenSharded):
     def for_inference(self) -> Layout:
         return Megatron(self.model, self.parallel, self.axis)
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        """All tokens, columns of W for this process's heads or channels."""
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        """norm(x) of all tokens; once if its gradients may meet in one collective, else once a slot."""
         normed_TD = self.norm(x, gamma)
-        if self.grouping:
-            return group.dense(collectives.gather(normed_TD, self.axis), True), carried
-        weights = group.outer_weights(x.dtype)
-        return [F.linear(collectives.gather(normed_TD, self.axis), w_OD) for w_OD in weights], carried
+        return [
+            collectives.gather(normed_TD, self.axis) for _ in group.shape.slots[: 1 if self.grouping else None]
+        ], carried
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
-        """Rows of W, summed over processes onto this process's tokens."""
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """Columns of W for this process's heads or channels."""
+        if self.grouping:
+            return group.dense(kept[0], True), carried
+        weights = group.outer_weights(kept[0].dtype)
+        return [F.linear(x_TD, w_OD) for x_TD, w_OD in zip(kept, weights, strict=True)], carried
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        """Rows of W, a term of a sum."""
         (update,) = group.dense(a, True)
-        return collectives.scatter_sum(update, self.axis), carried
+        return update
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        """The sum over processes, onto this process's tokens."""
+        return collectives.scatter_sum(closed, self.axis), carried

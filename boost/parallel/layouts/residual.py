@@ -15,6 +15,7 @@ from boost.models.interface import Layout
 from boost.parallel import collectives
 from boost.parallel.loss import cross_entropy
 from boost.parallel.mesh import Axis
+from boost.parallel.norms import rms_norm
 
 
 class Base:
@@ -32,12 +33,16 @@ class Base:
     def for_inference(self) -> Layout:
         return cast(Layout, self)  # every concrete layout is one
 
+    @property
+    def with_sharded_latents(self) -> Layout:
+        raise AssertionError(f"{self.name} has no latents that are gathered")
+
     def cut(self, role: str) -> Cut:
         return cut_of(role, self.model, self.parallel)
 
     def norm(self, x_TD: Tensor, gamma_D: Tensor) -> Tensor:
         """RMSNorm of rows held whole."""
-        return F.rms_norm(x_TD, (x_TD.shape[-1],), gamma_D.to(x_TD.dtype), self.model.norm_eps)
+        return rms_norm(x_TD, gamma_D, self.model.norm_eps)
 
     def cut_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
         """Logits over the whole vocabulary, [N, p V], from rows of the head held by each process. One all-gather."""

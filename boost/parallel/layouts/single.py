@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.group import Group
-from boost.models.interface import Latents
+from boost.models.interface import Latents, Layout
+from boost.models.recompute import Runner
 from boost.parallel.layouts.residual import Base
 from boost.parallel.loss import cross_entropy
 
@@ -23,11 +24,28 @@ class Single(Base):
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         return F.embedding(tokens_T, table).to(dtype)
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        return group(self.norm(x, gamma), carried, self.grouping)
+    @property
+    def with_sharded_latents(self) -> Layout:
+        return self  # one process's part is all of them
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
-        (update,), carried = group(a, carried, self.grouping)
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        if not group.low_rank:
+            return [self.norm(x, gamma)], carried
+        return local(lambda x: group.down(self.norm(x, gamma), self.grouping), x), carried
+
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        return group.bend_up(kept, carried) if group.low_rank else (group.dense(kept[0], self.grouping), carried)
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        (closed,) = group.down(a, True) if group.low_rank else group.dense(a, True)
+        return closed
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+        if not group.low_rank:
+            return closed, carried
+        (update,), carried = local(lambda u: group.bend_up([u], carried), closed)
         return update, carried
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:

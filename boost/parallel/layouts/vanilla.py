@@ -21,6 +21,7 @@ from torch import Tensor
 from boost.config.architecture import Slot
 from boost.models.group import Group
 from boost.models.interface import Latents
+from boost.models.recompute import Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Replicated
 
@@ -30,26 +31,36 @@ class Vanilla(Replicated):
 
     name = "vanilla"
 
-    def enter(self, x: Tensor, gamma: Tensor, group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
         """A's rows of this process, B's columns, and the sum of the whole outputs, onto heads or channels if they are cut."""
-        normed_TD = self.norm(x, gamma)
-        weights = group.down_weights(group.A.to(x.dtype), self.grouping)
-        latents = [F.linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
-        bent, carried = group.bend(latents, carried)
-        outputs = group.up(bent)
+
+        def down(x: Tensor) -> list[Tensor]:
+            normed_TD = self.norm(x, gamma)
+            weights = group.down_weights(group.A.to(x.dtype), self.grouping)
+            return [F.linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
+
+        outputs, carried = local(lambda *latents: group.bend_up(latents, carried), *local(down, x))
         if self.wide == 1:
             return self._sums(outputs), carried
         shares = [self._by_process(y_TO, slot) for y_TO, slot in zip(outputs, group.shape.slots, strict=True)]
         return self._scattered(shares), carried
 
-    def leave(self, a: Tensor, group: Group, carried: Latents) -> tuple[Tensor, Latents]:
+    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+        """Nothing is left to do: the collective stood behind B."""
+        return kept, carried
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        """A's rows of this process where all heads or channels are here; nothing where they are to be gathered first."""
+        return F.linear(collectives.sum_backward(a, self.axis), group.A.to(a.dtype)) if self.wide == 1 else a
+
+    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
         """All heads or channels, through A's rows and B's columns of this process, summed over processes."""
-        if self.wide == 1:
-            whole = collectives.sum_backward(a, self.axis)
-        else:
-            whole = collectives.rows_to_features(collectives.gather(a, self.axis), self.axis)
-        bent, carried = group.bend([F.linear(whole, group.A.to(a.dtype))], carried)
-        (update,) = group.up(bent)
+        if self.wide > 1:
+            whole = collectives.rows_to_features(collectives.gather(closed, self.axis), self.axis)
+            closed = local(lambda whole: F.linear(whole, group.A.to(whole.dtype)), whole)
+        (update,), carried = local(lambda u: group.bend_up([u], carried), closed)
         return collectives.sum_forward(update, self.axis), carried
 
     def _sums(self, outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,86 @@
+"""Activation checkpointing: what a block keeps from its forward pass, and what it computes again in its backward pass.
+
+A block is a chain of local parts between collectives. Under the low-rank policies each part is a segment of its own: what
+goes into it, the latents behind a collective or the residual stream, is kept; what it makes on the way is not. No segment
+holds a collective, so recomputation issues none, and it ends before the last GEMM of a segment, whose result nobody needs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from boost.config.schema import RecomputeName
+
+_aten = torch.ops.aten
+_ATTENTION = {
+    getattr(_aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+}
+"""Fused kernels: softmax(q k^T) v and, for the backward pass, the logsumexp of each row."""
+
+
+class Runner(Protocol):
+    """Calls a function; decides what the backward pass finds of it."""
+
+    def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
+
+
+def keep(function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """Whatever autograd keeps."""
+    return function(*arguments)
+
+
+def recompute(function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """The arguments; everything inside is computed again when the backward pass first asks for it."""
+    return _checkpoint(function, *arguments)
+
+
+def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """The arguments, and what the attention kernel returned."""
+    return _checkpoint(
+        function, *arguments, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+    )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one block runs."""
+
+    block: Runner = keep
+    """All of it."""
+    local: Runner = keep
+    """Its segments but for that of attention."""
+    attention: Runner = keep
+    """The segment from the latents of q, k, v to what leaves attention."""
+    sharded: bool = False
+    """Latents are kept before they are gathered: least memory, and the all-gather is issued again. btp-sp only."""
+
+
+KEEP = Policy()
+POLICIES: dict[RecomputeName, Policy] = {
+    "none": KEEP,
+    "low-rank": Policy(local=recompute, attention=recompute),
+    "low-rank+attention-output": Policy(local=recompute, attention=recompute_but_attention),
+    "low-rank-sharded": Policy(local=recompute, attention=recompute, sharded=True),
+    "full-block": Policy(block=recompute),
+}
+
+
+def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    # Nothing here draws random numbers, and shapes follow from shapes: the checks of both would only cost time.
+    return checkpoint(
+        function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **keywords
+    )

@@ -1,0 +1,102 @@
+"""Every recomputation policy gives the gradients of `none`, bit for bit, and sends what the table says: low-rank nothing."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.config.schema import RecomputeName
+from boost.config.traffic import Collective
+from boost.parallel.counting import CollectiveCounter
+from boost.plan.collectives import micro_batch_collectives
+from tests import toy
+from tests.distributed import run_distributed
+from tests.parallel.test_layouts import DENSE, LOW_RANK, config_of
+
+LOCAL: tuple[RecomputeName, ...] = ("low-rank", "low-rank+attention-output")
+"""Policies that send nothing."""
+
+
+def policies(family: str, parallel: dict[str, Any]) -> list[RecomputeName]:
+    sharded: list[RecomputeName] = ["low-rank-sharded"] if parallel.get("layout") == "btp-sp" else []
+    return ["full-block"] if family == "dense" else [*LOCAL, *sharded, "full-block"]
+
+
+CELLS = [
+    (family, parallel, policy)
+    for family, variants in (("cola", [{}, *LOW_RANK]), ("dense", [{}, *DENSE]))
+    for parallel in variants
+    for policy in policies(family, parallel)
+]
+
+
+def ids(cells: list[tuple[str, dict[str, Any], str]]) -> list[str]:
+    return ["-".join((family, *map(str, parallel.values()), policy)) for family, parallel, policy in cells]
+
+
+def configuration(
+    family: str, parallel: dict[str, Any], policy: RecomputeName = "none", dtype: str = "float64", **train: Any
+) -> Config:
+    tp = 2 if parallel else 1
+    return config_of({"family": family}, parallel, tp, dtype, train={"recompute": policy, **train})
+
+
+@dataclasses.dataclass
+class Backward:
+    """A micro-batch through a toy model, seen from one process."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    collectives: list[Collective]
+
+
+def backward(config: Config, documents: bool = False, compiled: Any = None) -> Backward:
+    decoder, _ = toy.toy_decoder(config)
+    ids_BS = (torch.arange(config.train.seq_len) // 5).expand(config.train.micro_batch, -1) if documents else None
+    for block in decoder.blocks if compiled else ():
+        block.compile(fullgraph=True, backend=compiled)
+    with CollectiveCounter() as counter:
+        loss = decoder(*toy.toy_tokens(config), ids_BS)
+        counter.phase = "backward"
+        loss.backward()
+    return Backward(loss.detach(), toy.gradients(decoder), counter.collectives)
+
+
+@functools.cache
+def without(description: str, documents: bool) -> Backward:
+    """The same under policy none; made once in each process of a pool."""
+    config = Config.model_validate_json(description)
+    train = config.train.model_copy(update={"recompute": "none", "recompute_every": 1})
+    return backward(config.model_copy(update={"train": train}), documents)
+
+
+def compare(config: Config, documents: bool = False) -> dict[str, bool]:
+    """What is the same as under policy none, bit for bit, and whether the collectives are those of the table."""
+    actual, expected = backward(config, documents), without(config.model_dump_json(), documents)
+    model, train = config.model, config.train
+    tokens = train.micro_batch * train.seq_len
+    recompute = train.recompute_by_layer(model.layers)
+    table = micro_batch_collectives(model, config.parallel, tokens, train.compute_dtype, recompute=recompute)
+    return {
+        "loss": torch.equal(actual.loss, expected.loss),
+        "gradients": all(torch.equal(value, expected.gradients[key]) for key, value in actual.gradients.items()),
+        "collectives": [c.on_the_wire for c in actual.collectives] == [c.on_the_wire for c in expected.collectives],
+        "table": [c.on_the_wire for c in actual.collectives] == [c.on_the_wire for c in table],
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(("family", "parallel", "policy"), CELLS, ids=ids(CELLS))
+def test_a_policy_changes_no_bit(family: str, parallel: dict[str, Any], policy: RecomputeName, dtype: str) -> None:
+    config = configuration(family, parallel, policy, dtype)
+    for same in run_distributed(2, compare, config) if parallel else [compare(config)]:
+        assert same["loss"], "the loss"
+        assert same["gradients"], "gradients"
+        assert same["table"], "collectives are not those of the table"
+        if policy in LOCAL:
+            assert same["collectives"], "recomputation sends something"
+        elif parallel:
+            assert not same["collectives"], "the table has nothing to count"
