@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from boost.config import architecture
 from boost.config.architecture import Parameter
-from boost.config.schema import ModelConfig, RecomputeName
+from boost.config.schema import ModelConfig
 from boost.models.attention import Context, KVCache, attend, make_context
 from boost.models.group import Group
-from boost.models.interface import Latents, Layout, kv_heads_here
-from boost.models.recompute import KEEP, POLICIES, Policy
+from boost.models.interface import KEEP, Latents, Layout, Policy, kv_heads_here
 from boost.models.stored import Stored
 
 
@@ -65,7 +64,7 @@ class Block(Stored):
 class Decoder(Stored):
     """Embedding, blocks, final norm and head under one layout. Weights are uninitialised until `init.initialize`.
 
-    `recompute` says for each block what it computes again in its backward pass; empty: nothing.
+    `policies` says of each block what it keeps for its backward pass; empty: whatever autograd keeps.
     """
 
     embed: Tensor
@@ -77,13 +76,13 @@ class Decoder(Stored):
         model: ModelConfig,
         layout: Layout,
         compute_dtype: torch.dtype = torch.float32,
-        recompute: Sequence[RecomputeName] = (),
+        policies: Sequence[Policy] = (),
     ) -> None:
         super().__init__()
         self.model, self.layout, self.compute_dtype = model, layout, compute_dtype
         self.store("embed", (architecture.embedding(model),), layout)
-        policies = [POLICIES[name] for name in recompute] or [KEEP] * model.layers
-        self.blocks = nn.ModuleList(Block(model, layer, layout, policy) for layer, policy in enumerate(policies))
+        each = enumerate(policies or [KEEP] * model.layers)
+        self.blocks = nn.ModuleList(Block(model, layer, layout, policy) for layer, policy in each)
         self.store("final_norm", (architecture.final_norm(model),), layout)
         self.store("head", (architecture.head(model),), layout)
 

@@ -1,20 +1,48 @@
 """What the decoder asks of a layout. `boost.parallel.layouts` implements it, one file a layout."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from boost.config.architecture import Parameter
 from boost.config.cuts import Cut
-from boost.models.recompute import Runner
 
 if TYPE_CHECKING:
     from boost.models.group import Group
 
 Latents = tuple[Tensor, ...]
 """Latents that cross from one block to the next, one a group; empty for families without a crossing."""
+
+
+class Runner(Protocol):
+    """Calls a function; decides what the backward pass finds of it."""
+
+    def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
+
+
+def keep(function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """Whatever autograd keeps."""
+    return function(*arguments)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one block runs."""
+
+    block: Runner = keep
+    """All of it."""
+    local: Runner = keep
+    """Its segments but for that of attention."""
+    attention: Runner = keep
+    """The segment from the latents of q, k, v to what leaves attention."""
+    sharded: bool = False
+    """Latents are kept before they are gathered: least memory, and the all-gather is issued again. btp-sp only."""
+
+
+KEEP = Policy()
 
 
 class Layout(Protocol):

@@ -10,6 +10,7 @@ from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
+from boost.parallel.recompute import POLICIES
 
 
 def compile_blocks(decoder: Decoder) -> None:
@@ -30,6 +31,6 @@ def build_decoder(config: Config, mesh: Mesh) -> Decoder:
     """A decoder in train.param_dtype that computes in train.compute_dtype, its weights not yet set."""
     layout = layout_for(config.model, config.parallel, mesh.tp)
     train = config.train
-    dtype, recompute = getattr(torch, train.compute_dtype), train.recompute_by_layer(config.model.layers)
-    decoder = Decoder(config.model, layout, dtype, recompute)
+    policies = [POLICIES[name] for name in train.recompute_by_layer(config.model.layers)]
+    decoder = Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies)
     return decoder.to(mesh.device, getattr(torch, train.param_dtype))

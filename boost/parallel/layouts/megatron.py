@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.group import Group
-from boost.models.interface import Latents
-from boost.models.recompute import Runner
+from boost.models.interface import Latents, Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Replicated
 

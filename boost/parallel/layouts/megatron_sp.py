@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.group import Group
-from boost.models.interface import Latents, Layout
-from boost.models.recompute import Runner
+from boost.models.interface import Latents, Layout, Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.megatron import Megatron
 from boost.parallel.layouts.residual import TokenSharded

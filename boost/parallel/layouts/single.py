@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.group import Group
-from boost.models.interface import Latents, Layout
-from boost.models.recompute import Runner
+from boost.models.interface import Latents, Layout, Runner
 from boost.parallel.layouts.residual import Base
 from boost.parallel.loss import cross_entropy
 

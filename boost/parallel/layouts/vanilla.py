@@ -20,8 +20,7 @@ from torch import Tensor
 
 from boost.config.architecture import Slot
 from boost.models.group import Group
-from boost.models.interface import Latents
-from boost.models.recompute import Runner
+from boost.models.interface import Latents, Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Replicated
 

@@ -7,13 +7,13 @@ holds a collective, so recomputation issues none, and it ends before the last GE
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
+from boost.models.interface import KEEP, Policy
 
 _aten = torch.ops.aten
 _ATTENTION = {
@@ -28,17 +28,6 @@ _ATTENTION = {
 """Fused kernels: softmax(q k^T) v and, for the backward pass, the logsumexp of each row."""
 
 
-class Runner(Protocol):
-    """Calls a function; decides what the backward pass finds of it."""
-
-    def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
-
-
-def keep(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """Whatever autograd keeps."""
-    return function(*arguments)
-
-
 def recompute(function: Callable[..., Any], /, *arguments: Any) -> Any:
     """The arguments; everything inside is computed again when the backward pass first asks for it."""
     return _checkpoint(function, *arguments)
@@ -51,21 +40,6 @@ def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) ->
     )
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How one block runs."""
-
-    block: Runner = keep
-    """All of it."""
-    local: Runner = keep
-    """Its segments but for that of attention."""
-    attention: Runner = keep
-    """The segment from the latents of q, k, v to what leaves attention."""
-    sharded: bool = False
-    """Latents are kept before they are gathered: least memory, and the all-gather is issued again. btp-sp only."""
-
-
-KEEP = Policy()
 POLICIES: dict[RecomputeName, Policy] = {
     "none": KEEP,
     "low-rank": Policy(local=recompute, attention=recompute),
