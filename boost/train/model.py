@@ -32,5 +32,10 @@ def build_decoder(config: Config, mesh: Mesh) -> Decoder:
     layout = layout_for(config.model, config.parallel, mesh.tp)
     train = config.train
     policies = [POLICIES[name] for name in train.recompute_by_layer(config.model.layers)]
-    decoder = Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies)
-    return decoder.to(mesh.device, getattr(torch, train.param_dtype))
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, train.param_dtype))
+    try:
+        with mesh.device:
+            return Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies)
+    finally:
+        torch.set_default_dtype(usual)

@@ -1,0 +1,183 @@
+"""What a training step really holds in memory, seen at the dispatcher: every storage from its birth to its death.
+
+It works on real tensors and on fake ones, which have shapes and no memory: so the share of one process of a 7B model is
+measured in seconds on a laptop, with the code that would run. The allocator's rounding and cuBLAS's workspaces come on top.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from boost.config import Config
+from boost.models.decoder import Decoder
+from boost.models.stored import Storage, storages
+from boost.optim.adamw import build_adamw
+from boost.parallel.mesh import Axis, Mesh
+from boost.plan.memory import COPIES, GRADIENTS, LATENTS, LOGITS, OPTIMIZER, RESIDUAL, WEIGHTS, WIDE, WORK
+from boost.train.model import build_decoder
+
+OTHER = "other"
+"""Tokens, positions, masks."""
+
+_MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
+_MADE_BY |= {"enter.W": WIDE, "kv.W": WIDE, "leave.W": RESIDUAL}
+"""What the weights of a role make."""
+
+_MOVES = {"add", "clone", "_to_copy", "copy_", "cat", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
+_MOVES |= {"all_to_all_single", "wait_tensor", "detach"}
+"""Operations after which the residual stream is the residual stream."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Bytes of every tensor made while it is active, alive and at their peak, by category.
+
+    The category follows from what a tensor is made of: what a factor A makes is a latent; what a factor B or W of an
+    entering group makes is wide; what one of a leaving group makes, and the embedding, is the residual stream; what is
+    made of wide activations is wide, of latents a latent. Set `scope` to put everything under one category instead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scope = ""
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        """The categories at the moment of the largest sum."""
+        self._known: dict[int, _Storage] = {}
+        self._total = self._largest = 0
+
+    def watch(self, tensor: Tensor, category: str, role: str = "") -> None:
+        """Counts a tensor, already there or new, under a category."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            self._forget(key)
+        self._known[key] = _Storage(category, role, storage.nbytes(), weakref.finalize(storage, self._forget, key))
+        self._known[key].finalizer.atexit = False
+        self.live[category] += storage.nbytes()
+        self._total += storage.nbytes()
+        if self._total > self._largest:
+            self._largest, self.peak = self._total, +self.live
+
+    def restart_peak(self) -> None:
+        """From here on the peak is looked for anew."""
+        self._largest, self.peak = self._total, +self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        new = [x for x in made if x.untyped_storage()._cdata not in self._known and x.untyped_storage().nbytes()]
+        if new:
+            inputs = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            category, role = self._origin(func._schema.name.partition("::")[2], inputs)
+            for tensor in new:
+                self.watch(tensor, category, role)
+        return result
+
+    def _origin(self, operation: str, inputs: Iterable[Tensor]) -> tuple[str, str]:
+        """(category, role) of what an operation makes of these inputs. Only what is made of weights alone has a role."""
+        known = [self._known[key] for x in inputs if (key := x.untyped_storage()._cdata) in self._known]
+        roles = [storage.role for storage in known if storage.role]
+        others = [storage.category for storage in known if not storage.role]
+        if self.scope:
+            return self.scope, ""
+        if roles and not others and operation != "embedding":
+            return COPIES, next((role for role in roles if "norm" not in role), roles[0])
+        if roles and operation in ("mm", "addmm", "bmm", "embedding"):
+            return _MADE_BY[roles[0]], ""
+        made_of = next((category for category in (LATENTS, WIDE, RESIDUAL) if category in others), OTHER)
+        return WIDE if made_of == RESIDUAL and operation not in _MOVES else made_of, ""
+
+    def _forget(self, key: int) -> None:
+        storage = self._known.pop(key, None)
+        if storage is not None:
+            storage.finalizer.detach()
+            self.live[storage.category] -= storage.size
+            self._total -= storage.size
+
+
+@dataclass
+class _Storage:
+    category: str
+    role: str
+    size: int
+    finalizer: Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes alive on one process."""
+
+    kept: dict[str, int]
+    """By category, between the forward and the backward pass of the last micro-batch."""
+    peak: dict[str, int]
+    """By category, at the worst moment of the step."""
+
+
+@dataclass(frozen=True)
+class _Nobody:
+    """A process group of which torch asks the name only: fake tensors are sent to nobody."""
+
+    group_name: str = "nobody"
+
+
+def measure(config: Config) -> Measured:
+    """One process's share of a training step, run on fake tensors: any model, without its memory and without processes.
+
+    Takes a micro-batch and, if the step has several, a second one that adds to the gradients; then the optimizer's step.
+    The buckets in which gradients are summed over processes are not among it: they replace the gradients.
+    """
+    size = config.parallel.tp
+    axis = Axis(0, size, _Nobody() if size > 1 else None)  # type: ignore[arg-type]
+    train = config.train
+    accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
+    with FakeTensorMode():
+        decoder = build_decoder(config, Mesh(torch.device("cpu"), tp=axis))
+        tokens_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.long)
+        return measure_step(decoder, config, [(tokens_BS, tokens_BS)] * min(accumulated, 2))
+
+
+def measure_step(decoder: Decoder, config: Config, batches: Sequence[tuple[Tensor, ...]]) -> Measured:
+    """The same of a decoder that is there, on any tensors: the micro-batches `batches` and the optimizer's step."""
+    stored = list(storages(decoder))
+    optimizer = build_adamw(stored, config.optim)
+    tracker = MemoryTracker()
+    for storage in stored:
+        tracker.watch(storage.tensor, WEIGHTS, _role(storage))
+        for value in optimizer.state[storage.tensor].values():
+            tracker.watch(value, OPTIMIZER)
+    hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in stored]
+    usual = decoder.layout.loss
+
+    def loss(*arguments: Any) -> Tensor:
+        tracker.scope = LOGITS
+        return usual(*arguments)
+
+    decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
+    try:
+        with tracker:
+            for batch in batches:
+                tracker.scope = ""
+                total = decoder(*batch)
+                kept = dict(+tracker.live)
+                tracker.scope = WORK
+                total.backward()
+            optimizer.step()
+    finally:
+        decoder.layout.loss = usual  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+    return Measured(kept, dict(tracker.peak))
+
+
+def _role(storage: Storage) -> str:
+    """What a weight is for, as `_MADE_BY` speaks of it: factors A make latents on either side."""
+    role = storage.parts[0].parameter.role
+    return "A" if role.endswith(".A") else role
