@@ -21,7 +21,7 @@ from boost.models.decoder import Decoder
 from boost.models.stored import Storage, storages
 from boost.optim.adamw import build_adamw
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.memory import COPIES, GRADIENTS, LATENTS, LOGITS, OPTIMIZER, RESIDUAL, WEIGHTS, WIDE, WORK
+from boost.plan.memory import COPIES, GRADIENTS, KEPT, LATENTS, LOGITS, OPTIMIZER, RESIDUAL, WEIGHTS, WIDE, WORK
 from boost.train.model import build_decoder
 
 OTHER = "other"
@@ -116,9 +116,14 @@ class Measured:
     """Bytes alive on one process."""
 
     kept: dict[str, int]
-    """By category, between the forward and the backward pass of the last micro-batch."""
+    """By category, between the forward and the backward pass of the last micro-batch; gradients behind the latter."""
     peak: dict[str, int]
     """By category, at the worst moment of the step."""
+
+    @property
+    def activations(self) -> dict[str, int]:
+        """Of `kept`, what the forward pass leaves for the backward pass."""
+        return {category: size for category, size in self.kept.items() if category in KEPT}
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,7 @@ def measure_step(decoder: Decoder, config: Config, batches: Sequence[tuple[Tenso
                 kept = dict(+tracker.live)
                 tracker.scope = WORK
                 total.backward()
+            kept[GRADIENTS] = tracker.live[GRADIENTS]
             optimizer.step()
     finally:
         decoder.layout.loss = usual  # type: ignore[method-assign]

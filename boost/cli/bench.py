@@ -1,11 +1,12 @@
-"""`boost bench`: experiments, each with its result as JSON and as a picture."""
+"""`boost bench`: experiments, each with its result as JSON and as a table or picture."""
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from boost.config import load
+from boost.config import Config, load
 from boost.config.rules import check_runnable
 from boost.config.schema import Family
 from boost.errors import ConfigError
@@ -14,51 +15,105 @@ FAMILIES = get_args(Family)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
+    parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="run an experiment: loss curves of all layouts",
-        usage="boost bench curves [CONFIG] [--tp N] [--families F ...] [--out PATH] [--section.key value ...]",
-        description="curves: trains one model under every layout that carries it, in float64 and float32, from the same seed\n"
-        "and data, and compares every step with one process. Exit code 1 if a difference is above its limit.",
+        help="run an experiment: loss curves, recomputation, what fits into memory",
+        description="Runs an experiment and writes its numbers, with a table or a picture, under benchmarks/results.",
         epilog="examples:\n"
         "  boost bench curves                                     the demo's model, 2 processes\n"
-        "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves",
+        "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
+        "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
+        "  boost bench fit boost-7b --tp 4 --memory-gb 80",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("experiment", choices=("curves",), help="which experiment")
-    parser.add_argument(
-        "config", nargs="?", default="demo", metavar="CONFIG", help="preset or TOML file (default demo)"
+    experiments = parser.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
+    curves = _experiment(
+        experiments,
+        "curves",
+        "loss curves of all layouts over each other",
+        "Trains one model under every layout that carries it, in float64 and float32, from the same seed and data, and\n"
+        "compares every step with one process. Exit code 1 if a difference is above its limit.",
     )
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="TP processes, started here (default 2)")
-    parser.add_argument(
+    curves.add_argument(
         "--families",
         nargs="+",
         choices=FAMILIES,
         metavar="F",
         help=f"of {', '.join(FAMILIES)}; default: CONFIG's, and dense",
     )
+    recompute = _experiment(
+        experiments,
+        "recompute",
+        "memory saved and time added by every recomputation policy, under every layout",
+        "Times the forward and backward pass of a micro-batch under every policy, all of them in one interleaved run on the\n"
+        "same weights, and counts the bytes that each keeps.",
+    )
+    recompute.add_argument(
+        "--batches", type=int, nargs="+", default=[4, 8], metavar="B", help="micro-batches (default 4 8)"
+    )
+    recompute.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default 15)")
+    fit = _experiment(
+        experiments,
+        "fit",
+        "the largest batch and longest sequence that fit, under every layout and policy",
+        "Runs one process's share of a step on tensors that have shapes and no memory, and searches: no GPU and no other\n"
+        "process is needed. A 7B model takes about half a minute for each layout and policy.",
+    )
+    fit.add_argument("--memory-gb", type=float, default=80, metavar="GB", help="of one process (default 80)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.tp < 1:
+        raise ConfigError(f"--tp = {args.tp} is not a number of processes; the smallest legal value is 1")
+    config = load(
+        args.config, [*args.overrides, "--parallel.tp", str(args.tp), "--parallel.dp", "1", "--parallel.pp", "1"]
+    )
+    check_runnable(config)
+    experiments: dict[str, Callable[[argparse.Namespace, Config], int]] = {
+        "curves": _curves,
+        "recompute": _recompute,
+        "fit": _fit,
+    }
+    return experiments[args.experiment](args, config)
+
+
+def _experiment(experiments: Any, name: str, summary: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = experiments.add_parser(
+        name,
+        help=summary,
+        usage=f"boost bench {name} [CONFIG] [--tp N] [--out PATH] [options] [--section.key value ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", nargs="?", default="demo", metavar="CONFIG", help="preset or TOML file (default demo)"
+    )
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="TP processes (default 2)")
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("benchmarks/results/curves"),
+        default=Path("benchmarks/results", name),
         metavar="PATH",
-        help="PATH.json and PATH.svg are written (default benchmarks/results/curves)",
+        help=f"PATH.json, and PATH.svg or PATH.md, are written (default benchmarks/results/{name})",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def _needs_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+
+
+def _curves(args: argparse.Namespace, config: Config) -> int:
     from boost.bench.curves import LIMITS, configuration, contenders, curves_process
     from boost.data.fit import open_fitting_store
     from boost.train.launch import launch, under_torchrun
 
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+    _needs_matplotlib()
     if args.tp < 2:
         raise ConfigError(f"--tp = {args.tp} has no layouts to compare; the smallest legal value is 2")
-    config = load(args.config, [*args.overrides, "--parallel.tp", str(args.tp), "--parallel.dp", "1"])
-    check_runnable(config)
     families = args.families or sorted({config.model.family, "dense"})
     for family in families:  # mistakes are answered before a process is started
         for contender in contenders(family):
@@ -67,3 +122,24 @@ def run(args: argparse.Namespace) -> int:
     if under_torchrun():
         return curves_process(config, families, args.out)
     return launch(curves_process, (config, families, args.out), args.tp, log_dir=None)
+
+
+def _recompute(args: argparse.Namespace, config: Config) -> int:
+    from boost.bench.recompute import recompute_process, variants
+    from boost.train.launch import launch, under_torchrun
+
+    _needs_matplotlib()
+    for field, values in (("--rounds", [args.rounds]), ("--batches", args.batches)):
+        if min(values) < 1:
+            raise ConfigError(f"{field} = {min(values)} is not positive; the smallest legal value is 1")
+    list(variants(config, args.batches))  # mistakes are answered before a process is started
+    work = (config, args.batches, args.rounds, args.out)
+    return recompute_process(*work) if under_torchrun() else launch(recompute_process, work, args.tp, log_dir=None)
+
+
+def _fit(args: argparse.Namespace, config: Config) -> int:
+    from boost.bench.fit import fit
+
+    if not args.memory_gb > 0:
+        raise ConfigError(f"--memory-gb = {args.memory_gb:g} holds nothing; take the memory of one GPU, such as 80")
+    return fit(config, args.memory_gb, args.out)

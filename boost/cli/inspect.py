@@ -12,20 +12,23 @@ from boost.config import Config, load
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from boost.bench.memory import Measured
     from boost.plan.inspection import Inspection
+    from boost.plan.memory import Memory
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
         help="how is it cut? every weight, the residual stream, every collective",
-        usage="boost inspect CONFIG [--layout L] [--tp N] [--json] [--svg FILE] [--section.key value ...]",
+        usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
         description="Says which part of each weight one process of a TP group holds, and every collective of an optimizer\n"
         "step with its shape and bytes. Nothing is started: it is the table to which tests hold the runtime.",
         epilog="examples:\n"
         "  boost inspect demo                                     the demo as it is trained\n"
         "  boost inspect boost-7b --layout btp-sp --tp 8\n"
         "  boost inspect boost-7b --layout megatron --model.family dense\n"
+        "  boost inspect boost-7b --memory --train.recompute low-rank\n"
         "  boost inspect boost-7b --layout vanilla --json         for programs: one entry for every collective\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
         "Bytes are those that one process sends: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
@@ -36,6 +39,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--layout", metavar="L", help="short for --parallel.layout")
     parser.add_argument("--tp", metavar="N", help="short for --parallel.tp")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--memory", action="store_true", help="bytes of a step by category, predicted and measured")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block")
     parser.set_defaults(takes_overrides=True)
     return parser
@@ -56,13 +60,28 @@ def run(args: argparse.Namespace) -> int:
     name, notes = printable(Path(args.config).name.removesuffix(".toml")), list(_notes(asked))
     if args.svg is not None:
         args.svg.write_text(block_picture(inspection, name), encoding="utf-8", newline="\n")
+    held = _memory(config) if args.memory else None
     if args.json:
-        print(json.dumps(as_json(inspection) | {"notes": notes}, indent=2))
+        memory = {"memory": memory_as_json(*held)} if held else {}
+        print(json.dumps(as_json(inspection) | memory | {"notes": notes}, indent=2))
         return 0
     print_report(inspection, name, notes)
+    if held:
+        print_memory(config, *held)
     if args.svg is not None:
         print(f"\n{args.svg} written")
     return 0
+
+
+def _memory(config: Config) -> "tuple[Memory, Measured]":
+    """Predicted and measured, the latter by running one process's share of a step on tensors without memory."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("running a step on tensors without memory, to see what it holds"):
+        from boost.bench.memory import measure
+        from boost.plan.memory import memory
+
+        return memory(config), measure(config)
 
 
 def _notes(config: Config) -> Iterator[str]:
@@ -222,6 +241,53 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
     }
     for per, sent in totals.items():
         console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
+
+
+def memory_as_json(predicted: "Memory", measured: "Measured") -> dict[str, Any]:
+    """Bytes on one process for programs."""
+    return {
+        "predicted": predicted.by_category,
+        "measured": measured.kept,
+        "peak": measured.peak,
+        "kept": [
+            {"category": k.category, "what": k.what, "shape": (k.rows, k.columns), "dtype": k.dtype, "bytes": k.bytes,
+             "place": k.place, "layer": k.layer}
+            for k in predicted.kept
+        ],
+    }  # fmt: skip
+
+
+def print_memory(config: Config, predicted: "Memory", measured: "Measured") -> None:
+    """What one process holds between forward and backward pass, and at the worst moment."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from boost.plan.inspection import human_bytes
+    from boost.plan.memory import CATEGORIES
+
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=132)
+    train = config.train
+    every = f", every {train.recompute_every} blocks" if train.recompute_every > 1 else ""
+    console.print(f"\nmemory of one process, train.recompute = {train.recompute}{every}", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("category", no_wrap=True)
+    for heading in ("predicted", "measured", "at the peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what it is", style="dim")
+    sides = (predicted.by_category, measured.kept, measured.peak)
+    for category, words in CATEGORIES.items():
+        if any(side.get(category) for side in sides):
+            table.add_row(category, *(human_bytes(side[category]) if category in side else "" for side in sides), words)
+    table.add_row("sum", *(human_bytes(sum(side.values())) for side in sides), style="bold")
+    console.print(table)
+    console.print(
+        Text(
+            "Predicted and measured: between forward and backward pass of a micro-batch; gradients behind it. Measured on\n"
+            "tensors that have shapes and no memory: the allocator's rounding comes on top."
+        ),
+        soft_wrap=True,
+    )
 
 
 def _count(number: int) -> str:

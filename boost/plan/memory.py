@@ -30,14 +30,14 @@ KEPT = (RESIDUAL, LATENTS, WIDE, COPIES, LOGITS)
 """Kept from the forward pass of a micro-batch for its backward pass."""
 CATEGORIES = {
     WEIGHTS: "as the optimizer changes them",
-    GRADIENTS: "of one optimizer step, accumulated",
+    GRADIENTS: "of one optimizer step",
     OPTIMIZER: "two moments a weight",
-    RESIDUAL: "what enters and leaves attention and MLP",
-    LATENTS: "of width r, before and behind their activation, with the statistic of online RMSNorm",
-    WIDE: "normalised inputs; q, k, v and what attention makes of them; gate, up and their product",
+    RESIDUAL: "what enters attention and MLP",
+    LATENTS: "width r, with the statistic of online RMSNorm",
+    WIDE: "normed inputs, q, k, v, attention's output, gate, up, product",
     COPIES: "cast to the activations' dtype, or scaled by a norm's gain",
-    LOGITS: "gradients of head and final norm's output, formed with the loss; the gathered residual of btp",
-    WORK: "what the worst moment of the backward pass needs on top of what is kept",
+    LOGITS: "gradients of the head and its input, formed with the loss",
+    WORK: "what the worst moment needs on top of what is kept",
 }
 """Everything that a step holds, in words."""
 

@@ -8,7 +8,7 @@ import torch
 from boost.bench.memory import Measured, MemoryTracker, measure, measure_step
 from boost.config import Config
 from boost.config.schema import RecomputeName
-from boost.plan.memory import KEPT, OPTIMIZER, STATES, WEIGHTS, memory
+from boost.plan.memory import KEPT, STATES, memory
 from tests import toy
 from tests.distributed import run_distributed
 from tests.parallel.test_layouts import DENSE, LOW_RANK
@@ -36,16 +36,12 @@ def kept(config: Config) -> dict[str, int]:
     return {category: size for category, size in memory(config).by_category.items() if category in KEPT and size}
 
 
-def seen(measured: Measured) -> dict[str, int]:
-    return {category: size for category, size in measured.kept.items() if category in KEPT}
-
-
 def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: int) -> list[Any]:
     """The cells of which something else is alive than is predicted."""
     found = []
     for family, parallel, policy in cells:
         config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads)
-        actual = seen(measure(config))
+        actual = measure(config).activations
         if actual != kept(config):
             found.append((family, *parallel.values(), policy, actual, kept(config)))
     return found
@@ -58,6 +54,51 @@ def test_every_cell_keeps_what_is_predicted() -> None:
 
 def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
     assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"], "float32", 8) == []
+
+
+def test_every_nth_block_recomputes() -> None:
+    config = config_of("cola", {"layout": "btp"}, "low-rank", "float32", layers=5)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"recompute_every": 2})})
+    wide = {item.layer for item in memory(config).kept if item.category == "wide activations"}
+    assert wide == {1, 3}
+    assert measure(config).activations == kept(config)
+
+
+def on_real_tensors(config: Config) -> tuple[Measured, int]:
+    decoder, _ = toy.toy_decoder(config)
+    batches = [toy.toy_tokens(config, seed) for seed in range(2)]
+    return measure_step(decoder, config, batches), sum(
+        p.grad.nbytes for p in decoder.parameters() if p.grad is not None
+    )
+
+
+@pytest.mark.parametrize("policy", ["none", *LOCAL, "low-rank-sharded", "full-block"])
+def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
+    config = config_of("cola", {"layout": "btp-sp"}, policy, "bfloat16")
+    train, parallel = config.train.model_copy(update={"global_batch": 4}), config.parallel.model_copy(update={"tp": 2})
+    config = config.model_copy(update={"train": train, "parallel": parallel})
+    fake = measure(config)
+    for real, gradients in run_distributed(2, on_real_tensors, config):
+        assert real.activations == fake.activations == kept(config)
+        assert {c: real.kept[c] for c in STATES} == {c: fake.kept[c] for c in STATES} == memory(config).states
+        assert gradients == memory(config).states["gradients"]
+        assert sum(real.peak.values()) == pytest.approx(sum(fake.peak.values()), rel=0.01)
+        assert sum(real.peak.values()) > sum(real.kept.values()), "the worst moment is in the backward pass"
+
+
+def test_a_tracker_forgets_what_dies() -> None:
+    with MemoryTracker() as tracker:
+        x = torch.ones(100)
+        y = x + x
+        assert sum(tracker.live.values()) == 800
+        del x
+        assert sum(tracker.live.values()) == 400
+        z = y.view(10, 10)
+        del y
+        assert sum(tracker.live.values()) == 400, "a view keeps its storage"
+        del z
+        assert sum(tracker.live.values()) == 0
+        assert sum(tracker.peak.values()) == 800
 
 
 def test_latents_are_kept_once() -> None:

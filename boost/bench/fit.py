@@ -1,0 +1,132 @@
+"""What fits: the largest batch and the longest sequence that one process of a given memory can train, by policy.
+
+Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.bench.memory`). It grows with
+the tokens of a micro-batch nearly on a line, so two measurements point at the answer and a few more make sure of it.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from boost.bench.memory import measure
+from boost.bench.recompute import policies, variants
+from boost.config import Config
+from boost.config.load import from_tree
+from boost.config.schema import RecomputeName
+from boost.train.console import progress
+from boost.train.rundir import environment, storage_errors
+
+SEQUENCE_STEP = 1024
+"""Sequences are lengthened in steps of so many tokens."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one policy of one layout leaves room for."""
+
+    layout: str
+    policy: RecomputeName
+    static_bytes: int
+    """Weights, gradients and optimizer of one process."""
+    batch: int
+    """Largest micro-batch at the configuration's sequence length; 0: not even one sequence."""
+    batch_peak_bytes: int
+    seq_len: int
+    """Longest sequence with one sequence a micro-batch, in steps of SEQUENCE_STEP; 0: not even one step."""
+    seq_len_peak_bytes: int
+
+
+def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) -> Fit:
+    """Both answers for one layout and policy. Gradients of an earlier micro-batch are there, as in any step but small ones."""
+
+    def peak(batch: int, seq_len: int) -> int:
+        return sum(measure(_sized(config, policy, batch, seq_len)).peak.values())
+
+    batch, batch_peak = largest(lambda n: peak(n, config.train.seq_len), memory_bytes)
+    steps, sequence_peak = largest(lambda n: peak(1, n * SEQUENCE_STEP), memory_bytes)
+    kept = measure(_sized(config, policy, 1, SEQUENCE_STEP))
+    static = sum(kept.kept.values()) - sum(kept.activations.values())
+    return Fit(name, policy, static, batch, batch_peak, steps * SEQUENCE_STEP, sequence_peak)
+
+
+def largest(size_of: Callable[[int], int], limit: int) -> tuple[int, int]:
+    """(n, its size): the largest n whose size, which grows with n about on a line, is within the limit; (0, 0): none is."""
+    known = {1: size_of(1)}
+    if known[1] > limit:
+        return 0, 0
+    known[2] = size_of(2)
+    fit, too_large = 1, None
+    while too_large is None or too_large - fit > 1:
+        low, high = sorted(known)[-2:] if too_large is None else (fit, too_large)
+        slope = max((known[high] - known[low]) / (high - low), 1)
+        guess = int(fit + (limit - known[fit]) / slope)
+        guess = max(guess, fit + 1) if too_large is None else min(max(guess, fit + 1), too_large - 1)
+        size = known[guess] = known.get(guess) or size_of(guess)
+        if size <= limit:
+            fit = guess
+        else:
+            too_large = guess
+    return fit, known[fit]
+
+
+def fit(config: Config, memory_gb: float, out: Path) -> int:
+    """The experiment: every layout and policy, as `out`.json and .md."""
+    work = [
+        (name, variant, policy)
+        for name, variant in variants(config, [config.train.micro_batch])
+        for policy in policies(variant)
+    ]
+    rows = [
+        fits(name, variant, policy, int(memory_gb * 1e9))
+        for name, variant, policy in progress(work, "layouts and policies")
+    ]
+    facts = {
+        "experiment": "fit",
+        "environment": environment(config),
+        "config": config.model_dump(),
+        "memory_gb": memory_gb,
+        "rows": [asdict(row) for row in rows],
+    }
+    with storage_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        out.with_suffix(".md").write_text(as_markdown(facts), encoding="utf-8")
+    print(as_markdown(facts))
+    return 0
+
+
+def as_markdown(facts: dict[str, Any]) -> str:
+    """The table for people, with its command."""
+    config = facts["config"]
+    model, train = config["model"], config["train"]
+    lines = [
+        "# What fits, by layout and recomputation policy",
+        "",
+        f"`{' '.join(facts['environment']['command'])}`",
+        "",
+        f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, TP {config['parallel']['tp']}, "
+        f"{train['param_dtype']} weights, {train['compute_dtype']} activations, AdamW; {facts['memory_gb']:g} GB (10^9 bytes) "
+        "a process. Peak of a whole step with gradients accumulated, measured on tensors without memory: the allocator's "
+        "rounding, the runtime and communication buffers come on top.",
+        "",
+        f"| layout | policy | weights, gradients, optimizer GB | largest batch of {train['seq_len']} tokens | its peak GB "
+        "| longest sequence, batch 1 | its peak GB |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in facts["rows"]:
+        cells = [row["layout"], row["policy"], f"{row['static_bytes'] / 1e9:.1f}", str(row["batch"])]
+        cells += [
+            f"{row['batch_peak_bytes'] / 1e9:.1f}",
+            f"{row['seq_len']:,}",
+            f"{row['seq_len_peak_bytes'] / 1e9:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sized(config: Config, policy: RecomputeName, batch: int, seq_len: int) -> Config:
+    tree: dict[str, Any] = config.model_dump()
+    tree["train"] |= {"micro_batch": batch, "global_batch": 2 * batch, "seq_len": seq_len, "recompute": policy}
+    return from_tree(tree)
