@@ -8,6 +8,7 @@ dies, ends the whole pool, and the next call makes a new one. No process outlive
 """
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -90,6 +91,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    faulthandler.enable()  # a crash in native code says where it was
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while True:
         try:

@@ -1,7 +1,8 @@
 """What fits: the largest batch and the longest sequence that one process of a given memory can train, by policy.
 
 Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.bench.memory`). It grows with
-the tokens of a micro-batch nearly on a line, so two measurements point at the answer and a few more make sure of it.
+the tokens of a micro-batch nearly as what is kept does, which arithmetic knows: the first guess is close, and a few
+measurements make sure of it.
 """
 
 import json
@@ -15,6 +16,7 @@ from boost.bench.recompute import policies, variants
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import RecomputeName
+from boost.plan.memory import memory
 from boost.train.console import progress
 from boost.train.rundir import environment, storage_errors
 
@@ -41,34 +43,35 @@ class Fit:
 def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) -> Fit:
     """Both answers for one layout and policy. Gradients of an earlier micro-batch are there, as in any step but small ones."""
 
-    def peak(batch: int, seq_len: int) -> int:
-        return sum(measure(_sized(config, policy, batch, seq_len)).peak.values())
+    def search(batch: int, seq_len: int, longer: bool) -> tuple[int, int]:
+        def sized(n: int) -> Config:
+            return _sized(config, policy, batch, n * seq_len) if longer else _sized(config, policy, n * batch, seq_len)
 
-    batch, batch_peak = largest(lambda n: peak(n, config.train.seq_len), memory_bytes)
-    steps, sequence_peak = largest(lambda n: peak(1, n * SEQUENCE_STEP), memory_bytes)
-    kept = measure(_sized(config, policy, 1, SEQUENCE_STEP))
-    static = sum(kept.kept.values()) - sum(kept.activations.values())
+        slope = memory(sized(2)).activations - memory(sized(1)).activations
+        return largest(lambda n: sum(measure(sized(n)).peak.values()), memory_bytes, slope)
+
+    batch, batch_peak = search(1, config.train.seq_len, longer=False)
+    steps, sequence_peak = search(1, SEQUENCE_STEP, longer=True)
+    static = sum(memory(config).states.values())
     return Fit(name, policy, static, batch, batch_peak, steps * SEQUENCE_STEP, sequence_peak)
 
 
-def largest(size_of: Callable[[int], int], limit: int) -> tuple[int, int]:
-    """(n, its size): the largest n whose size, which grows with n about on a line, is within the limit; (0, 0): none is."""
-    known = {1: size_of(1)}
-    if known[1] > limit:
+def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[int, int]:
+    """(n, its size): the largest n whose size is within the limit; (0, 0): none is. Sizes grow with n, by about `slope`."""
+    size = size_of(1)
+    if size > limit:
         return 0, 0
-    known[2] = size_of(2)
     fit, too_large = 1, None
     while too_large is None or too_large - fit > 1:
-        low, high = sorted(known)[-2:] if too_large is None else (fit, too_large)
-        slope = max((known[high] - known[low]) / (high - low), 1)
-        guess = int(fit + (limit - known[fit]) / slope)
-        guess = max(guess, fit + 1) if too_large is None else min(max(guess, fit + 1), too_large - 1)
-        size = known[guess] = known.get(guess) or size_of(guess)
-        if size <= limit:
-            fit = guess
+        guess = max(fit + 1, int(fit + (limit - size) / max(slope, 1)))
+        guess = guess if too_large is None else min(guess, too_large - 1)
+        guessed = size_of(guess)
+        slope = (guessed - size) / (guess - fit)
+        if guessed <= limit:
+            fit, size = guess, guessed
         else:
             too_large = guess
-    return fit, known[fit]
+    return fit, size
 
 
 def fit(config: Config, memory_gb: float, out: Path) -> int:
@@ -76,6 +79,7 @@ def fit(config: Config, memory_gb: float, out: Path) -> int:
     work = [
         (name, variant, policy)
         for name, variant in variants(config, [config.train.micro_batch])
+        if variant.parallel.norm == "online" and variant.parallel.vanilla == "strong"  # the others hardly differ here
         for policy in policies(variant)
     ]
     rows = [

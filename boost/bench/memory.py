@@ -6,7 +6,7 @@ measured in seconds on a laptop, with the code that would run. The allocator's r
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,6 @@ class MemoryTracker(TorchDispatchMode):
         if self._total > self._largest:
             self._largest, self.peak = self._total, +self.live
 
-    def restart_peak(self) -> None:
-        """From here on the peak is looked for anew."""
-        self._largest, self.peak = self._total, +self.live
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
@@ -116,7 +112,7 @@ class Measured:
     """Bytes alive on one process."""
 
     kept: dict[str, int]
-    """By category, between the forward and the backward pass of the last micro-batch; gradients behind the latter."""
+    """By category, between the forward and the backward pass of a micro-batch; gradients behind the latter."""
     peak: dict[str, int]
     """By category, at the worst moment of the step."""
 
@@ -136,8 +132,8 @@ class _Nobody:
 def measure(config: Config) -> Measured:
     """One process's share of a training step, run on fake tensors: any model, without its memory and without processes.
 
-    Takes a micro-batch and, if the step has several, a second one that adds to the gradients; then the optimizer's step.
-    The buckets in which gradients are summed over processes are not among it: they replace the gradients.
+    Takes one micro-batch, the last one: if the step has several, the gradients of the others are there already. The buckets
+    in which gradients are summed over processes are not among it: they replace the gradients.
     """
     size = config.parallel.tp
     axis = Axis(0, size, _Nobody() if size > 1 else None)  # type: ignore[arg-type]
@@ -145,12 +141,14 @@ def measure(config: Config) -> Measured:
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
     with FakeTensorMode():
         decoder = build_decoder(config, Mesh(torch.device("cpu"), tp=axis))
+        for parameter in decoder.parameters() if accumulated > 1 else ():
+            parameter.grad = torch.zeros_like(parameter)
         tokens_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.long)
-        return measure_step(decoder, config, [(tokens_BS, tokens_BS)] * min(accumulated, 2))
+        return measure_step(decoder, config, (tokens_BS, tokens_BS))
 
 
-def measure_step(decoder: Decoder, config: Config, batches: Sequence[tuple[Tensor, ...]]) -> Measured:
-    """The same of a decoder that is there, on any tensors: the micro-batches `batches` and the optimizer's step."""
+def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) -> Measured:
+    """The same of a decoder that is there, on any tensors: a micro-batch, which adds to its gradients, and an update."""
     stored = list(storages(decoder))
     optimizer = build_adamw(stored, config.optim)
     tracker = MemoryTracker()
@@ -158,6 +156,8 @@ def measure_step(decoder: Decoder, config: Config, batches: Sequence[tuple[Tenso
         tracker.watch(storage.tensor, WEIGHTS, _role(storage))
         for value in optimizer.state[storage.tensor].values():
             tracker.watch(value, OPTIMIZER)
+        if storage.tensor.grad is not None:
+            tracker.watch(storage.tensor.grad, GRADIENTS)
     hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in stored]
     usual = decoder.layout.loss
 
@@ -168,12 +168,10 @@ def measure_step(decoder: Decoder, config: Config, batches: Sequence[tuple[Tenso
     decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
     try:
         with tracker:
-            for batch in batches:
-                tracker.scope = ""
-                total = decoder(*batch)
-                kept = dict(+tracker.live)
-                tracker.scope = WORK
-                total.backward()
+            total = decoder(*batch)
+            kept = dict(+tracker.live)
+            tracker.scope = WORK
+            total.backward()
             kept[GRADIENTS] = tracker.live[GRADIENTS]
             optimizer.step()
     finally:

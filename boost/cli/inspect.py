@@ -266,7 +266,7 @@ def print_memory(config: Config, predicted: "Memory", measured: "Measured") -> N
     from boost.plan.inspection import human_bytes
     from boost.plan.memory import CATEGORIES
 
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=132)
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
     train = config.train
     every = f", every {train.recompute_every} blocks" if train.recompute_every > 1 else ""
     console.print(f"\nmemory of one process, train.recompute = {train.recompute}{every}", style="bold")
@@ -283,8 +283,8 @@ def print_memory(config: Config, predicted: "Memory", measured: "Measured") -> N
     console.print(table)
     console.print(
         Text(
-            "Predicted and measured: between forward and backward pass of a micro-batch; gradients behind it. Measured on\n"
-            "tensors that have shapes and no memory: the allocator's rounding comes on top."
+            "Predicted and measured: between the passes of a micro-batch, gradients behind them. Measured on tensors that\n"
+            "have shapes and no memory: the allocator's rounding comes on top."
         ),
         soft_wrap=True,
     )

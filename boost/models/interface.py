@@ -18,7 +18,11 @@ Latents = tuple[Tensor, ...]
 
 
 class Runner(Protocol):
-    """Calls a function; decides what the backward pass finds of it."""
+    """Calls a function; decides what the backward pass finds of it.
+
+    The function may be called again, much later, with the same arguments: what it reads beside them must not change. So
+    carried latents, whose name is bound anew along a block, are arguments.
+    """
 
     def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
 

@@ -33,11 +33,11 @@ CATEGORIES = {
     GRADIENTS: "of one optimizer step",
     OPTIMIZER: "two moments a weight",
     RESIDUAL: "what enters attention and MLP",
-    LATENTS: "width r, with the statistic of online RMSNorm",
-    WIDE: "normed inputs, q, k, v, attention's output, gate, up, product",
-    COPIES: "cast to the activations' dtype, or scaled by a norm's gain",
-    LOGITS: "gradients of the head and its input, formed with the loss",
-    WORK: "what the worst moment needs on top of what is kept",
+    LATENTS: "width r, with online RMSNorm's statistic",
+    WIDE: "normed inputs, q, k, v, gate, up, products",
+    COPIES: "cast or scaled for a GEMM",
+    LOGITS: "gradients of the head and its input",
+    WORK: "the worst moment, on top of what is kept",
 }
 """Everything that a step holds, in words."""
 

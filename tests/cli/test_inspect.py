@@ -53,6 +53,38 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
     assert all(weight["name"].removeprefix("layers.N.") in out for weight in found["weights"])
 
 
+@pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
+def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "--layout", "btp-sp", "--memory", "--train.recompute", policy]
+    held = facts(capsys, *words)["memory"]
+    assert held["predicted"]["residual stream"] > 0
+    for category, size in held["predicted"].items():
+        assert held["measured"].get(category, 0) == size
+    assert sum(k["bytes"] for k in held["kept"]) == sum(held["predicted"].values()) - sum(
+        held["predicted"][category] for category in ("weights", "gradients", "optimizer")
+    )
+    assert (held["predicted"]["wide activations"] == 0) == (policy != "none")
+    code, out, _ = say(capsys, *words)
+    assert code == 0
+    assert max(len(line) for line in out.splitlines()) <= 100
+    table = out[out.index("memory of one process") :]
+    assert f"train.recompute = {policy}" in table
+    assert "at the peak" in table and "residual stream" in table
+
+
+def test_what_full_blocks_send_again_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    again = facts(capsys, "demo", "--train.recompute", "full-block")
+    usual = facts(capsys, "demo")
+    assert {c["phase"] for c in again["collectives"]} == {"forward", "recompute", "backward", "step"}
+    sent = {
+        phase: sum(c["bytes"] for c in again["collectives"] if c["phase"] == phase)
+        for phase in ("recompute", "forward")
+    }
+    assert again["bytes_per_step"] == usual["bytes_per_step"] + sent["recompute"]
+    _, out, _ = say(capsys, "demo", "--train.recompute", "full-block")
+    assert "collectives, again, to recompute" in out
+
+
 def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = facts(capsys, "boost-7b")
     weights = {weight["name"]: weight for weight in found["weights"]}

@@ -64,6 +64,10 @@ BAD = [
     (["--train.global_batch", "30"], ["train.global_batch = 30", "= 8", "nearest legal value is 32"]),
     (["--optim.schedule", "constant", "--optim.decay_steps", "2000"], ["optim.decay_steps = 2000", "largest legal value is 1000"]),
     (["--optim.decay_steps", "5"], ["optim.decay_steps = 5", "constant"]),
+    (["--model.family", "dense", "--train.recompute", "low-rank"], ["recompute = 'low-rank'", "dense", "'full-block'"]),
+    (["--train.recompute", "low-rank-sharded"], ["recompute = 'low-rank-sharded'", "'btp'", "take 'low-rank'"]),
+    (["--train.recompute", "lowrank"], ["train.recompute = 'lowrank'", "did you mean 'low-rank'"]),
+    (["--train.recompute_every", "99"], ["recompute_every = 99", "largest legal value is"]),
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
     (["--train.compute_dtype", "float16"], ["train.compute_dtype = 'float16'", "bfloat16"]),
 ]  # fmt: skip
@@ -186,6 +190,8 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.tp 2 --parallel.layout megatron --model.family dense",
         "--parallel.tp 16 --parallel.layout vanilla --parallel.vanilla published",
         "--parallel.layout megatron",
+        "--train.recompute low-rank-sharded --parallel.layout btp-sp",
+        "--train.recompute full-block --model.family dense --train.recompute_every 2",
     ],
 )
 def test_what_a_layout_can_carry_is_legal(overrides: str) -> None:

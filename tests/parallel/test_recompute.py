@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from boost.config import Config
 from boost.config.schema import RecomputeName
 from boost.config.traffic import Collective
+from boost.models.group import Group
 from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
@@ -53,11 +55,9 @@ class Backward:
     collectives: list[Collective]
 
 
-def backward(config: Config, documents: bool = False, compiled: Any = None) -> Backward:
+def backward(config: Config, documents: bool = False) -> Backward:
     decoder, _ = toy.toy_decoder(config)
     ids_BS = (torch.arange(config.train.seq_len) // 5).expand(config.train.micro_batch, -1) if documents else None
-    for block in decoder.blocks if compiled else ():
-        block.compile(fullgraph=True, backend=compiled)
     with CollectiveCounter() as counter:
         loss = decoder(*toy.toy_tokens(config), ids_BS)
         counter.phase = "backward"
@@ -100,3 +100,55 @@ def test_a_policy_changes_no_bit(family: str, parallel: dict[str, Any], policy: 
             assert same["collectives"], "recomputation sends something"
         elif parallel:
             assert not same["collectives"], "the table has nothing to count"
+
+
+@pytest.mark.parametrize("policy", policies("cola", {"layout": "btp-sp"}))
+@pytest.mark.parametrize("parallel", [{"layout": "btp-sp"}, {"layout": "btp"}], ids=str)
+def test_documents_stay_apart(parallel: dict[str, Any], policy: RecomputeName) -> None:
+    if policy == "low-rank-sharded" and parallel["layout"] == "btp":
+        return
+    for same in run_distributed(2, compare, configuration("cola", parallel, policy), True):
+        assert same["gradients"]
+
+
+def test_every_second_block_recomputes() -> None:
+    config = configuration("cola", {"layout": "btp"}, "full-block", recompute_every=2)
+    assert config.train.recompute_by_layer(5) == ("full-block", "none", "full-block", "none", "full-block")
+    for same in run_distributed(2, compare, config):
+        assert same["gradients"] and same["table"]
+
+
+def crossing_bend(
+    self: Group, latents: Sequence[torch.Tensor], carried: tuple[torch.Tensor, ...]
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A family whose latents cross: each group adds those of its like in the block before."""
+    (u,) = latents
+    h = torch.nn.functional.silu(u)
+    if len(carried) == 4:
+        h, carried = h + carried[0], carried[1:]
+    return [h], (*carried, h)
+
+
+def compare_crossing(config: Config) -> dict[str, bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "bend", crossing_bend)
+        train = config.train.model_copy(update={"recompute": "none"})
+        expected = backward(config.model_copy(update={"train": train}))
+        actual = backward(config)
+    usual = backward(config)
+    return {
+        "gradients": all(torch.equal(value, expected.gradients[key]) for key, value in actual.gradients.items()),
+        "crosses": not torch.equal(usual.loss, actual.loss),
+    }
+
+
+CROSSING = [(p, policy) for p in ({}, *LOW_RANK) if p.get("grouping", True) for policy in policies("cola", p)]
+
+
+@pytest.mark.parametrize(("parallel", "policy"), CROSSING, ids=str)
+def test_latents_that_cross_blocks_are_those_of_the_forward_pass(
+    parallel: dict[str, Any], policy: RecomputeName
+) -> None:
+    config = configuration("cola", parallel, policy)
+    for same in run_distributed(2, compare_crossing, config) if parallel else [compare_crossing(config)]:
+        assert same == {"gradients": True, "crosses": True}

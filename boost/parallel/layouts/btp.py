@@ -56,7 +56,7 @@ class BTP(Base):
     def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
         """The sum over processes, then act and B's rows of the residual held here."""
         u_TR = collectives.sum_forward(closed, self.axis)
-        (update,), carried = local(lambda u: self._up([u], group, carried), u_TR)
+        (update,), carried = local(lambda u, *waiting: self._up([u], group, waiting), u_TR, *carried)
         return update, carried
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ class BTPSP(TokenSharded):
 
     def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
         """The sum onto this process's tokens, then act and the whole B."""
-        (update,), carried = local(lambda u: group.bend_up([u], carried), collectives.scatter_sum(closed, self.axis))
+        u_TR = collectives.scatter_sum(closed, self.axis)
+        (update,), carried = local(lambda u, *waiting: group.bend_up([u], waiting), u_TR, *carried)
         return update, carried
 
     def _down(self, x: Tensor, gamma: Tensor, group: Group, local: Runner) -> Sequence[Tensor]:

@@ -44,7 +44,7 @@ class Single(Base):
     def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
         if not group.low_rank:
             return closed, carried
-        (update,), carried = local(lambda u: group.bend_up([u], carried), closed)
+        (update,), carried = local(lambda u, *waiting: group.bend_up([u], waiting), closed, *carried)
         return update, carried
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ class Vanilla(Replicated):
             weights = group.down_weights(group.A.to(x.dtype), self.grouping)
             return [F.linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
 
-        outputs, carried = local(lambda *latents: group.bend_up(latents, carried), *local(down, x))
+        latents = local(down, x)
+        outputs, carried = local(lambda waiting, *latents: group.bend_up(latents, waiting), carried, *latents)
         if self.wide == 1:
             return self._sums(outputs), carried
         shares = [self._by_process(y_TO, slot) for y_TO, slot in zip(outputs, group.shape.slots, strict=True)]
@@ -59,7 +60,7 @@ class Vanilla(Replicated):
         if self.wide > 1:
             whole = collectives.rows_to_features(collectives.gather(closed, self.axis), self.axis)
             closed = local(lambda whole: F.linear(whole, group.A.to(whole.dtype)), whole)
-        (update,), carried = local(lambda u: group.bend_up([u], carried), closed)
+        (update,), carried = local(lambda u, *waiting: group.bend_up([u], waiting), closed, *carried)
         return collectives.sum_forward(update, self.axis), carried
 
     def _sums(self, outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,67 @@
+"""The largest size that fits is the largest, and one more does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from boost.bench import fit
+from boost.bench.memory import measure
+from boost.config import Config
+from boost.config.load import from_tree
+from tests import toy
+
+
+def make_config() -> Config:
+    return toy.toy_config(
+        "float32", model={"layers": 1, "rank": 8}, parallel={"tp": 2, "layout": "btp-sp"}, train={"global_batch": 2}
+    )
+
+
+@given(st.integers(0, 50), st.integers(1, 40), st.integers(0, 30), st.integers(0, 3000))
+def test_largest_is_the_largest(fixed: int, slope: int, kink: int, limit: int) -> None:
+    def size_of(n: int) -> int:
+        return fixed + slope * n + max(n - kink, 0)
+
+    found, size = fit.largest(size_of, limit, slope)
+    if found == 0:
+        assert size_of(1) > limit
+    else:
+        assert size == size_of(found) <= limit < size_of(found + 1)
+
+
+def test_few_measurements_are_needed() -> None:
+    asked = []
+    found, _ = fit.largest(lambda n: asked.append(n) or 10**6 + 12345 * n, 10**9, 12000)  # type: ignore[func-returns-value]
+    assert found == (10**9 - 10**6) // 12345
+    assert len(asked) <= 5
+
+
+def test_what_fits_fits_and_one_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
+    config, limit = make_config(), 10**6
+    found = fit.fits("btp-sp", config, "low-rank", limit)
+
+    def peak(batch: int, seq_len: int) -> int:
+        tree = config.model_dump()
+        tree["train"] |= {"micro_batch": batch, "global_batch": 2 * batch, "seq_len": seq_len, "recompute": "low-rank"}
+        return sum(measure(from_tree(tree)).peak.values())
+
+    assert found.batch > 2 and found.seq_len > 32
+    assert found.batch_peak_bytes == peak(found.batch, 16) <= limit < peak(found.batch + 1, 16)
+    assert found.seq_len_peak_bytes == peak(1, found.seq_len) <= limit < peak(1, found.seq_len + 16)
+
+
+def test_the_experiment_leaves_numbers_and_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
+    monkeypatch.setattr(fit, "policies", lambda _: ["none", "full-block"])
+    assert fit.fit(make_config(), 0.0003, tmp_path / "out" / "f") == 0
+    facts: dict[str, Any] = json.loads((tmp_path / "out" / "f.json").read_text())
+    by_policy = {(row["layout"], row["policy"]): row for row in facts["rows"]}
+    assert by_policy["btp-sp", "full-block"]["batch"] > by_policy["btp-sp", "none"]["batch"] > 0
+    assert (tmp_path / "out" / "f.md").read_text() in capsys.readouterr().out

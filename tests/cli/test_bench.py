@@ -1,0 +1,40 @@
+"""`boost bench` answers mistakes before anything starts."""
+
+import pytest
+
+from boost.cli.main import main
+
+BAD = [
+    (["curves", "--tp", "1"], ["--tp = 1", "smallest legal value is 2"]),
+    (["recompute", "--tp", "0"], ["--tp = 0", "smallest legal value is 1"]),
+    (["recompute", "--rounds", "0"], ["--rounds = 0", "smallest legal value is 1"]),
+    (["recompute", "--batches", "4", "-1"], ["--batches = -1", "smallest legal value is 1"]),
+    (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest legal value"]),
+    (["fit", "--memory-gb", "0"], ["--memory-gb = 0", "80"]),
+    (["fit", "--train.step", "3"], ["train.step", "did you mean"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_a_mistake_is_one_line(words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert all(word in err for word in said), err
+
+
+@pytest.mark.parametrize("words", [[], ["no-such"]])
+def test_an_experiment_must_be_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *words])
+    assert left.value.code == 2
+    assert "EXPERIMENT" in capsys.readouterr().err or words
+
+
+@pytest.mark.parametrize("experiment", ["curves", "recompute", "fit"])
+def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", experiment, "--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert f"boost bench {experiment}" in out and "--section.key" in out

@@ -1,0 +1,96 @@
+"""Recomputing blocks inside FSDP units and inside pipeline stages: gradients as without either."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import DTensor
+
+from boost.config import Config
+from boost.config.schema import RecomputeName
+from boost.models.attention import make_context
+from boost.models.decoder import Block, Decoder
+from tests import toy
+from tests.distributed import run_distributed
+
+POLICIES: tuple[RecomputeName, ...] = ("low-rank", "low-rank+attention-output", "full-block")
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+
+
+def config_of(policy: RecomputeName = "none") -> Config:
+    return toy.toy_config("float64", train={"recompute": policy, "micro_batch": 4, "global_batch": 4})
+
+
+def sharded_error(policy: RecomputeName) -> float:
+    """Worst relative error of the gradients of blocks under fully_shard, every process with a batch of its own."""
+    reference, _ = toy.toy_decoder(config_of())
+    for seed in range(2):
+        (reference(*toy.toy_tokens(config_of(), seed)) / 2).backward()
+    decoder, _ = toy.toy_decoder(config_of(policy))
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in (*decoder.blocks, decoder):
+        fully_shard(unit, mesh=mesh).set_force_sum_reduction_for_comms(True)  # gloo knows no average
+    decoder(*toy.toy_tokens(config_of(), torch.distributed.get_rank())).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    actual = {name: p.grad.full_tensor() for name, p in decoder.named_parameters() if isinstance(p.grad, DTensor)}
+    return toy.worst_error(actual, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_inside_fsdp(policy: RecomputeName) -> None:
+    assert max(run_distributed(2, sharded_error, policy)) <= 1e-12
+
+
+class Stage(nn.Module):
+    """Some blocks of a decoder, from residual stream to residual stream."""
+
+    def __init__(self, decoder: Decoder, blocks: list[int], config: Config) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(decoder.blocks[i] for i in blocks)
+        self.layout, self.config = decoder.layout, config
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        model, batch = self.config.model, x_BSD.shape[0]
+        positions = torch.arange(x_BSD.shape[1])
+        context = make_context(batch, positions, model.head_dim, model.rope_theta, torch.float64)
+        x: Tensor = x_BSD.reshape(-1, model.dim)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            x, _ = block(self.layout, x, (), context)
+        return x.view(x_BSD.shape)
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def pipeline_error(policy: RecomputeName, schedule: str, layers: int) -> float:
+    """Worst relative error of the gradients of this process's stages."""
+    config = config_of(policy).model_copy(update={"model": config_of().model.model_copy(update={"layers": layers})})
+    plain = config.model_copy(update={"train": config_of().train})
+    rank, generator = torch.distributed.get_rank(), torch.Generator().manual_seed(3)
+    x, target = (torch.randn(4, 16, 32, dtype=torch.float64, generator=generator) for _ in range(2))
+    whole = Stage(toy.toy_decoder(plain)[0], list(range(layers)), plain)
+    loss_of(whole(x), target).backward()
+    decoder, _ = toy.toy_decoder(config)
+    mine = list(range(rank, layers, 2))
+    stages = [PipelineStage(Stage(decoder, [i], config), i, layers, torch.device("cpu")) for i in mine]
+    options: dict[str, Any] = {"n_microbatches": 4, "loss_fn": loss_of, "scale_grads": False}
+    if schedule in SCHEDULES:
+        runner: Any = SCHEDULES[schedule](stages[0], **options)
+    else:
+        runner = ScheduleInterleavedZeroBubble(stages, **options)
+    runner.step(*([x] if rank == 0 else []), **({"target": target} if mine[-1] == layers - 1 else {}))
+    expected = {f"{i}.{n}": p.grad for i in mine for n, p in whole.blocks[i].named_parameters() if p.grad is not None}
+    actual = {f"{i}.{n}": p.grad for i in mine for n, p in decoder.blocks[i].named_parameters() if p.grad is not None}
+    return toy.worst_error(actual, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("schedule", "layers"), [("GPipe", 2), ("1F1B", 2), ("zero bubble", 4)])
+def test_inside_pipeline_stages(policy: RecomputeName, schedule: str, layers: int) -> None:
+    assert max(run_distributed(2, pipeline_error, policy, schedule, layers)) <= 1e-12
