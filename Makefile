@@ -5,6 +5,7 @@
 #   make test     the tests
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
+#   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -55,19 +56,20 @@ check: setup
 # A small model: the question is whether the curves are the same, not how low they go.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64 --train.steps 200
 
-# Wide enough that GEMMs and not launches are timed; every layout and policy takes about a quarter of an hour.
-RECOMPUTE := --batches 4 8 --rounds 11 --model.dim 1024 --model.ffn_dim 2752 --model.rank 256 --model.heads 16 \
-	--model.layers 1 --train.seq_len 512
+# GEMMs and not launches are timed, attention has the share that it has at 4,096 tokens on a GPU, and a step is short
+# against the moods of a shared machine. Every layout and policy: about a quarter of an hour.
+RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 \
+	--model.heads 8 --model.layers 2 --train.seq_len 256
 
 curves: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost bench curves demo --tp 2 $(CURVES)
-
-clean:
-	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 recompute: setup
 	$(BIN)/boost bench recompute demo --tp 2 $(RECOMPUTE)
 
 fit: setup
 	$(BIN)/boost bench fit boost-7b --tp 4 --memory-gb 80
+
+clean:
+	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache

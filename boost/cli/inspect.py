@@ -283,8 +283,8 @@ def print_memory(config: Config, predicted: "Memory", measured: "Measured") -> N
     console.print(table)
     console.print(
         Text(
-            "Predicted and measured: between the passes of a micro-batch, gradients behind them. Measured on tensors that\n"
-            "have shapes and no memory: the allocator's rounding comes on top."
+            "Predicted and measured: between the passes of a micro-batch, gradients behind them. Measured on\n"
+            "tensors that have shapes and no memory: the allocator's rounding comes on top."
         ),
         soft_wrap=True,
     )

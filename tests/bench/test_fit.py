@@ -42,7 +42,7 @@ def test_few_measurements_are_needed() -> None:
 
 def test_what_fits_fits_and_one_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
-    config, limit = make_config(), 10**6
+    config, limit = make_config(), 4 * 10**5
     found = fit.fits("btp-sp", config, "low-rank", limit)
 
     def peak(batch: int, seq_len: int) -> int:
@@ -60,6 +60,7 @@ def test_the_experiment_leaves_numbers_and_a_table(
 ) -> None:
     monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
     monkeypatch.setattr(fit, "policies", lambda _: ["none", "full-block"])
+    monkeypatch.setattr(fit, "variants", lambda config, _: [("btp-sp", config)])
     assert fit.fit(make_config(), 0.0003, tmp_path / "out" / "f") == 0
     facts: dict[str, Any] = json.loads((tmp_path / "out" / "f.json").read_text())
     by_policy = {(row["layout"], row["policy"]): row for row in facts["rows"]}
