@@ -25,7 +25,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check curves clean
+.PHONY: setup train test check curves recompute fit clean
 
 setup: $(READY)
 

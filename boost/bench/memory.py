@@ -4,6 +4,8 @@ It works on real tensors and on fake ones, which have shapes and no memory: so t
 measured in seconds on a laptop, with the code that would run. The allocator's rounding and cuBLAS's workspaces come on top.
 """
 
+import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,19 +54,21 @@ class MemoryTracker(TorchDispatchMode):
         """The categories at the moment of the largest sum."""
         self._known: dict[int, _Storage] = {}
         self._total = self._largest = 0
+        self._lock = threading.RLock()  # what a collective held may die in a thread of gloo's
 
     def watch(self, tensor: Tensor, category: str, role: str = "") -> None:
         """Counts a tensor, already there or new, under a category."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known:
-            self._forget(key)
-        self._known[key] = _Storage(category, role, storage.nbytes(), weakref.finalize(storage, self._forget, key))
-        self._known[key].finalizer.atexit = False
-        self.live[category] += storage.nbytes()
-        self._total += storage.nbytes()
-        if self._total > self._largest:
-            self._largest, self.peak = self._total, +self.live
+        with self._lock:
+            if key in self._known:
+                self._forget(key)
+            self._known[key] = _Storage(category, role, storage.nbytes(), weakref.finalize(storage, self._forget, key))
+            self._known[key].finalizer.atexit = False
+            self.live[category] += storage.nbytes()
+            self._total += storage.nbytes()
+            if self._total > self._largest:
+                self._largest, self.peak = self._total, +self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -92,11 +96,12 @@ class MemoryTracker(TorchDispatchMode):
         return WIDE if made_of == RESIDUAL and operation not in _MOVES else made_of, ""
 
     def _forget(self, key: int) -> None:
-        storage = self._known.pop(key, None)
-        if storage is not None:
-            storage.finalizer.detach()
-            self.live[storage.category] -= storage.size
-            self._total -= storage.size
+        with self._lock:
+            storage = self._known.pop(key, None)
+            if storage is not None:
+                storage.finalizer.detach()
+                self.live[storage.category] -= storage.size
+                self._total -= storage.size
 
 
 @dataclass
@@ -169,6 +174,8 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor])
     try:
         with tracker:
             total = decoder(*batch)
+            if not isinstance(total, FakeTensor):
+                time.sleep(0.05)  # gloo's threads let go of what they sent a moment after it has arrived
             kept = dict(+tracker.live)
             tracker.scope = WORK
             total.backward()

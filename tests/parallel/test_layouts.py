@@ -158,7 +158,7 @@ def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Config:
-    """Any small model under any layout that can carry it."""
+    """Any small model under any layout that can carry it, with any recomputation."""
     tp = draw(st.sampled_from((2, 4)))
     family = draw(st.sampled_from(("svd", "cola", "dense")))
     parallel = draw(st.sampled_from(DENSE if family == "dense" else LOW_RANK))
@@ -179,7 +179,16 @@ def configurations(draw: st.DrawFn) -> Config:
     }
     if family != "dense":
         model["rank"] = multiple * draw(st.integers(1, min(model["dim"], model["ffn_dim"]) // multiple))
-    train = {"seq_len": 4 * draw(st.integers(1, 4)), "micro_batch": draw(st.integers(1, 2)), "global_batch": 2}
+    policies = (
+        ["none", "full-block"] if family == "dense" else ["none", "low-rank", "low-rank+attention-output", "full-block"]
+    )
+    train = {
+        "seq_len": 4 * draw(st.integers(1, 4)),
+        "micro_batch": draw(st.integers(1, 2)),
+        "global_batch": 2,
+        "recompute": draw(st.sampled_from(policies + ["low-rank-sharded"] * (parallel["layout"] == "btp-sp"))),
+        "recompute_every": draw(st.integers(1, model["layers"])),
+    }
     return config_of(model, parallel, tp, "float64", train=train)
 
 
