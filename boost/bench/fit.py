@@ -48,12 +48,27 @@ def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) ->
             return _sized(config, policy, batch, n * seq_len) if longer else _sized(config, policy, n * batch, seq_len)
 
         slope = memory(sized(2)).activations - memory(sized(1)).activations
-        return largest(lambda n: sum(measure(sized(n)).peak.values()), memory_bytes, slope)
+        return largest(lambda n: peak(sized(n)), memory_bytes, slope)
 
     batch, batch_peak = search(1, config.train.seq_len, longer=False)
     steps, sequence_peak = search(1, SEQUENCE_STEP, longer=True)
     static = sum(memory(config).states.values())
     return Fit(name, policy, static, batch, batch_peak, steps * SEQUENCE_STEP, sequence_peak)
+
+
+def peak(config: Config) -> int:
+    """Bytes at the worst moment of a step in which gradients of earlier micro-batches are there.
+
+    Every block adds the same: two and three of them are measured, and the others added. (The worst moment is the loss or the
+    backward pass of the last block, when all the others have what they keep.)
+    """
+    layers = config.model.layers
+    if layers <= 3:
+        return sum(measure(config).peak.values())
+    two, three = (
+        peak(config.model_copy(update={"model": config.model.model_copy(update={"layers": n})})) for n in (2, 3)
+    )
+    return two + (layers - 2) * (three - two)
 
 
 def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[int, int]:

@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "fit",
         "the largest batch and longest sequence that fit, under every layout and policy",
         "Runs one process's share of a step on tensors that have shapes and no memory, and searches: no GPU and no other\n"
-        "process is needed. A 7B model takes about half a minute for each layout and policy.",
+        "process is needed. A 7B model takes some seconds for each layout and policy.",
     )
     fit.add_argument("--memory-gb", type=float, default=80, metavar="GB", help="of one process (default 80)")
     return parser

@@ -40,19 +40,29 @@ def test_few_measurements_are_needed() -> None:
     assert len(asked) <= 5
 
 
+def sized(batch: int, seq_len: int, policy: str = "low-rank", **model: int) -> Config:
+    tree = make_config().model_dump()
+    tree["model"] |= model
+    tree["train"] |= {"micro_batch": batch, "global_batch": 2 * batch, "seq_len": seq_len, "recompute": policy}
+    return from_tree(tree)
+
+
+@pytest.mark.parametrize(
+    ("policy", "vocab_size"), [("none", 64), ("low-rank", 4096), ("low-rank-sharded", 64), ("full-block", 64)]
+)
+def test_every_block_adds_the_same_to_the_peak(policy: str, vocab_size: int) -> None:
+    config = sized(2, 16, policy, layers=6, vocab_size=vocab_size)
+    assert fit.peak(config) == sum(measure(config).peak.values())
+
+
 def test_what_fits_fits_and_one_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
-    config, limit = make_config(), 4 * 10**5
-    found = fit.fits("btp-sp", config, "low-rank", limit)
-
-    def peak(batch: int, seq_len: int) -> int:
-        tree = config.model_dump()
-        tree["train"] |= {"micro_batch": batch, "global_batch": 2 * batch, "seq_len": seq_len, "recompute": "low-rank"}
-        return sum(measure(from_tree(tree)).peak.values())
-
+    limit = 4 * 10**5
+    found = fit.fits("btp-sp", make_config(), "low-rank", limit)
     assert found.batch > 2 and found.seq_len > 32
-    assert found.batch_peak_bytes == peak(found.batch, 16) <= limit < peak(found.batch + 1, 16)
-    assert found.seq_len_peak_bytes == peak(1, found.seq_len) <= limit < peak(1, found.seq_len + 16)
+    assert found.batch_peak_bytes == fit.peak(sized(found.batch, 16)) <= limit < fit.peak(sized(found.batch + 1, 16))
+    assert found.seq_len_peak_bytes == fit.peak(sized(1, found.seq_len)) <= limit
+    assert limit < fit.peak(sized(1, found.seq_len + 16))
 
 
 def test_the_experiment_leaves_numbers_and_a_table(
