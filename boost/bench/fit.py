@@ -1,10 +1,11 @@
 """What fits: the largest batch and the longest sequence that one process of a given memory can train, by policy.
 
-Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.bench.memory`). It grows with
-the tokens of a micro-batch nearly as what is kept does, which arithmetic knows: the first guess is close, and a few
-measurements make sure of it.
+Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.bench.memory`). It grows on a
+line with the number of blocks, and with the tokens of a micro-batch once they are more than a chunk of the loss: what is
+measured is small, and tests hold what is added to it to the measurement of the whole.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +23,9 @@ from boost.train.rundir import environment, storage_errors
 
 SEQUENCE_STEP = 1024
 """Sequences are lengthened in steps of so many tokens."""
+
+LARGE = 16
+"""Beyond so many sequences, or steps, each adds the same: that much is measured, and the rest added."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,18 @@ def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) ->
             return _sized(config, policy, batch, n * seq_len) if longer else _sized(config, policy, n * batch, seq_len)
 
         slope = memory(sized(2)).activations - memory(sized(1)).activations
-        return largest(lambda n: peak(sized(n)), memory_bytes, slope)
+
+        @functools.cache
+        def measured(n: int) -> int:
+            return peak(sized(n))
+
+        def size_of(n: int) -> int:
+            if n <= LARGE:
+                return measured(n)
+            half = LARGE // 2
+            return measured(LARGE) + (n - LARGE) * (measured(LARGE) - measured(half)) // (LARGE - half)
+
+        return largest(size_of, memory_bytes, slope)
 
     batch, batch_peak = search(1, config.train.seq_len, longer=False)
     steps, sequence_peak = search(1, SEQUENCE_STEP, longer=True)
