@@ -26,8 +26,17 @@ def make_config(store: Path, run: Path, steps: int) -> Config:
     )
 
 
+def followed(family: Family, dtype: str) -> list[curves.Contender]:
+    """In float32 every layout once; its switches differ in float64 as much."""
+    each = {c.parallel["layout"]: c for c in reversed(curves.contenders(family))}
+    return list(each.values()) if dtype == "float32" else list(curves.contenders(family))
+
+
 def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[float]]:
-    return curves.all_losses(config, family, dtype, toy.toy_mesh(2), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = followed(family, dtype)
+        patch.setattr(curves, "contenders", lambda _: chosen)
+        return curves.all_losses(config, family, dtype, toy.toy_mesh(2), 2)
 
 
 @pytest.mark.parametrize("dtype", curves.LIMITS)
@@ -35,7 +44,7 @@ def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[flo
 def test_all_layouts_lie_on_each_other_over_200_steps(store: Path, tmp_path: Path, family: Family, dtype: str) -> None:
     main, other = run_distributed(2, all_losses, make_config(store, tmp_path, 200), family, dtype)
     assert main == other, "processes of one mesh see one loss"
-    assert set(main) == {"single", *(contender.name for contender in curves.contenders(family))}
+    assert set(main) == {"single", *(contender.name for contender in followed(family, dtype))}
     worst = curves.worst_difference(main)
     assert max(worst.values()) <= curves.LIMITS[dtype], worst
     assert main["single"][-1] < main["single"][0] - 1.5, "a model that does not learn proves nothing"
