@@ -4,12 +4,12 @@ A layout is one implementation of one function; what remains between two of them
 1e-8 of the loss at every step, in float32 below 1e-3.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from boost.bench.results import facts_of, save
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
@@ -18,7 +18,7 @@ from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
 from boost.train.loop import Trainer
-from boost.train.rundir import RunDirectory, environment, storage_errors
+from boost.train.rundir import RunDirectory
 
 LIMITS = {"float64": 1e-8, "float32": 1e-3}
 """Largest relative difference of a loss to that of one process, by dtype."""
@@ -101,18 +101,8 @@ def curves_process(config: Config, families: Sequence[Family], out: Path) -> int
     if mesh.is_main:
         worst = {dtype: {f: worst_difference(c) for f, c in by_family.items()} for dtype, by_family in curves.items()}
         broken = any(not w <= LIMITS[dtype] for dtype, by in worst.items() for f in by.values() for w in f.values())
-        facts = {
-            "experiment": "curves",
-            "environment": environment(config),
-            "config": config.model_dump(),
-            "limits": LIMITS,
-            "worst_relative_difference": worst,
-            "losses": curves,
-        }
-        with storage_errors(out.parent):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.with_suffix(".json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            draw(facts, out.with_suffix(".svg"))
+        facts = facts_of("curves", config, limits=LIMITS, worst_relative_difference=worst, losses=curves)
+        save(out, facts, picture=draw)
         report(worst)
     mesh.barrier()
     close_mesh()

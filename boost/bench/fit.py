@@ -6,7 +6,6 @@ measured is small, and tests hold what is added to it to the measurement of the 
 """
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import Any
 
 from boost.bench.memory import measure
 from boost.bench.recompute import policies, variants
+from boost.bench.results import facts_of, save
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import RecomputeName
 from boost.plan.memory import memory
 from boost.train.console import progress
-from boost.train.rundir import environment, storage_errors
 
 SEQUENCE_STEP = 1024
 """Sequences are lengthened in steps of so many tokens."""
@@ -116,17 +115,8 @@ def fit(config: Config, memory_gb: float, out: Path) -> int:
         fits(name, variant, policy, int(memory_gb * 1e9))
         for name, variant, policy in progress(work, "layouts and policies")
     ]
-    facts = {
-        "experiment": "fit",
-        "environment": environment(config),
-        "config": config.model_dump(),
-        "memory_gb": memory_gb,
-        "rows": [asdict(row) for row in rows],
-    }
-    with storage_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        out.with_suffix(".md").write_text(as_markdown(facts), encoding="utf-8")
+    facts = facts_of("fit", config, memory_gb=memory_gb, rows=[asdict(row) for row in rows])
+    save(out, facts, as_markdown)
     print(as_markdown(facts))
     return 0
 

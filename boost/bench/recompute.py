@@ -4,7 +4,6 @@ One model a layout and batch; its policy is exchanged from step to step, so that
 on the same weights. Added time is the difference to policy `none` in the same round.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from boost.bench.curves import contenders
 from boost.bench.memory import measure_step
+from boost.bench.results import facts_of, save
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family, RecomputeName
@@ -27,7 +27,6 @@ from boost.parallel.recompute import POLICIES
 from boost.plan.memory import memory
 from boost.train.console import progress
 from boost.train.model import build_decoder
-from boost.train.rundir import environment, storage_errors
 
 
 @dataclass(frozen=True)
@@ -120,18 +119,8 @@ def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: 
         for row in time_variant(name, variant, mesh, rounds)
     ]
     if mesh.is_main:
-        facts = {
-            "experiment": "recompute",
-            "environment": environment(config),
-            "config": config.model_dump(),
-            "rounds": rounds,
-            "rows": [asdict(row) for row in rows],
-        }
-        with storage_errors(out.parent):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            out.with_suffix(".md").write_text(as_markdown(facts), encoding="utf-8")
-            draw(facts, out.with_suffix(".svg"))
+        facts = facts_of("recompute", config, rounds=rounds, rows=[asdict(row) for row in rows])
+        save(out, facts, as_markdown, draw)
         print(as_markdown(facts))
     mesh.barrier()
     close_mesh()
