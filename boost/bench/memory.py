@@ -70,6 +70,13 @@ class MemoryTracker(TorchDispatchMode):
             if self._total > self._largest:
                 self._largest, self.peak = self._total, +self.live
 
+    def settle(self) -> None:
+        """Waits until nothing dies any more: gloo's threads let go of what they sent a moment after it has arrived."""
+        before = -1
+        while before != self._total:
+            before = self._total
+            time.sleep(0.1)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
@@ -175,7 +182,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor])
         with tracker:
             total = decoder(*batch)
             if not isinstance(total, FakeTensor):
-                time.sleep(0.05)  # gloo's threads let go of what they sent a moment after it has arrived
+                tracker.settle()
             kept = dict(+tracker.live)
             tracker.scope = WORK
             total.backward()
