@@ -13,7 +13,7 @@ from typing import Any
 
 from boost.bench.memory import measure
 from boost.bench.recompute import policies, variants
-from boost.bench.results import facts_of, save
+from boost.bench.results import facts_of, markdown, save
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import RecomputeName
@@ -104,11 +104,11 @@ def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[in
 
 
 def fit(config: Config, memory_gb: float, out: Path) -> int:
-    """The experiment: every layout and policy, as `out`.json and .md."""
+    """The experiment: every layout in its usual form, under every policy, as `out`.json and .md."""
     work = [
         (name, variant, policy)
         for name, variant in variants(config, [config.train.micro_batch])
-        if variant.parallel.norm == "online" and variant.parallel.vanilla == "strong"  # the others hardly differ here
+        if variant.parallel.norm == "online" and variant.parallel.vanilla == "strong"  # not the ablations
         for policy in policies(variant)
     ]
     rows = [
@@ -125,29 +125,22 @@ def as_markdown(facts: dict[str, Any]) -> str:
     """The table for people, with its command."""
     config = facts["config"]
     model, train = config["model"], config["train"]
-    lines = [
-        "# What fits, by layout and recomputation policy",
-        "",
-        f"`{' '.join(facts['environment']['command'])}`",
-        "",
+    caption = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, TP {config['parallel']['tp']}, "
         f"{train['param_dtype']} weights, {train['compute_dtype']} activations, AdamW; {facts['memory_gb']:g} GB (10^9 bytes) "
         "a process. Peak of a whole step with gradients accumulated, measured on tensors without memory: the allocator's "
-        "rounding, the runtime and communication buffers come on top.",
-        "",
-        f"| layout | policy | weights, gradients, optimizer GB | largest batch of {train['seq_len']} tokens | its peak GB "
-        "| longest sequence, batch 1 | its peak GB |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in facts["rows"]:
-        cells = [row["layout"], row["policy"], f"{row['static_bytes'] / 1e9:.1f}", str(row["batch"])]
-        cells += [
-            f"{row['batch_peak_bytes'] / 1e9:.1f}",
-            f"{row['seq_len']:,}",
-            f"{row['seq_len_peak_bytes'] / 1e9:.1f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        "rounding, the runtime and communication buffers come on top."
+    )
+    headings = ["layout", "policy", "weights, gradients, optimizer GB:", f"largest batch of {train['seq_len']} tokens:"]
+    headings += ["its peak GB:", "longest sequence, batch 1:", "its peak GB:"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        peaks = [f"{row[key] / 1e9:.1f}" for key in ("static_bytes", "batch_peak_bytes", "seq_len_peak_bytes")]
+        return [row["layout"], row["policy"], peaks[0], str(row["batch"]), peaks[1], f"{row['seq_len']:,}", peaks[2]]
+
+    return markdown(
+        facts, "What fits, by layout and recomputation policy", caption, headings, map(cells, facts["rows"])
+    )
 
 
 def _sized(config: Config, policy: RecomputeName, batch: int, seq_len: int) -> Config:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from boost.bench.curves import contenders
 from boost.bench.memory import measure_step
-from boost.bench.results import facts_of, save
+from boost.bench.results import facts_of, markdown, save
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family, RecomputeName
@@ -49,7 +49,7 @@ class Timed:
     saved_bytes: int
     """Less than policy none keeps."""
     saved_per_added: float
-    """Bytes a second; 0 for policy none."""
+    """Bytes a second; 0 for policy none, and where no added time could be seen."""
     against_full_block: float
     """saved_per_added over that of full-block, the same layout and batch; 0 for policy none."""
 
@@ -196,30 +196,25 @@ def as_markdown(facts: dict[str, Any]) -> str:
     """The table for people, with its command and machine."""
     config, environment = facts["config"], facts["environment"]
     model, train = config["model"], config["train"]
-    lines = [
-        "# Memory saved per added time, by layout and recomputation policy",
-        "",
-        f"`{' '.join(environment['command'])}`",
-        "",
+    caption = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens a "
         f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}; {machine(environment)}; torch "
         f"{environment['torch']}. Medians of {facts['rounds']} interleaved rounds, quartiles in brackets; forward and "
-        "backward pass of a micro-batch, bytes of one process (MB = 10^6), dense beside low-rank of the same d and f.",
-        "",
-        "| layout | batch | policy | kept MB | predicted | step ms | added ms | saved MB | MB/ms | x full-block |",
-        "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in facts["rows"]:
-        low, high = (1e3 * q for q in row["added_quartiles_s"])
-        cells = [row["layout"], str(row["batch"]), row["policy"]]
-        cells += [f"{row['kept_bytes'] / 1e6:.1f}", f"{row['predicted_bytes'] / 1e6:.1f}", f"{1e3 * row['step_s']:.0f}"]
-        if row["policy"] == "none":
-            cells += ["", "", "", ""]
-        else:
-            cells += [f"{1e3 * row['added_s']:.0f} ({low:.0f} to {high:.0f})", f"{row['saved_bytes'] / 1e6:.1f}"]
-            cells += [f"{row['saved_per_added'] / 1e9:.2f}", f"{row['against_full_block']:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        "backward pass of a micro-batch, bytes of one process (MB = 10^6), dense beside low-rank of the same d and f."
+    )
+    headings = ["layout", "batch:", "policy", "kept MB:", "predicted:", "step ms:", "added ms:", "saved MB:", "MB/ms:"]
+    title = "Memory saved per added time, by layout and recomputation policy"
+    return markdown(facts, title, caption, [*headings, "x full-block:"], map(_cells, facts["rows"]))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    low, high = (1e3 * q for q in row["added_quartiles_s"])
+    cells = [row["layout"], str(row["batch"]), row["policy"]]
+    cells += [f"{row['kept_bytes'] / 1e6:.1f}", f"{row['predicted_bytes'] / 1e6:.1f}", f"{1e3 * row['step_s']:.0f}"]
+    if row["policy"] == "none":
+        return [*cells, "", "", "", ""]
+    cells += [f"{1e3 * row['added_s']:.0f} ({low:.0f} to {high:.0f})", f"{row['saved_bytes'] / 1e6:.1f}"]
+    return [*cells, f"{row['saved_per_added'] / 1e9:.2f}", f"{row['against_full_block']:.2f}"]
 
 
 def machine(environment: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """What an experiment leaves behind: its numbers as JSON with everything that they depend on, a table, a picture."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +30,12 @@ def save(
             out.with_suffix(".md").write_text(table(facts), encoding="utf-8")
         if picture is not None:
             picture(facts, out.with_suffix(".svg"))
+
+
+def markdown(facts: Facts, title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for people with its command. A heading that ends in a colon is of numbers."""
+    lines = [f"# {title}", "", f"`{' '.join(facts['environment']['command'])}`", "", caption, ""]
+    lines.append(f"| {' | '.join(heading.rstrip(':') for heading in headings)} |")
+    lines.append(f"|{'|'.join('--:' if heading.endswith(':') else '---' for heading in headings)}|")
+    lines += [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join(lines) + "\n"

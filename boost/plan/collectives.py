@@ -163,9 +163,9 @@ def _backward(
         if layout in _ENDS_WITH_A_COLLECTIVE:
             yield "backward", rest.pop()
         yield from (("recompute", crossing) for crossing in rest)
-    for place, alike in itertools.groupby(rest[::-1], lambda crossing: crossing.place):
+    for _, alike in itertools.groupby(rest[::-1], lambda crossing: crossing.place):
         group = list(alike)
-        if policy == "low-rank-sharded" and place in _ENTERING:
+        if policy == "low-rank-sharded" and group[0].function == "gather":
             yield from (("recompute", crossing) for crossing in group[::-1])
         yield from (("backward", crossing) for crossing in group)
 
@@ -250,5 +250,3 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], _Block, tuple[str, ...]]] = {
 
 _ENDS_WITH_A_COLLECTIVE = ("megatron", "megatron-sp", "vanilla")
 """Layouts whose blocks do nothing behind their last collective that the backward pass needs."""
-
-_ENTERING = ("qkv", "gate_up")

@@ -67,15 +67,19 @@ def backward(config: Config, documents: bool = False) -> Backward:
 
 @functools.cache
 def without(description: str, documents: bool) -> Backward:
-    """The same under policy none; made once in each process of a pool."""
-    config = Config.model_validate_json(description)
+    """A model that recomputes nothing; run once in each process of a pool."""
+    return backward(Config.model_validate_json(description), documents)
+
+
+def plain(config: Config) -> Config:
+    """The same without recomputation."""
     train = config.train.model_copy(update={"recompute": "none", "recompute_every": 1})
-    return backward(config.model_copy(update={"train": train}), documents)
+    return config.model_copy(update={"train": train})
 
 
 def compare(config: Config, documents: bool = False) -> dict[str, bool]:
     """What is the same as under policy none, bit for bit, and whether the collectives are those of the table."""
-    actual, expected = backward(config, documents), without(config.model_dump_json(), documents)
+    actual, expected = backward(config, documents), without(plain(config).model_dump_json(), documents)
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
     recompute = train.recompute_by_layer(model.layers)
@@ -121,11 +125,11 @@ def test_a_policy_changes_no_bit_on_four_processes(
         check(same, parallel, policy)
 
 
-@pytest.mark.parametrize("policy", policies("cola", {"layout": "btp-sp"}))
-@pytest.mark.parametrize("parallel", [{"layout": "btp-sp"}, {"layout": "btp"}], ids=str)
+DOCUMENTS = [(p, policy) for p in ({"layout": "btp-sp"}, {"layout": "btp"}) for policy in policies("cola", p)]
+
+
+@pytest.mark.parametrize(("parallel", "policy"), DOCUMENTS, ids=str)
 def test_documents_stay_apart(parallel: dict[str, Any], policy: RecomputeName) -> None:
-    if policy == "low-rank-sharded" and parallel["layout"] == "btp":
-        return
     for same in run_distributed(2, compare, configuration("cola", parallel, policy), True):
         assert same["gradients"]
 
@@ -151,8 +155,7 @@ def crossing_bend(
 def compare_crossing(config: Config) -> dict[str, bool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "bend", crossing_bend)
-        train = config.train.model_copy(update={"recompute": "none"})
-        expected = backward(config.model_copy(update={"train": train}))
+        expected = backward(plain(config))
         actual = backward(config)
     usual = backward(config)
     return {
