@@ -14,7 +14,7 @@ from boost.models.init import initialize
 from boost.models.interface import local_slice
 from boost.models.stored import storages
 from boost.parallel.mesh import Mesh, mesh_of
-from boost.train.model import build_decoder
+from boost.train.model import Model, build_decoder, build_model, initialize_model
 
 MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 CPU = torch.device("cpu")
@@ -36,23 +36,40 @@ def toy_config(dtype: str = "float64", **sections: Any) -> Config:
     return from_tree(tree)
 
 
+ALONE = {"tp": 1, "dp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
+
+
 def single(config: Config) -> Config:
     """The same model on one process."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 1, "dp": 1})})
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=ALONE)})
 
 
 def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
     """An initialised decoder and the mesh it stands on: this process group, or no group for one process."""
-    mesh = toy_mesh(config.parallel.tp, config.parallel.dp) if config.parallel.world_size > 1 else Mesh(CPU)
-    decoder = build_decoder(config, mesh)
+    place = toy_mesh(config)
+    decoder = build_decoder(config, place)
     initialize(decoder, seed)
-    return decoder, mesh
+    return decoder, place
+
+
+def toy_model(config: Config, seed: int = 0) -> tuple[Model, Mesh]:
+    """The same as it is trained: in pipeline stages and shared among replicas, if that is what `config` says."""
+    place = toy_mesh(config)
+    model = build_model(config, place)
+    initialize_model(model, seed)
+    return model, place
+
+
+def toy_mesh(config: Config) -> Mesh:
+    """The mesh of a configuration."""
+    parallel = config.parallel
+    return mesh(parallel.tp, parallel.dp, parallel.pp) if parallel.world_size > 1 else Mesh(CPU)
 
 
 @functools.cache
-def toy_mesh(tp: int, dp: int = 1) -> Mesh:
+def mesh(tp: int, dp: int = 1, pp: int = 1) -> Mesh:
     """Process groups are made once for each mesh: pools of processes live across tests."""
-    return mesh_of(ParallelConfig(tp=tp, dp=dp), CPU)
+    return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp), CPU)
 
 
 def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple[Tensor, Tensor]:
@@ -63,22 +80,29 @@ def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def gradients(decoder: Decoder) -> dict[str, Tensor]:
-    """This process's part of every gradient, by mathematical name."""
-    return {part.parameter.name: part.view(s.tensor.grad) for s in storages(decoder) for part in s.parts}
-
-
-def weights(decoder: Decoder) -> dict[str, Tensor]:
-    """This process's part of every weight, by mathematical name."""
-    return {part.parameter.name: part.view(s.tensor.detach()) for s in storages(decoder) for part in s.parts}
-
-
-def local_parts(decoder: Decoder, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this process should hold of tensors of global shape."""
+def gradients(model: Model) -> dict[str, Tensor]:
+    """What this process keeps of every gradient, by mathematical name."""
     return {
-        part.parameter.name: local_slice(part.parameter, decoder.layout, whole[part.parameter.name])
-        for s in storages(decoder)
-        for part in s.parts
+        piece.parameter.name: piece.view(s.tensor.grad)
+        for s in storages(model)
+        for piece in s.pieces()
+        if s.tensor.grad is not None
+    }
+
+
+def weights(model: Model) -> dict[str, Tensor]:
+    """What this process keeps of every weight, by mathematical name."""
+    return {piece.parameter.name: piece.view(s.tensor.detach()) for s in storages(model) for piece in s.pieces()}
+
+
+def local_parts(model: Model, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this process should keep of tensors of global shape."""
+    return {
+        piece.parameter.name: local_slice(piece.parameter, model.layout, whole[piece.parameter.name]).narrow(
+            0, piece.offset, piece.rows
+        )
+        for s in storages(model)
+        for piece in s.pieces()
     }
 
 

@@ -13,11 +13,11 @@ from boost.bench.results import facts_of, save
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
-from boost.models.init import initialize
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
 from boost.train.loop import Trainer
+from boost.train.model import initialize_model
 from boost.train.rundir import RunDirectory
 
 LIMITS = {"float64": 1e-8, "float32": 1e-3}
@@ -63,7 +63,9 @@ def configuration(config: Config, family: Family, dtype: str, parallel: dict[str
 def losses(config: Config, mesh: Mesh) -> list[float]:
     """The loss of each of config.train.steps steps, from initial weights. The same on every process of the mesh."""
     trainer = Trainer(config, mesh, RunDirectory(config.run.dir))
-    initialize(trainer.decoder, config.train.seed)  # and not `start`, which would put checkpoints of a run there aside
+    initialize_model(
+        trainer.model, config.train.seed
+    )  # and not `start`, which would put checkpoints of a run there aside
     steps = config.train.steps
     return [trainer.step(learning_rate(config.optim, step, steps), stop=False).loss for step in range(steps)]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from boost.config import Config, load
-from boost.config.rules import check_runnable
 from boost.config.schema import Family
 from boost.errors import ConfigError
 
@@ -69,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     config = load(
         args.config, [*args.overrides, "--parallel.tp", str(args.tp), "--parallel.dp", "1", "--parallel.pp", "1"]
     )
-    check_runnable(config)
     experiments: dict[str, Callable[[argparse.Namespace, Config], int]] = {
         "curves": _curves,
         "recompute": _recompute,

@@ -5,7 +5,6 @@ import os
 from typing import Any
 
 from boost.config import Config, load, presets
-from boost.config.rules import check_runnable
 from boost.errors import ConfigError
 
 
@@ -42,7 +41,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     config = load(args.config, args.overrides)
-    check_runnable(config)
     _check_processes(config, args.nproc)
 
     from boost.data.fit import open_fitting_store

@@ -13,14 +13,6 @@ def check(config: Config) -> None:
         raise ConfigError(problem)
 
 
-def check_runnable(config: Config) -> None:
-    """Raises ConfigError where a legal configuration asks for what this version cannot run yet."""
-    if config.parallel.pp > 1:
-        raise ConfigError(
-            f"parallel.pp = {config.parallel.pp}: this version has no pipeline stages yet; the nearest legal value is 1"
-        )
-
-
 def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
     """The legal integer from 1 to `largest` that is closest to `value`, the larger of two at one distance.
 
@@ -36,7 +28,9 @@ def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
 def _problems(config: Config) -> Iterator[str]:
     yield from _model_problems(config)
     yield from _parallel_problems(config)
+    yield from _sharding_problems(config)
     yield from _train_problems(config)
+    yield from _pipeline_problems(config)
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -120,6 +114,77 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             "the legal value is 'strong'"
         )
     yield from _indivisible(config)
+
+
+def _sharding_problems(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.shard_outer and parallel.shard == "none":
+        yield (
+            "parallel.shard_outer = true says how weights are sharded, but parallel.shard = 'none'; take 'full' or 'optimizer', "
+            "or shard_outer = false"
+        )
+    if parallel.shard_outer and parallel.tp > 1 and parallel.layout != "btp-sp":
+        yield (
+            f"parallel.shard_outer = true shards factors that parallel.layout = 'btp-sp' holds whole; '{parallel.layout}' has "
+            "none: take shard_outer = false, or that layout"
+        )
+
+
+def _pipeline_problems(config: Config) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.layers
+    if parallel.pp == 1 and parallel.virtual > 1:
+        yield f"parallel.virtual = {parallel.virtual} stages a process make a pipeline only with parallel.pp > 1; take virtual = 1"
+    if parallel.pp == 1 and len(parallel.split) > 1:
+        yield f"parallel.split = {list(parallel.split)} is for parallel.pp > 1; leave it out"
+    if parallel.pp == 1:
+        return
+    if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual > 1:
+        yield (
+            f"parallel.virtual = {parallel.virtual} is for parallel.schedule = 'interleaved-1f1b' or 'zero-bubble'; under "
+            f"'{parallel.schedule}' the legal value is 1"
+        )
+    if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
+        yield "parallel.virtual = 1 leaves parallel.schedule = 'interleaved-1f1b' nothing to interleave; take 2, or '1f1b'"
+    if parallel.stages > layers:
+        best = max(layers // parallel.virtual, 1)
+        yield (
+            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages are more than model.layers = {layers}; the "
+            f"nearest legal value of parallel.pp is {best}"
+        )
+    split = list(parallel.split)
+    if split and (len(split) != parallel.stages or sum(split) != layers):
+        yield (
+            f"parallel.split = {split} must be {parallel.stages} numbers (parallel.pp x virtual) that sum up to "
+            f"model.layers = {layers}; leave it out for a balanced one"
+        )
+    if parallel.schedule == "zero-bubble" and config.train.recompute == "low-rank+attention-output":
+        yield (
+            "train.recompute = 'low-rank+attention-output' can be gone through backward once, and parallel.schedule = "
+            "'zero-bubble' splits the backward pass in two; take 'low-rank', or 'interleaved-1f1b'"
+        )
+    yield from _micro_batch_problems(config)
+
+
+def _micro_batch_problems(config: Config) -> Iterator[str]:
+    """Numbers of micro-batches that the schedules of torch.distributed.pipelining can order."""
+    parallel, train = config.parallel, config.train
+    chunk = parallel.dp * train.micro_batch
+    count = train.global_batch // chunk
+
+    def legal(n: int) -> bool:
+        rounds = n % (n // parallel.pp) if n >= parallel.pp else 1
+        return n >= parallel.pp and (parallel.schedule == "1f1b" or rounds == 0)
+
+    if parallel.schedule != "gpipe" and not legal(count):
+        best = nearest(count, max(2 * count, parallel.pp), legal)
+        how = f"at least parallel.pp = {parallel.pp}"
+        if parallel.schedule != "1f1b":
+            how += f", and a multiple of their number of rounds of {parallel.pp}"
+        yield (
+            f"train.global_batch = {train.global_batch} makes {count} micro-batches of {train.micro_batch} for each of "
+            f"{parallel.dp} replicas, and parallel.schedule = '{parallel.schedule}' needs {how}; the nearest legal value is "
+            f"{best * chunk}"
+        )
 
 
 def _indivisible(config: Config) -> Iterator[str]:

@@ -111,10 +111,30 @@ class ParallelConfig(Section):
     """Tensor-parallel size: processes that share each layer. Innermost axis of the mesh, best inside one node."""
 
     pp: Width = 1
-    """Pipeline-parallel size: stages of consecutive blocks."""
+    """Pipeline-parallel size: processes that hold consecutive blocks and pass the residual stream on."""
 
     dp: Width = 1
     """Data-parallel size: replicas that split the global batch."""
+
+    shard: Literal["none", "optimizer", "full"] = "none"
+    """What the replicas share instead of holding it dp times. none: nothing, gradients are all-reduced; optimizer: ZeRO-1,
+    each updates its rows of every weight, which is gathered once a step; full: FSDP, weights are gathered block by block
+    where they are used, gradients are kept in shards too."""
+
+    shard_outer: bool = False
+    """True: factors that every TP process would hold whole (btp-sp's outer ones) are sharded over dp x tp, not dp alone.
+    Asks for shard = "optimizer" or "full"."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
+    """Order of micro-batches in the pipeline. gpipe: all forward, then all backward; 1f1b: one forward, one backward, fewer
+    activations; interleaved-1f1b: several stages a process, smaller bubble, more messages; zero-bubble: weight gradients
+    fill the bubble."""
+
+    virtual: Width = 1
+    """Stages that each pipeline process holds, pp apart. Default: 2 for interleaved-1f1b, else 1."""
+
+    split: Annotated[tuple[Width, ...], Field(strict=False)] = ()
+    """Blocks of each of the pp x virtual stages, as [9, 8, 8, 7]. Empty: balanced by cost, embedding and head counted."""
 
     norm: Literal["online", "sync"] = "online"
     """btp's RMSNorm: online sends the statistic with the latents; sync all-reduces it by itself (the paper's ablation).
@@ -126,6 +146,24 @@ class ParallelConfig(Section):
     vanilla: Literal["strong", "published"] = "strong"
     """vanilla only. strong: attention and gated product are cut over the processes; published: each process computes all
     of them, as the baseline of the BOOST paper does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        interleaved = values.get("pp", 1) != 1 and values.get("schedule") == "interleaved-1f1b"
+        return {"virtual": 2 if interleaved else 1} | values
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pp * self.virtual
+
+    @property
+    def sharded(self) -> bool:
+        """Whether there is anything to shard: with one replica there is not, unless TP processes share outer factors."""
+        return self.shard != "none" and (self.dp > 1 or (self.shard_outer and self.tp > 1))
 
     @property
     def world_size(self) -> int:

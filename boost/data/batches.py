@@ -5,7 +5,7 @@ Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,13 @@ class Batch:
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32]
+
+
+def join(batches: Iterable[Batch]) -> Batch:
+    """Several micro-batches one below the other."""
+    rows = [(batch.tokens, batch.targets, batch.document_ids) for batch in batches]
+    tokens, targets, document_ids = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return Batch(tokens, targets, document_ids)
 
 
 def shuffled_order(n_samples: int, seed: int) -> Any:

@@ -4,6 +4,7 @@ Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in wh
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
+from boost.config.stages import Stage, whole
 from boost.models.attention import Context, KVCache, attend, make_context
 from boost.models.group import Group
 from boost.models.interface import KEEP, Latents, Layout, Policy, kv_heads_here
@@ -24,9 +26,11 @@ class Block(Stored):
     attn_norm: Tensor
     mlp_norm: Tensor
 
-    def __init__(self, model: ModelConfig, layer: int, layout: Layout, policy: Policy) -> None:
+    def __init__(self, model: ModelConfig, layer: int, layout: Layout, policy: Policy, place: int) -> None:
         super().__init__()
-        self.layer, self.policy = layer, policy
+        self.policy = policy
+        self.place = place
+        """Its number among the blocks of this decoder."""
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
@@ -52,9 +56,14 @@ class Block(Stored):
         update, carried = layout.leave(closed, self.down, carried, policy.local)
         return x + update, carried
 
+    @property
+    def groups(self) -> tuple[Group, Group, Group, Group]:
+        """In the order in which a token meets them."""
+        return self.qkv, self.o, self.gate_up, self.down
+
     def _attention(self, layout: Layout, context: Context, carried: Latents, *kept: Tensor) -> tuple[Tensor, Latents]:
         (q, k, v), carried = layout.open(kept, self.qkv, carried)
-        return layout.close(attend(q, k, v, self.head_dim, context, self.layer), self.o), carried
+        return layout.close(attend(q, k, v, self.head_dim, context, self.place), self.o), carried
 
     def _product(self, layout: Layout, carried: Latents, *kept: Tensor) -> tuple[Tensor, Latents]:
         (gate, up), carried = layout.open(kept, self.gate_up, carried)
@@ -62,9 +71,10 @@ class Block(Stored):
 
 
 class Decoder(Stored):
-    """Embedding, blocks, final norm and head under one layout. Weights are uninitialised until `init.initialize`.
+    """Embedding, blocks, final norm and head under one layout, or one stage of it: consecutive blocks, with the embedding
+    before the first ones and norm and head behind the last ones. Weights are uninitialised until `init.initialize`.
 
-    `policies` says of each block what it keeps for its backward pass; empty: whatever autograd keeps.
+    `policies` says of each block of the whole model what it keeps for its backward pass; empty: whatever autograd keeps.
     """
 
     embed: Tensor
@@ -77,45 +87,75 @@ class Decoder(Stored):
         layout: Layout,
         compute_dtype: torch.dtype = torch.float32,
         policies: Sequence[Policy] = (),
+        stage: Stage | None = None,
     ) -> None:
         super().__init__()
         self.model, self.layout, self.compute_dtype = model, layout, compute_dtype
-        self.store("embed", (architecture.embedding(model),), layout)
-        each = enumerate(policies or [KEEP] * model.layers)
-        self.blocks = nn.ModuleList(Block(model, layer, layout, policy) for layer, policy in each)
-        self.store("final_norm", (architecture.final_norm(model),), layout)
-        self.store("head", (architecture.head(model),), layout)
+        self.stage = stage or whole(model)
+        policies = policies or [KEEP] * model.layers
+        if self.stage.embeds:
+            self.store("embed", (architecture.embedding(model),), layout)
+        each = enumerate(self.stage.numbers)
+        self.blocks = nn.ModuleList(Block(model, n, layout, policies[n], place) for place, n in each)
+        if self.stage.predicts:
+            self.store("final_norm", (architecture.final_norm(model),), layout)
+            self.store("head", (architecture.head(model),), layout)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor,
+        document_ids_BS: Tensor | None = None,
+        arrived: tuple[Tensor, ...] = (),
+    ) -> Any:
         """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider.
 
-        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only.
+        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. A stage takes what the
+        stage before returned as `arrived`, and returns the like, (residual stream, *latents), if it is not the last.
         """
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         context = self._context(tokens_BS, positions_S, document_ids_BS)
-        x = self._residual(self.layout, tokens_BS, context)
+        x, carried = self._residual(self.layout, tokens_BS, context, arrived)
+        if not self.stage.predicts:
+            return x, *carried
         return self.layout.loss(x, self.final_norm, self.head, targets_BS.reshape(-1))
 
     @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
-        """Logits [B, V] of the token after the last of `tokens_BS`, which follow those already in the caches."""
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], arrived: tuple[Tensor, ...] = ()) -> Any:
+        """Logits [B, V] of the token after the last of `tokens_BS`, which follow those already in the caches.
+
+        A stage takes and returns the like of `forward`.
+        """
         batch, length = tokens_BS.shape
         layout = self.layout.for_inference
         positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
         context = self._context(tokens_BS, positions_S)
-        x = self._residual(layout, tokens_BS, Context(batch, context.cos, context.sin, caches=caches))
+        x, carried = self._residual(layout, tokens_BS, Context(batch, context.cos, context.sin, caches=caches), arrived)
+        if not self.stage.predicts:
+            return x, *carried
         last_B = torch.arange(1, batch + 1, device=x.device) * length - 1
         return layout.logits(x, self.final_norm, self.head, last_B)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches for `batch` sequences of up to `capacity` tokens, one a block, for the heads held here."""
         shape = (batch, kv_heads_here(self.model.kv_heads, self.layout), capacity, self.model.head_dim)
-        device = self.embed.device
 
         def empty() -> Tensor:
-            return torch.empty(shape, dtype=self.compute_dtype, device=device)
+            return torch.empty(shape, dtype=self.compute_dtype, device=self.device)
 
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
+
+    def boundary(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
+        """Shapes of what one stage hands to the next for `tokens` tokens: the residual stream, and the latents that cross."""
+        block = self.blocks[-1]
+        assert isinstance(block, Block)
+        carried = (shape for group in block.groups for shape in group.carried_shapes(layout, tokens))
+        return [layout.residual_shape(tokens), *carried]
 
     def _context(self, tokens_BS: Tensor, positions_S: Tensor, document_ids_BS: Tensor | None = None) -> Context:
         model = self.model
@@ -123,11 +163,12 @@ class Decoder(Stored):
             tokens_BS.shape[0], positions_S, model.head_dim, model.rope_theta, self.compute_dtype, document_ids_BS
         )
 
-    def _residual(self, layout: Layout, tokens_BS: Tensor, context: Context) -> Tensor:
-        x = layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype)
-        carried: Latents = ()
+    def _residual(
+        self, layout: Layout, tokens_BS: Tensor, context: Context, arrived: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Latents]:
+        if self.stage.embeds:
+            arrived = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
+        x, carried = arrived[0], arrived[1:]
         for block in self.blocks:
-            # A compiled block is one of a fixed shape: token by token, behind a cache that grows, it would be compiled anew.
-            run = block.forward if context.caches else block
-            x, carried = run(layout, x, carried, context)
-        return x
+            x, carried = block(layout, x, carried, context)
+        return x, carried

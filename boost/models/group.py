@@ -79,6 +79,10 @@ class Group(Stored):
             return [F.silu(u) for u in latents], carried
         return list(latents), carried
 
+    def carried_shapes(self, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Shapes of the latents that `bend` puts at the end of the queue, on one process: none in families that cross nothing."""
+        return ()
+
     def up(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Bent latents -> one [T, O] a slot."""
         if len(latents) == 1 and len(self.shape.slots) > 1:

@@ -20,9 +20,10 @@ def initialize(decoder: Decoder, seed: int) -> None:
     Each whole parameter is drawn on the CPU in fp32 and cut afterwards: a draw per shard would depend on the mesh.
     """
     for storage in storages(decoder):
-        for part in storage.parts:
-            whole = initial_value(part.parameter, decoder.model, seed)
-            part.view(storage.tensor).copy_(local_slice(part.parameter, decoder.layout, whole))
+        for piece in storage.pieces():
+            whole = initial_value(piece.parameter, decoder.model, seed)
+            own = local_slice(piece.parameter, decoder.layout, whole)
+            piece.view(storage.tensor).copy_(own.narrow(0, piece.offset, piece.rows))
 
 
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:

@@ -81,6 +81,14 @@ class Layout(Protocol):
         """Where a parameter of this role is cut."""
         ...
 
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        """Shape of the residual stream of `tokens` tokens on one process: what pipeline stages exchange."""
+        ...
+
+    def latent_shape(self, group: "Group", tokens: int) -> tuple[int, int]:
+        """Shape of the latents of a group, as `bend` meets and carries them, on one process."""
+        ...
+
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """The residual stream of tokens (int64), in `dtype`: that of activations, so nothing wider is sent."""
         ...

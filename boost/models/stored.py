@@ -24,6 +24,57 @@ class Part:
         return stored.narrow(0, self.start, self.rows)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """Rows of a stored tensor that this process keeps from step to step, where replicas share it."""
+
+    tensor: nn.Parameter
+    """[rows, ...], a plain tensor; none may be left for the last processes."""
+    first: int
+    """Where they begin in the stored tensor."""
+    over: str
+    """dp | replicas (dp x tp): the processes that share it."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One stored tensor of a model with what it holds."""
+
+    parameter: nn.Parameter
+    """As the module has it: its gradient arrives here."""
+    parts: tuple[Part, ...]
+    cut: Cut
+    shard: Shard | None = None
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """What this process keeps from step to step, and its optimizer changes: all of it, or its shard."""
+        return self.shard.tensor if self.shard else self.parameter
+
+    def pieces(self) -> "Iterator[Piece]":
+        """What `tensor` (or anything of its shape) holds of each parameter."""
+        first = self.shard.first if self.shard else 0
+        for part in self.parts:
+            begin = max(part.start, first)
+            end = min(part.start + part.rows, first + self.tensor.shape[0])
+            if begin < end:
+                yield Piece(part.parameter, begin - first, end - begin, begin - part.start)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start : start + rows` of a kept tensor: the rows from `offset` on of this TP process's part of a parameter."""
+
+    parameter: Parameter
+    start: int
+    rows: int
+    offset: int
+
+    def view(self, kept: Tensor) -> Tensor:
+        """The piece of a kept tensor, or of anything of its shape (gradient, moments), as a view."""
+        return kept.narrow(0, self.start, self.rows)
+
+
 class Stored(nn.Module):
     """A module that knows which parameters its tensors hold."""
 
@@ -31,6 +82,7 @@ class Stored(nn.Module):
         super().__init__()
         self.parts: dict[str, tuple[Part, ...]] = {}
         self.cuts: dict[str, Cut] = {}
+        self.shards: dict[str, Shard] = {}
         self._places: dict[str, int] = {}
         """How many modules inside this one come before a tensor."""
 
@@ -47,20 +99,11 @@ class Stored(nn.Module):
         self.parts[attribute], self.cuts[attribute] = tuple(parts), cut
         self._places[attribute] = len(self._modules)
 
-    def stored(self, place: int) -> "Iterator[Storage]":
+    def stored(self, place: int) -> Iterator[Storage]:
         """The tensors stored after the first `place` modules inside this one and before the next."""
         for attribute, parts in self.parts.items():
             if self._places[attribute] == place:
-                yield Storage(getattr(self, attribute), parts, self.cuts[attribute])
-
-
-@dataclass(frozen=True)
-class Storage:
-    """One stored tensor of a model with what it holds."""
-
-    tensor: nn.Parameter
-    parts: tuple[Part, ...]
-    cut: Cut
+                yield Storage(getattr(self, attribute), parts, self.cuts[attribute], self.shards.get(attribute))
 
 
 def storages(model: nn.Module) -> Iterator[Storage]:

@@ -1,17 +1,18 @@
 """Gradients after the backward pass: reduced where they are partial, measured over the whole mesh, clipped.
 
-Every parameter counts once in the norm: shards of a cut one are summed over TP, copies of a whole one are not.
+Every parameter counts once in the norm, on whatever processes its parts and their copies are.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 from boost.config.traffic import bucket_lengths
 from boost.models.stored import Storage
@@ -24,48 +25,67 @@ class Agreement:
     """What all processes know after a step's backward pass."""
 
     loss: float
-    """Mean cross-entropy of the global batch, nats a token."""
+    """Mean cross-entropy over the targets of the global batch, nats a token."""
     gradient_norm: float
-    """Global L2 norm before clipping."""
+    """Global L2 norm of the gradient of that mean, before clipping."""
     stop: bool
     """Whether any process was asked to stop."""
+    scale: float = 1.0
+    """What the gradients must still be multiplied by: they were made as if every token had a target."""
 
 
 class GradientReducer:
     """Sums partial gradients over TP and DP, and complete ones over DP, once per optimizer step, in buckets.
 
-    Under `overlapping`, each bucket is sent while the backward pass goes on, as soon as its last gradient is there:
+    Each bucket is sent while the backward pass goes on, as soon as its last gradient is final:
 
-        for each micro-batch but the last:
-            loss.backward()
-        with reducer.overlapping():
+        reducer.begin(micro_batches)
+        for each micro-batch:
             loss.backward()
         reducer.finish()
+
+    Gradients of weights that replicas share arrive summed, in shards (`parallel.sharding`); only partial ones that are sharded
+    over DP alone are left to be summed over TP, when all of them are there. Where a schedule makes gradients of weights in a
+    pass of their own (zero bubble), no hook of theirs is called, and everything is sent by `finish`.
     """
 
     def __init__(self, storages: Sequence[Storage], mesh: Mesh) -> None:
-        trained = [s for s in storages if s.tensor.requires_grad]
-        partial = [s.tensor for s in trained if s.cut.partial]
-        complete = [s.tensor for s in trained if not s.cut.partial]
-        self._lanes = [_Lane(partial, mesh.replicas), _Lane(complete, mesh.dp)]
+        trained = [s for s in storages if s.parameter.requires_grad]
+        held = [s for s in trained if s.shard is None]
+        self._trained = trained
+        self._lanes = [
+            _Lane([s.parameter for s in held if s.cut.partial], mesh.replicas),
+            _Lane([s.parameter for s in held if not s.cut.partial], mesh.dp),
+        ]
+        sharded = [s.tensor for s in trained if s.cut.partial and s.shard and s.shard.over == "dp"]
+        self._late = _Lane(sharded, mesh.tp)
 
-    @contextlib.contextmanager
-    def overlapping(self) -> Iterator[None]:
-        """Around the backward pass that makes the gradients of this step final. One that fails leaves nothing behind."""
-        for lane in self._lanes:
-            lane.armed = True
-        try:
-            yield
-        except BaseException:
-            for lane in self._lanes:
-                lane.reset()
-            raise
+    def begin(self, micro_batches: int = 1) -> None:
+        """Clears all gradients, and expects each as many times as there are micro-batches."""
+        for storage in self._trained:
+            storage.parameter.grad = storage.tensor.grad = None
+        for lane in (*self._lanes, self._late):
+            lane.expect(micro_batches)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for every sum, in place in the gradients. Sends what was not sent yet: all of it without `overlapping`."""
-        for lane in self._lanes:
-            lane.finish()
+        """Waits for every sum, in place in the gradients of what is kept. Sends what was not sent yet."""
+        for storage in self._trained:
+            if storage.shard is not None:
+                _take_over(storage)
+        for lane in (*self._lanes, self._late):
+            lane.send_up_to(len(lane.buckets))
+        for lane in (*self._lanes, self._late):
+            lane.receive()
+
+
+def _take_over(storage: Storage) -> None:
+    """The gradient of a sharded parameter, where its optimizer looks for it."""
+    assert isinstance(storage.parameter, DTensor)
+    local, gradient = storage.parameter.to_local(), storage.parameter.grad
+    assert local.data_ptr() == storage.tensor.data_ptr(), "the shard that is updated is the one that is gathered"
+    assert isinstance(gradient, DTensor), "every parameter takes part in every step"
+    storage.tensor.grad = gradient.to_local()
 
 
 class _Bucket:
@@ -73,7 +93,7 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.missing = len(parameters)
+        self.missing = 0
         self._flat: Tensor | None = None
 
     def send(self, axis: Axis) -> None:
@@ -90,9 +110,9 @@ class _Bucket:
         assert self._flat is not None
         finish_all_reduce(self._flat)
 
-    def reset(self) -> None:
+    def reset(self, micro_batches: int) -> None:
         """Ready for the next step."""
-        self._flat, self.missing = None, len(self.parameters)
+        self._flat, self.missing = None, len(self.parameters) * micro_batches
 
 
 class _Lane:
@@ -113,19 +133,20 @@ class _Lane:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, lane, number))
 
-    def finish(self) -> None:
-        self.send_up_to(len(self.buckets))
+    def expect(self, micro_batches: int) -> None:
+        """A step begins; gradients that come without one (someone else's backward pass) are not ours to send."""
+        self.armed, self.sent = True, 0
+        for bucket in self.buckets:
+            bucket.reset(micro_batches)
+
+    def receive(self) -> None:
         for bucket in self.buckets:
             bucket.receive()
-        self.reset()
-
-    def reset(self) -> None:
-        for bucket in self.buckets:
-            bucket.reset()
+            bucket.reset(1)
         self.armed, self.sent = False, 0
 
     def arrived(self, number: int) -> None:
-        """A gradient of bucket `number` is final."""
+        """A gradient of bucket `number` has had one more micro-batch added."""
         self.buckets[number].missing -= 1
         complete = self.sent
         while complete < len(self.buckets) and self.buckets[complete].missing == 0:
@@ -135,7 +156,7 @@ class _Lane:
     def send_up_to(self, count: int) -> None:
         for bucket in self.buckets[self.sent : count]:
             bucket.send(self.axis)
-        self.sent = count
+        self.sent = max(self.sent, count)
 
 
 @torch.no_grad()
@@ -146,34 +167,49 @@ def _arrived(reference: "weakref.ref[_Lane]", number: int, parameter: Tensor) ->
 
 
 @torch.no_grad()
-def agree(storages: Sequence[Storage], loss: Tensor, stop: bool, mesh: Mesh) -> Agreement:
-    """Loss, gradient norm and wish to stop of the whole mesh, in one all-reduce of three fp64 numbers.
+def agree(storages: Sequence[Storage], loss: Tensor, targets: int, tokens: int, stop: bool, mesh: Mesh) -> Agreement:
+    """Loss, gradient norm, targets and wish to stop of the whole mesh, in one all-reduce of four fp64 numbers.
 
-    `loss` is this replica's share of the global mean, equal on its TP processes; gradients are equal on all replicas.
+    `loss` is this replica's share of the sum over its targets, divided by `tokens`, equal on its TP processes and 0 on
+    pipeline processes that do not predict; gradients are of the same quotient. `targets`: how many this replica counted,
+    `tokens`: all positions of the global batch. The two differ only where positions have no target.
     """
-    cut = [s.tensor.grad for s in storages if s.cut.dim is not None and s.tensor.grad is not None]
-    whole = [s.tensor.grad for s in storages if s.cut.dim is None and s.tensor.grad is not None]
-    squares = _sum_of_squares(cut, loss.device)
-    if mesh.tp.rank == 0:  # held whole by every TP process: counted by one
-        squares = squares + _sum_of_squares(whole, loss.device)
+    squares = loss.new_zeros((), dtype=torch.double)
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for storage in storages:
+        if storage.tensor.grad is not None:
+            by_copies[_copies(storage, mesh)].append(storage.tensor.grad)
+    for copies, gradients in by_copies.items():  # held alike by so many processes: each counts its share
+        squares += _sum_of_squares(gradients) / copies
+    counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
     facts = torch.stack(
-        (loss.double() / mesh.tp.size, squares / mesh.dp.size, loss.new_tensor(stop, dtype=torch.double))
+        (loss.double() / mesh.tp.size, squares, *(loss.new_tensor(x).double() for x in (counted, stop)))
     )
     if mesh.size > 1:
         facts = all_reduce(facts, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
-    loss_sum, square_sum, stops = facts.tolist()
-    return Agreement(loss_sum, square_sum**0.5, stops > 0)
+    loss_sum, square_sum, count, stops = facts.tolist()
+    scale = tokens / max(count, 1)
+    return Agreement(loss_sum * scale, square_sum**0.5 * scale, stops > 0, scale)
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Scales gradients so that their global norm, measured as `norm`, is at most `limit`; 0 leaves them alone."""
+def clip(parameters: Iterable[nn.Parameter], agreement: Agreement, limit: float) -> None:
+    """Scales gradients to those of the mean over targets, and so that their global norm is at most `limit` (0: any)."""
+    norm, factor = agreement.gradient_norm, agreement.scale
     if limit and norm > limit:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / norm)
+        factor *= limit / norm
+    if factor != 1:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
-def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    if not gradients:
-        return torch.zeros((), dtype=torch.double, device=device)
+def _copies(storage: Storage, mesh: Mesh) -> int:
+    """Number of processes that keep the same rows of a stored tensor."""
+    tp = mesh.tp.size if storage.cut.dim is None else 1
+    if storage.shard is None:
+        return tp * mesh.dp.size
+    return tp if storage.shard.over == "dp" else 1
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     # Each norm in fp32 at least: rounded to bf16 it would depend on how tensors are fused and cut.
     wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()

@@ -36,6 +36,7 @@ class Mesh:
     device: torch.device
     tp: Axis = Axis()
     dp: Axis = Axis()
+    pp: Axis = Axis()
     replicas: Axis = Axis()
     """dp x tp: every process that holds a copy of a weight that is not cut. A group of its own, so that sums of gradients
     on their way do not stand before the collectives of the backward pass."""
@@ -112,7 +113,9 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
         return Axis(device_mesh.get_local_rank(name), size, group)
 
     replicas = _replicas(device_mesh, timeout_s)
-    return Mesh(device, axis("tp"), axis("dp"), replicas, dist.get_rank(), dist.get_world_size(), device_mesh)
+    return Mesh(
+        device, axis("tp"), axis("dp"), axis("pp"), replicas, dist.get_rank(), dist.get_world_size(), device_mesh
+    )
 
 
 def _replicas(device_mesh: DeviceMesh, timeout_s: int) -> Axis:

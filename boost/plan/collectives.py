@@ -97,7 +97,7 @@ def step_collectives(config: Config) -> list[Collective]:
     result = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype, True, recompute) * accumulated
     result += gradient_collectives(config.model, parallel, train.param_dtype)
     if parallel.world_size > 1:
-        result.append(Collective("step", "all-reduce", (3,), "float64", parallel.world_size, "agreement"))
+        result.append(Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "agreement"))
     return result
 
 

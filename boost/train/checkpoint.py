@@ -28,17 +28,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from boost import __version__
 from boost.config import Config
 from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, StorageError
-from boost.models.decoder import Decoder
-from boost.models.stored import Part, Storage, storages
+from boost.models.stored import Piece, Storage, storages
 from boost.optim.adamw import MOMENTS, set_update_count, update_count
 from boost.parallel.mesh import Mesh
+from boost.train.chunk import Chunk
+from boost.train.model import Model
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
@@ -156,7 +156,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 def save_checkpoint(
     folder: Path,
-    decoder: Decoder,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     position: Position,
     config: Config,
@@ -173,7 +173,7 @@ def save_checkpoint(
     temporary = folder / f".{final.name}.tmp"
     try:
         _on_main(mesh, lambda: _begin(folder, temporary))
-        _together(mesh, lambda: _write_tensors(temporary, decoder, optimizer, mesh))
+        _together(mesh, lambda: _write_tensors(temporary, model, optimizer, mesh))
         state = {
             "format": FORMAT,
             "boost": __version__,
@@ -196,21 +196,19 @@ def save_checkpoint(
     return final
 
 
-def load_weights(checkpoint: Checkpoint, decoder: Decoder, mesh: Mesh) -> None:
-    """Fills a decoder of any mesh and layout from a checkpoint. Raises CheckpointError."""
-    _load(checkpoint, decoder, _named_parts(decoder, mesh, {}), mesh)
+def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
+    """Fills a model of any mesh and layout from a checkpoint. Raises CheckpointError."""
+    _load(checkpoint, model, _named_parts(model, mesh, {}), mesh)
 
 
-def load_training_state(
-    checkpoint: Checkpoint, decoder: Decoder, optimizer: torch.optim.Optimizer, mesh: Mesh
-) -> Position:
+def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer, mesh: Mesh) -> Position:
     """Fills weights, moments and random states; returns where to continue. Raises CheckpointError."""
-    wanted = _named_parts(decoder, mesh, optimizer.state)
+    wanted = _named_parts(model, mesh, optimizer.state)
     random_states = _random_states(mesh)
     saved = {key for key in _read_keys(checkpoint.path) if key.startswith("rng.")}
     # A process that the saved mesh did not have keeps the state that its seed gave it.
     random_states = {key: value for key, value in random_states.items() if key in saved}
-    _load(checkpoint, decoder, wanted | random_states, mesh)
+    _load(checkpoint, model, wanted | random_states, mesh)
     _restore_random_states(random_states)
     set_update_count(optimizer, checkpoint.updates)
     return checkpoint.position
@@ -254,8 +252,8 @@ def _begin(folder: Path, temporary: Path) -> None:
     (temporary / "tensors").mkdir(parents=True)
 
 
-def _write_tensors(temporary: Path, decoder: Decoder, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    tensors = _named_parts(decoder, mesh, optimizer.state) | _random_states(mesh)
+def _write_tensors(temporary: Path, model: Model, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    tensors = _named_parts(model, mesh, optimizer.state) | _random_states(mesh)
     writer = HuggingFaceStorageWriter(str(temporary / "tensors"), save_distributed=True)
     with _quiet():
         dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
@@ -289,29 +287,26 @@ def _finish(temporary: Path, final: Path, shares: list[dict[str, dict[str, Any]]
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _named_parts(decoder: Decoder, mesh: Mesh, state: Any) -> dict[str, Tensor]:
-    """Weights, and moments where `state` has them, as views under mathematical names (DTensors on a mesh)."""
+def _named_parts(model: Model, mesh: Mesh, state: Any) -> dict[str, Tensor]:
+    """This process's pieces of weights, and of moments where `state` has them, under mathematical names."""
     named: dict[str, Tensor] = {}
-    for storage in storages(decoder):
-        for part in storage.parts:
-            name = part.parameter.name
-            named[f"model.{name}"] = _global_view(storage.tensor, storage, part, mesh)
+    for storage in storages(model):
+        for piece in storage.pieces():
+            name, offsets = piece.parameter.name, _offsets(storage, piece, mesh)
+            named[f"model.{name}"] = Chunk(piece.view(storage.tensor.detach()), piece.parameter.shape, offsets)
             for moment in MOMENTS if storage.tensor in state else ():
-                moments = state[storage.tensor][moment]
-                named[f"optim.{moment}.{name}"] = _global_view(moments, storage, part, mesh)
+                moments = piece.view(state[storage.tensor][moment])
+                named[f"optim.{moment}.{name}"] = Chunk(moments, piece.parameter.shape, offsets)
     return named
 
 
-def _global_view(tensor: Tensor, storage: Storage, part: Part, mesh: Mesh) -> Tensor:
-    local = part.view(tensor.detach())
-    if mesh.device_mesh is None:
-        return local
-    shape = torch.Size(part.parameter.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    placement = Replicate() if storage.cut.dim is None else Shard(storage.cut.dim)
-    return DTensor.from_local(
-        local, mesh.device_mesh["dp", "tp"], (Replicate(), placement), run_check=False, shape=shape, stride=stride
-    )
+def _offsets(storage: Storage, piece: Piece, mesh: Mesh) -> tuple[int, ...]:
+    """Where a piece begins in its parameter: behind the TP processes before this one, and behind its replicas' rows."""
+    offsets = [0] * len(piece.parameter.shape)
+    if storage.cut.dim is not None:
+        offsets[storage.cut.dim] = mesh.tp.rank * (piece.parameter.shape[storage.cut.dim] // mesh.tp.size)
+    offsets[0] += piece.offset
+    return tuple(offsets)
 
 
 def _random_states(mesh: Mesh) -> dict[str, Tensor]:
@@ -329,8 +324,8 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(value)
 
 
-def _load(checkpoint: Checkpoint, decoder: Decoder, wanted: dict[str, Tensor], mesh: Mesh) -> None:
-    _together(mesh, lambda: _check_fits(checkpoint, decoder), CheckpointError)
+def _load(checkpoint: Checkpoint, model: Model, wanted: dict[str, Tensor], mesh: Mesh) -> None:
+    _together(mesh, lambda: _check_fits(checkpoint, model), CheckpointError)
     verify(checkpoint.path, mesh)
     missing = wanted.keys() - _read_keys(checkpoint.path)
     if missing:
@@ -340,9 +335,9 @@ def _load(checkpoint: Checkpoint, decoder: Decoder, wanted: dict[str, Tensor], m
         dcp.load(wanted, storage_reader=reader, no_dist=mesh.size == 1)
 
 
-def _check_fits(checkpoint: Checkpoint, decoder: Decoder) -> None:
+def _check_fits(checkpoint: Checkpoint, model: Model) -> None:
     """The saved model must be the one that is to be filled: same family, same shapes."""
-    saved, wanted = checkpoint.config.model, decoder.model
+    saved, wanted = checkpoint.config.model, model.model
     for field in type(wanted).model_fields:
         if getattr(saved, field) != getattr(wanted, field):
             raise CheckpointError(

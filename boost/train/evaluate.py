@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from boost.config.architecture import IGNORED
-from boost.data.batches import Batch, EvaluationBatches
+from boost.data.batches import EvaluationBatches
 from boost.data.store import Split
-from boost.models.decoder import Decoder
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
+from boost.train.model import Model, to_device
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,22 @@ class Evaluation:
     """loss / ln 2 x tokens of the split / bytes of its text: comparable between tokenizers."""
 
 
-def to_device(
-    batch: Batch, isolate: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(tokens, targets, document ids or None) of a batch as the decoder takes them."""
-    tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
-    return tokens, targets, torch.from_numpy(batch.document_ids).to(device) if isolate else None
-
-
 @torch.no_grad()
 def evaluate(
-    decoder: Decoder, split: Split, seq_len: int, batch: int, isolate: bool, mesh: Mesh, max_tokens: int | None = None
+    model: Model, split: Split, seq_len: int, batch: int, isolate: bool, mesh: Mesh, max_tokens: int | None = None
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. Every process returns the same numbers."""
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
     batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
     for part in progress(batches, "evaluate", enabled=mesh.is_main):
         tokens, targets, documents = to_device(part, isolate, mesh.device)
-        total[0] += decoder(tokens, targets, documents).double()
+        total[0] += model(tokens, targets, documents).double()
         total[1] += (targets != IGNORED).sum()
-    if mesh.dp.size > 1:
-        total = all_reduce(total, mesh.dp)
+    total[1] /= mesh.pp.size  # every stage counts them, one has the loss
+    for axis in (mesh.dp, mesh.pp):
+        if axis.size > 1:
+            total = all_reduce(total, axis)
     nats, count = total.tolist()
     loss = nats / count
     bits_per_byte = loss / math.log(2) * split.n_tokens / split.n_bytes
-    return Evaluation(int(count), loss, math.exp(min(loss, 700)), bits_per_byte)
+    return Evaluation(round(count), loss, math.exp(min(loss, 700)), bits_per_byte)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from boost.errors import ConfigError
-from boost.models.decoder import Decoder
+from boost.train.model import Model
 
 MIN_TEMPERATURE = 1e-4
 """Below it logits overflow, and the distribution is greedy's anyway."""
@@ -64,16 +64,19 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    decoder: Decoder, prompt: list[int], max_tokens: int, sampling: Sampling, eos: int | None = None
+    model: Model, prompt: list[int], max_tokens: int, sampling: Sampling, eos: int | None = None
 ) -> Iterator[int]:
     """Yields up to `max_tokens` new tokens behind a prompt of at least one; stops behind `eos`, which is yielded."""
-    device = decoder.embed.device
+    device = model.device
     # Drawn on the CPU, so that a seed means the same text on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
-    caches = decoder.make_caches(1, len(prompt) + max_tokens)
+    caches = model.make_caches(1, len(prompt) + max_tokens)
     tokens_BS = torch.tensor([prompt], device=device)
     for _ in range(max_tokens):
-        chosen = choose(decoder.next_logits(tokens_BS, caches).cpu(), sampling, generator)
+        # A compiled block is one of a fixed shape: behind a cache that grows, it would be compiled anew for each token.
+        with torch.compiler.set_stance("force_eager"):
+            logits_BV = model.next_logits(tokens_BS, caches)
+        chosen = choose(logits_BV.cpu(), sampling, generator)
         yield int(chosen)
         if int(chosen) == eos:
             return

@@ -4,7 +4,6 @@ A step is a pure function of (weights, moments, step number): the data, the lear
 step, so a resumed run repeats to the bit what it would have done.
 """
 
-import contextlib
 import logging
 import math
 import time
@@ -16,13 +15,11 @@ from typing import Any
 import torch
 
 from boost.config import Config
-from boost.config.architecture import flops_per_token
+from boost.config.architecture import IGNORED, flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
 from boost.data.store import TOKENIZER_FILE
 from boost.errors import CheckpointError, ConfigError, DamagedCheckpointError, StorageError, TrainingError
-from boost.models.decoder import Decoder
-from boost.models.init import initialize
 from boost.models.stored import storages
 from boost.optim.adamw import build_adamw, set_learning_rate
 from boost.optim.schedule import learning_rate
@@ -31,10 +28,10 @@ from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint, Position
 from boost.train.console import Console
-from boost.train.evaluate import Evaluation, evaluate, to_device
+from boost.train.evaluate import Evaluation, evaluate
 from boost.train.hardware import memory_bytes, mfu
 from boost.train.metrics import EvalMetrics, MetricsWriter, StepMetrics
-from boost.train.model import build_decoder, compile_blocks
+from boost.train.model import Model, backward, build_model, initialize_model
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
 
@@ -68,10 +65,8 @@ class Trainer:
         self.heldout = self.store.split("heldout")
         self.batches = Batches(self.store.split("train"), train.seq_len, train.global_batch, train.seed)
         torch.manual_seed(train.seed + mesh.rank)
-        self.decoder: Decoder = build_decoder(config, mesh)
-        if train.compile:
-            compile_blocks(self.decoder)
-        self.storages = list(storages(self.decoder))
+        self.model: Model = build_model(config, mesh)
+        self.storages = list(storages(self.model))
         self.reducer = GradientReducer(self.storages, mesh)
         self.optimizer = build_adamw(self.storages, config.optim)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
@@ -91,7 +86,7 @@ class Trainer:
             try:
                 found = ckpt.open_checkpoint(path)
                 self._check_resumable(found)
-                self.position = ckpt.load_training_state(found, self.decoder, self.optimizer, self.mesh)
+                self.position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
             except DamagedCheckpointError as error:
                 if path == resume_from[-1]:
                     raise
@@ -102,7 +97,7 @@ class Trainer:
                 log.info("resumed from %s at step %d", found.path, self.position.step)
                 break
         else:
-            initialize(self.decoder, self.config.train.seed)
+            initialize_model(self.model, self.config.train.seed)
         ckpt.supersede(self.run.checkpoints, self.position.step, self.mesh)
 
     def fit(self, console: Console, writer: MetricsWriter | None, peak: float) -> Outcome:
@@ -134,20 +129,15 @@ class Trainer:
         Raises TrainingError after MAX_BAD_STEPS such steps in a row.
         """
         train, mesh = self.config.train, self.mesh
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=mesh.device, dtype=torch.double)
         tokens = train.global_batch * train.seq_len
-        last = train.global_batch // (mesh.dp.size * train.micro_batch) - 1
-        batches = self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch)
-        for number, batch in enumerate(batches):
-            share = self.decoder(*to_device(batch, self.config.data.isolate_documents, mesh.device)) / tokens
-            with self.reducer.overlapping() if number == last else contextlib.nullcontext():
-                share.backward()
-            loss += share.detach()
+        batches = list(self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch))
+        self.reducer.begin(len(batches))
+        loss = backward(self.model, batches, self.config, divisor=tokens)
         self.reducer.finish()
-        agreement = agree(self.storages, loss, stop, mesh)
+        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        agreement = agree(self.storages, loss, targets, tokens, stop, mesh)
         if math.isfinite(agreement.loss) and math.isfinite(agreement.gradient_norm):
-            clip((s.tensor for s in self.storages), agreement.gradient_norm, self.config.optim.clip)
+            clip((s.tensor for s in self.storages), agreement, self.config.optim.clip)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.bad_steps = 0
@@ -183,7 +173,7 @@ class Trainer:
         """Held-out loss at the current position, reported."""
         train = self.config.train
         result = evaluate(
-            self.decoder,
+            self.model,
             self.heldout,
             train.seq_len,
             train.micro_batch,
@@ -217,7 +207,7 @@ class Trainer:
         """A complete checkpoint of the current position. Raises StorageError on every process if it could not be written."""
         path = ckpt.save_checkpoint(
             self.run.checkpoints,
-            self.decoder,
+            self.model,
             self.optimizer,
             self.position,
             self.config,

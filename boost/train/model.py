@@ -1,16 +1,58 @@
-"""From a configuration and a mesh to a decoder on its device: the one place where training, evaluation and generation make it."""
+"""From a configuration and a mesh to a model on its device: the one place where training, evaluation and generation make it."""
 
 import os
 import shutil
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor, nn
 
 from boost.config import Config
+from boost.config.stages import Stage, stages_of
+from boost.data.batches import Batch, join
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
+from boost.models.init import initialize
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
+from boost.parallel.pipeline import Part, Pipeline
 from boost.parallel.recompute import POLICIES
+from boost.parallel.sharding import last_backward, shard
+
+Model = Decoder | Pipeline
+"""All of the model that this process runs."""
+
+
+def build_model(config: Config, mesh: Mesh) -> Model:
+    """The model as this process trains it: whole or its stages, its blocks compiled, its weights shared with replicas.
+
+    Weights are not yet set. Raises ConfigError if something that was asked for cannot run here.
+    """
+    if config.parallel.pp == 1:
+        whole = build_decoder(config, mesh)
+        _finish(whole, whole, config, mesh)
+        return whole
+    parts = [Part(build_decoder(config, mesh, stage)) for stage in stages_of(config, mesh.pp.rank)]
+    for part in parts:
+        _finish(part, part.decoder, config, mesh)
+    pipeline = Pipeline(parts, mesh.pp)
+    train = config.train
+    count = train.global_batch // (config.parallel.dp * train.micro_batch)
+    pipeline.prepare(config.parallel, count, (train.micro_batch, train.seq_len))
+    return pipeline
+
+
+def initialize_model(model: Model, seed: int) -> None:
+    """Gives every weight of this process its initial value."""
+    for decoder in model.decoders if isinstance(model, Pipeline) else [model]:
+        initialize(decoder, seed)
+
+
+def _finish(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
+    if config.train.compile:
+        compile_blocks(decoder)
+    if config.parallel.sharded:
+        shard(root, decoder, config.parallel, mesh)
 
 
 def compile_blocks(decoder: Decoder) -> None:
@@ -19,7 +61,7 @@ def compile_blocks(decoder: Decoder) -> None:
     Raises ConfigError on a CPU without a C++ compiler, which torch needs there.
     """
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
-    if decoder.embed.device.type == "cpu" and not any(shutil.which(compiler) for compiler in compilers):
+    if decoder.device.type == "cpu" and not any(shutil.which(compiler) for compiler in compilers):
         raise ConfigError(
             "train.compile = true needs a C++ compiler on a CPU; install g++, or set train.compile = false"
         )
@@ -27,8 +69,8 @@ def compile_blocks(decoder: Decoder) -> None:
         block.compile(fullgraph=True)
 
 
-def build_decoder(config: Config, mesh: Mesh) -> Decoder:
-    """A decoder in train.param_dtype that computes in train.compute_dtype, its weights not yet set."""
+def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
+    """A decoder, or a stage of one, in train.param_dtype that computes in train.compute_dtype, its weights not yet set."""
     layout = layout_for(config.model, config.parallel, mesh.tp)
     train = config.train
     policies = [POLICIES[name] for name in train.recompute_by_layer(config.model.layers)]
@@ -36,6 +78,30 @@ def build_decoder(config: Config, mesh: Mesh) -> Decoder:
     torch.set_default_dtype(getattr(torch, train.param_dtype))
     try:
         with mesh.device:
-            return Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies)
+            return Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies, stage)
     finally:
         torch.set_default_dtype(usual)
+
+
+def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(tokens, targets, document ids or None) of a batch as the decoder takes them."""
+    tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
+    return tokens, targets, torch.from_numpy(batch.document_ids).to(device) if isolate else None
+
+
+def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:
+    """Forward and backward pass of this process's micro-batches of a step, which add to the gradients.
+
+    Returns the sum of the losses over `divisor`, fp64, of which the gradients are; 0 on a process that does not predict.
+    """
+    isolate = config.data.isolate_documents
+    if isinstance(model, Pipeline):
+        return model.backward(*to_device(join(batches), isolate, model.device), divisor)
+    total = torch.zeros((), dtype=torch.double, device=model.device)
+    waiting = list(batches)
+    for number, batch in enumerate(waiting, start=1):
+        last_backward(model, number == len(waiting), config.parallel)
+        share = model(*to_device(batch, isolate, model.device)) / divisor
+        share.backward()
+        total += share.detach()
+    return total

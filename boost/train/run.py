@@ -8,13 +8,13 @@ from pathlib import Path
 from boost.config import Config
 from boost.data.store import TokenStore
 from boost.errors import StorageError
-from boost.models.decoder import Decoder
 from boost.parallel.mesh import close_mesh, open_mesh
 from boost.train.console import Console, make_console
 from boost.train.generate import Sampling, generate
 from boost.train.hardware import peak_flops
 from boost.train.loop import Outcome, Trainer, resume_candidates
 from boost.train.metrics import MetricsWriter
+from boost.train.model import Model
 from boost.train.rundir import RunDirectory, configure_logging
 
 log = logging.getLogger("boost")
@@ -61,7 +61,7 @@ def _introduce(config: Config, trainer: Trainer, console: Console) -> None:
 
     model, parallel, mesh = config.model, config.parallel, trainer.mesh
     console.note(
-        f"{model.family} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.decoder.layout.name}, "
+        f"{model.family} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.name}, "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {mesh.device.type}, "
         f"{trainer.batches.n_samples} sequences of {config.train.seq_len} tokens to train on"
     )
@@ -75,7 +75,7 @@ def _conclude(config: Config, trainer: Trainer, run: RunDirectory, outcome: Outc
     """The last words of a run, on the main process. Every process takes part in the sample."""
     sample = ""
     if outcome.evaluation:
-        sample = sample_text(trainer.decoder, trainer.store)
+        sample = sample_text(trainer.model, trainer.store)
     if not trainer.mesh.is_main:
         return
     if outcome.evaluation:
@@ -95,9 +95,9 @@ def _conclude(config: Config, trainer: Trainer, run: RunDirectory, outcome: Outc
         print(f"checkpoint          {outcome.checkpoint}", flush=True)
 
 
-def sample_text(decoder: Decoder, store: TokenStore, sampling: Sampling | None = None) -> str:
-    """A held-out prompt, a mark, and what the model makes of it. Every process of a TP group must call it."""
+def sample_text(model: Model, store: TokenStore, sampling: Sampling | None = None) -> str:
+    """A held-out prompt, a mark, and what the model makes of it. Every process of a TP group and of its pipeline must call it."""
     tokenizer, heldout = store.tokenizer(), store.split("heldout")
     prompt = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()
-    new = list(generate(decoder, prompt, SAMPLE_TOKENS, sampling or Sampling(temperature=0.8, top_p=0.95), store.eos))
+    new = list(generate(model, prompt, SAMPLE_TOKENS, sampling or Sampling(temperature=0.8, top_p=0.95), store.eos))
     return f"{tokenizer.decode(prompt)}[...]{tokenizer.decode(new)}"

@@ -36,7 +36,7 @@ def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[flo
     with pytest.MonkeyPatch.context() as patch:
         chosen = followed(family, dtype)
         patch.setattr(curves, "contenders", lambda _: chosen)
-        return curves.all_losses(config, family, dtype, toy.toy_mesh(2), 2)
+        return curves.all_losses(config, family, dtype, toy.mesh(tp=2), 2)
 
 
 @pytest.mark.parametrize("dtype", curves.LIMITS)
@@ -56,7 +56,7 @@ def run_experiment(config: Config, out: Path) -> tuple[int, str]:
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(curves, "open_mesh", lambda *_: toy.toy_mesh(2))
+        patch.setattr(curves, "open_mesh", lambda *_: toy.mesh(tp=2))
         patch.setattr(curves, "close_mesh", lambda: None)
         if "drifting" in out.name:
             usual = curves.losses

@@ -20,7 +20,7 @@ def make_config(tp: int) -> Config:
 
 def run_experiment(config: Config, out: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "open_mesh", lambda *_: toy.toy_mesh(2))
+        patch.setattr(recompute, "open_mesh", lambda *_: toy.mesh(tp=2))
         patch.setattr(recompute, "close_mesh", lambda: None)
         return recompute.recompute_process(config, [2], 2, out)
 

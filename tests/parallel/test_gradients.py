@@ -60,8 +60,8 @@ def test_buckets_are_filled_from_the_head_to_the_embedding() -> None:
 def gradients_are_views(config: Config) -> bool:
     decoder, mesh = toy.toy_decoder(config)
     reducer = GradientReducer(list(storages(decoder)), mesh)
-    with reducer.overlapping():
-        backward(config, decoder, 1)
+    reducer.begin()
+    backward(config, decoder, 1)
     reducer.finish()
     return all(
         p.grad.untyped_storage().data_ptr() == bucket.parameters[0].grad.untyped_storage().data_ptr()
@@ -83,13 +83,13 @@ def error_after_an_aborted_step(config: Config) -> float:
         reducer = GradientReducer(list(storages(decoder)), mesh)
         if aborted:
             handle = decoder.blocks[0].register_full_backward_pre_hook(functools.partial(fail_after_sending, reducer))
-            with pytest.raises(ZeroDivisionError), reducer.overlapping():
+            reducer.begin()
+            with pytest.raises(ZeroDivisionError):
                 backward(config, decoder, 9)
             handle.remove()
-        decoder.zero_grad()
+        reducer.begin(micro_batches=2)
         backward(config, decoder, 1)
-        with reducer.overlapping():
-            backward(config, decoder, 2)
+        backward(config, decoder, 2)
         reducer.finish()
         results.append(toy.gradients(decoder))
     return toy.worst_error(results[1], results[0])
@@ -125,8 +125,8 @@ def frozen_stays_out(config: Config) -> bool:
     decoder, mesh = toy.toy_decoder(config)
     decoder.embed.requires_grad_(False)
     reducer = GradientReducer(list(storages(decoder)), mesh)
-    with reducer.overlapping():
-        backward(config, decoder, 1)
+    reducer.begin()
+    backward(config, decoder, 1)
     reducer.finish()
     return decoder.embed.grad is None and decoder.head.grad is not None
 
@@ -140,7 +140,7 @@ def test_one_process_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> Non
     config = toy.single(CONFIG)
     decoder, mesh = toy.toy_decoder(config)
     reducer = GradientReducer(list(storages(decoder)), mesh)
-    with reducer.overlapping():
-        backward(config, decoder, 1)
+    reducer.begin()
+    backward(config, decoder, 1)
     reducer.finish()
     assert isinstance(decoder.embed.grad, torch.Tensor)

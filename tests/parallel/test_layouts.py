@@ -78,7 +78,7 @@ class Trained:
     def step(self, step: int) -> tuple[float, float]:
         train, replicas = self.config.train, self.mesh.replicas
         accumulated = train.global_batch // train.micro_batch // self.mesh.dp.size
-        self.optimizer.zero_grad()
+        self.reducer.begin(accumulated)
         loss = torch.zeros((), dtype=torch.double)
         groups = [axis.name for axis in (replicas, self.mesh.dp) if axis.size > 1]
         counter = CollectiveCounter(step_groups=groups)
@@ -90,15 +90,16 @@ class Trained:
                 share = self.decoder(*toy.toy_tokens(self.config, seed=number))
                 share = share / (train.global_batch * train.seq_len)
                 counter.phase = "backward"
-                with self.reducer.overlapping() if micro == accumulated - 1 else contextlib.nullcontext():
-                    share.backward()
+                share.backward()
                 loss += share.detach()
             counter.phase = "step"
             self.reducer.finish()
-            agreement = agree(self.stored, loss, False, self.mesh)
+            positions = train.global_batch * train.seq_len
+            own = positions // self.mesh.dp.size
+            agreement = agree(self.stored, loss, own, positions, False, self.mesh)
         if step == 0:
             self.collectives = counter.collectives
-        clip((s.tensor for s in self.stored), agreement.gradient_norm, self.config.optim.clip)
+        clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
         self.gradients.append({name: value.clone() for name, value in toy.gradients(self.decoder).items()})
         self.optimizer.step()
         return agreement.loss, agreement.gradient_norm

@@ -12,8 +12,8 @@ from boost.errors import CheckpointError, ConfigError, StorageError, TrainingErr
 from boost.parallel import gradients
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.console import SilentConsole
-from boost.train.evaluate import to_device
 from boost.train.loop import Trainer, resume_candidates
+from boost.train.model import to_device
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
@@ -95,7 +95,7 @@ def test_isolated_documents_train_on_something_else_only_where_documents_meet(st
         for trainer in (together, apart):
             rows = Batch(*(row[None] for row in (sample.tokens, sample.targets, sample.document_ids)))
             isolate = trainer.config.data.isolate_documents
-            losses.append(trainer.decoder(*to_device(rows, isolate, toy.CPU)).item())
+            losses.append(trainer.model(*to_device(rows, isolate, toy.CPU)).item())
         differs[index] = abs(losses[0] - losses[1]) > 1e-9
     assert {index for index, d in differs.items() if d} == starts & set(differs)
     assert len(differs) > len(starts)
@@ -109,7 +109,7 @@ def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> No
     assert losses[-1] < losses[0] - 1.0
     assert max(abs(a - b) for a, b in zip(losses, reference, strict=True)) < 0.1
     trainer = make_trainer(make_config(store, tmp_path, 1, dtype))
-    assert {p.dtype for p in trainer.decoder.parameters()} == {torch.float32}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
 def fit(config: Config, resume: str | None) -> tuple[list[float], int, int]:
@@ -223,15 +223,15 @@ def poison(config: Config) -> tuple[list[bool], str]:
     trainer = make_trainer(config)
     trainer.start([])
     trainer.step(RATE, stop=False)
-    before = {k: v.clone() for k, v in toy.weights(trainer.decoder).items()}
+    before = {k: v.clone() for k, v in toy.weights(trainer.model).items()}
 
     def harm(gradient: torch.Tensor) -> torch.Tensor:
         return gradient * float("nan") if trainer.mesh.rank == 1 else gradient
 
-    handle = trainer.decoder.blocks[0].o.A.register_hook(harm)
+    handle = trainer.model.blocks[0].o.A.register_hook(harm)
     for _ in range(2):
         trainer.step(RATE, stop=False)
-    same = [torch.equal(v, before[k]) for k, v in toy.weights(trainer.decoder).items()]
+    same = [torch.equal(v, before[k]) for k, v in toy.weights(trainer.model).items()]
     with pytest.raises(TrainingError) as error:
         trainer.step(RATE, stop=False)
     handle.remove()

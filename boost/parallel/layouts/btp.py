@@ -29,6 +29,9 @@ class BTP(Base):
 
     name = "btp"
 
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        return tokens, self.model.dim // self.size
+
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
         return F.embedding(tokens_T, table).to(dtype)

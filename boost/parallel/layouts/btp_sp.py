@@ -36,6 +36,10 @@ class BTPSP(TokenSharded):
     def with_sharded_latents(self) -> Layout:
         return _ShardedLatents(self.model, self.parallel, self.axis)
 
+    def latent_shape(self, group: Group, tokens: int) -> tuple[int, int]:
+        """Those of this process's tokens."""
+        return super().latent_shape(group, tokens // self.size)
+
     def enter(
         self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
     ) -> tuple[Sequence[Tensor], Latents]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from boost.config.cuts import Cut, cut_of, wide_parts
 from boost.config.schema import ModelConfig, ParallelConfig
+from boost.models.group import Group
 from boost.models.interface import Layout
 from boost.parallel import collectives
 from boost.parallel.loss import cross_entropy
@@ -36,6 +37,14 @@ class Base:
     @property
     def with_sharded_latents(self) -> Layout:
         raise AssertionError(f"{self.name} has no latents that are gathered")
+
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        """Whole rows of all tokens."""
+        return tokens, self.model.dim
+
+    def latent_shape(self, group: Group, tokens: int) -> tuple[int, int]:
+        """Whole latents of all tokens."""
+        return tokens, sum(group.shape.ranks)
 
     def cut(self, role: str) -> Cut:
         return cut_of(role, self.model, self.parallel)
@@ -70,6 +79,9 @@ class Replicated(Base):
 class TokenSharded(Base):
     """Residual stream [T/p, D], whole rows of consecutive tokens. Gradients of what acts on it are sums over tokens, partial
     on each process, reduced once per optimizer step."""
+
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        return tokens // self.size, self.model.dim
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """Each process looks up its own columns of all tokens; one all-to-all of T D/p forward, the same backward."""

@@ -30,6 +30,10 @@ class Vanilla(Replicated):
 
     name = "vanilla"
 
+    def latent_shape(self, group: Group, tokens: int) -> tuple[int, int]:
+        """All tokens' rows of them: latents are cut along the rank."""
+        return tokens, sum(group.shape.ranks) // self.size
+
     def enter(
         self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
     ) -> tuple[Sequence[Tensor], Latents]:

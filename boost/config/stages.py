@@ -1,0 +1,129 @@
+"""Pipeline stages: which blocks each holds, balanced by what they cost, and which process holds which. Arithmetic only.
+
+Stage s of pp x v stages belongs to pipeline process s mod pp, so that a process with several has them pp apart. The first
+stage embeds, the last one predicts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from boost.config.architecture import block_parameters, groups
+from boost.config.schema import Config, ModelConfig, RecomputeName, TrainConfig
+from boost.config.traffic import ITEMSIZE
+
+FLOPS_PER_BYTE = 100
+"""What a byte of memory traffic costs in multiply-adds and adds: an A100 does 312 TFLOP/s in bf16 and 2.0 TB/s at their
+peaks, and GEMMs reach about two thirds of theirs. Only the embedding, which multiplies nothing, is priced by it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks, with the embedding before the first ones and the head behind the last ones."""
+
+    index: int = 0
+    count: int = 1
+    first_layer: int = 0
+    layers: int = 0
+
+    @property
+    def embeds(self) -> bool:
+        """Whether tokens enter here."""
+        return self.index == 0
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the loss is formed here."""
+        return self.index == self.count - 1
+
+    @property
+    def numbers(self) -> range:
+        """The blocks, by their numbers in the model."""
+        return range(self.first_layer, self.first_layer + self.layers)
+
+
+def whole(model: ModelConfig) -> Stage:
+    """The one stage of a model without a pipeline."""
+    return Stage(layers=model.layers)
+
+
+def stages(config: Config) -> tuple[Stage, ...]:
+    """All stages of the model, in the order in which a token meets them: parallel.split, or balanced."""
+    parallel = config.parallel
+    lengths = parallel.split or balanced(costs(config), parallel.stages)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return tuple(
+        Stage(i, len(lengths), start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    )
+
+
+def stages_of(config: Config, pp_rank: int) -> tuple[Stage, ...]:
+    """The stages that pipeline process `pp_rank` holds."""
+    return stages(config)[pp_rank :: config.parallel.pp]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One micro-batch, forward and backward, in FLOPs of the whole model (TP divides all of them alike)."""
+
+    embedding: float
+    blocks: tuple[float, ...]
+    head: float
+
+
+def costs(config: Config) -> Costs:
+    """What each part of the model costs, recomputation included: what a step takes, not what MFU counts."""
+    model, train = config.model, config.train
+    tokens = train.micro_batch * train.seq_len
+    blocks = tuple(
+        tokens * (_block(model, train) + _again(model, train, policy))
+        for policy in train.recompute_by_layer(model.layers)
+    )
+    # Forward writes T rows; backward clears the table's gradient, adds T rows to it, and adds it to that of the step.
+    traffic = 3 * tokens * model.dim + 3 * model.vocab_size * model.dim
+    embedding = FLOPS_PER_BYTE * ITEMSIZE[train.param_dtype] * traffic
+    return Costs(embedding, blocks, 6.0 * tokens * model.vocab_size * model.dim)
+
+
+def balanced(costs: Costs, count: int) -> tuple[int, ...]:
+    """Blocks of each of `count` stages, at least one: the cheapest worst stage, and of those splits the evenest.
+
+    Exact, by dynamic programming over (stage, blocks before it).
+    """
+    layers = len(costs.blocks)
+    assert count <= layers
+    before = [sum(costs.blocks[:i]) for i in range(layers + 1)]
+    unit = (costs.embedding + before[-1] + costs.head) / count
+
+    def cost(stage: int, start: int, end: int) -> float:
+        ends = (costs.embedding if stage == 0 else 0) + (costs.head if stage == count - 1 else 0)
+        return (before[end] - before[start] + ends) / unit
+
+    # best[n]: (worst stage, sum of squares, lengths) of the stages so far over the first n blocks.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(count):
+        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (worst, squares, lengths) in best.items():
+            for end in range(start + 1, layers - (count - 1 - stage) + 1):
+                here = cost(stage, start, end)
+                # Rounded: two splits that are mirror images cost the same whatever the order of their sums.
+                candidate = (round(max(worst, here), 9), round(squares + here**2, 9), (*lengths, end - start))
+                found[end] = min(found.get(end, candidate), candidate)
+        best = found
+    return best[layers][2]
+
+
+def _block(model: ModelConfig, train: TrainConfig) -> float:
+    """FLOPs of one block for one token, forward and backward; attention over the causal half of the scores."""
+    linear = sum(p.size for p in block_parameters(model, 0) if p.role != "norm")
+    return 6.0 * linear + 6.0 * model.dim * train.seq_len
+
+
+def _again(model: ModelConfig, train: TrainConfig, policy: RecomputeName) -> float:
+    """FLOPs that a block recomputes for one token: all of its forward pass, or what lies behind the latents."""
+    attention = 2.0 * model.dim * train.seq_len
+    if policy == "none":
+        return 0.0
+    if policy == "full-block":
+        return _block(model, train) / 3
+    entering: Sequence[int] = [p.size for g in groups(model) if g.side == "enter" for p in g.parameters("", "B")]
+    return 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)

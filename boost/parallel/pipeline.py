@@ -1,0 +1,195 @@
+"""Pipeline stages of one process, and micro-batches through them, on torch.distributed.pipelining's schedules.
+
+Stages exchange the residual stream as one process of the layout holds it (a shard of it under btp and btp-sp), and the latents
+that cross blocks. Training follows a schedule; evaluation and generation, which have no backward pass and other shapes, are
+handed on from stage to stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.models.attention import KVCache
+from boost.models.decoder import Decoder
+from boost.models.interface import Layout
+from boost.parallel.mesh import Axis
+
+_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI: dict[str, Any] = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+class Part(nn.Module):
+    """A stage as torch's schedules call it: what arrives as arguments, what all stages know by keyword."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self, *arrived: Tensor, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
+    ) -> Any:
+        """The sum of the losses on the last stage; (residual stream, *latents) on the others."""
+        result = self.decoder(tokens_BS, targets_BS, document_ids_BS, arrived)
+        if self.decoder.stage.predicts:
+            return result
+        # Zero bubble detaches what it has sent in place, which a view does not allow.
+        return tuple(x if x._base is None else x.clone() for x in result)
+
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *arrived: Tensor) -> Any:
+        """As the decoder's."""
+        return self.decoder.next_logits(tokens_BS, caches, arrived)
+
+
+class Pipeline(nn.Module):
+    """The stages that one process holds, behind the interface of a whole decoder."""
+
+    def __init__(self, parts: Sequence[Part], axis: Axis) -> None:
+        """`axis`: the processes of this pipeline. Stages are in the order in which a token meets them."""
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.axis = axis
+        self.decoders = [part.decoder for part in parts]
+        self._schedule: Any = None
+        self._divisor = 1
+        self._sending: list[dist.Work] = []
+
+    @property
+    def model(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.decoders[0].model
+
+    @property
+    def layout(self) -> Layout:
+        """The same in all stages."""
+        return self.decoders[0].layout
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.decoders[0].device
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the loss is formed in this process."""
+        return self.decoders[-1].stage.predicts
+
+    def prepare(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> None:
+        """Makes the schedule of a training step of `micro_batches` micro-batches of (sequences, tokens of each)."""
+        batch, length = micro_batch
+        stages = []
+        for part, decoder in zip(self.parts, self.decoders, strict=True):
+            stage = decoder.stage
+            shapes = decoder.boundary(decoder.layout, batch * length)
+            # On no device: what is to be received, said in advance, so that no stage has to ask the one before.
+            crossing = tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta") for s in shapes)
+            loss = torch.empty((), device="meta")
+            stages.append(
+                PipelineStage(
+                    part,
+                    stage.index,
+                    stage.count,
+                    self.device,
+                    input_args=() if stage.embeds else tuple(x.requires_grad_() for x in crossing),
+                    output_args=(loss,) if stage.predicts else tuple(x.requires_grad_() for x in crossing),
+                    group=self.axis.group,
+                )
+            )
+        options = {
+            "n_microbatches": micro_batches,
+            "loss_fn": lambda loss, _: loss / self._divisor,
+            "scale_grads": False,
+        }
+        if parallel.schedule in _SINGLE:
+            self._schedule = _SINGLE[parallel.schedule](stages[0], **options)
+        else:
+            self._schedule = _MULTI[parallel.schedule](stages, **options)
+
+    def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
+        """Forward and backward pass of all micro-batches of a step, one below the other.
+
+        Returns the sum of the losses over `divisor`, of which the gradients are; 0 on processes that do not predict.
+        """
+        losses: list[Tensor] = []
+        inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        if document_ids_BS is not None:
+            inputs["document_ids_BS"] = document_ids_BS
+        target = targets_BS if self.predicts else None
+        self._divisor = divisor
+        self._schedule.step(
+            target=target,
+            losses=losses if self.predicts else None,
+            return_outputs=False,
+            **inputs,
+        )
+        total = torch.zeros((), dtype=torch.double, device=self.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+        """Sum of the cross-entropy without gradients, as of a whole decoder; 0 on processes that do not predict."""
+        inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+        if document_ids_BS is not None:
+            inputs["document_ids_BS"] = document_ids_BS
+        result = torch.zeros((), device=self.device)
+        for part, decoder in zip(self.parts, self.decoders, strict=True):
+            out = part(*self._receive(decoder, decoder.layout, tokens_BS.numel()), **inputs)
+            if decoder.stage.predicts:
+                result = out
+            else:
+                self._send(out, decoder)
+        return result
+
+    @torch.no_grad()
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
+        """Logits [B, V] of the next token, as of a whole decoder, on every process of the pipeline."""
+        layout = self.layout.for_inference
+        logits = torch.empty(tokens_BS.shape[0], self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
+        logits = logits.to(self.device)
+        rest = list(caches)
+        for part, decoder in zip(self.parts, self.decoders, strict=True):
+            own, rest = rest[: len(decoder.blocks)], rest[len(decoder.blocks) :]
+            assert isinstance(part, Part)
+            out = part.next_logits(tokens_BS, tuple(own), *self._receive(decoder, layout, tokens_BS.numel()))
+            if decoder.stage.predicts:
+                logits = out.contiguous()
+            else:
+                self._send(out, decoder)
+        dist.broadcast(logits, group=self.axis.group, group_src=self.axis.size - 1)
+        return logits
+
+    def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
+        """Those of every block of this process."""
+        return tuple(cache for decoder in self.decoders for cache in decoder.make_caches(batch, capacity))
+
+    def _receive(self, decoder: Decoder, layout: Layout, tokens: int) -> Iterator[Tensor]:
+        """What the stage before hands on."""
+        if decoder.stage.embeds:
+            return
+        for shape in decoder.boundary(layout, tokens):
+            x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
+            dist.recv(x, group=self.axis.group, group_src=(decoder.stage.index - 1) % self.axis.size)
+            yield x
+
+    def _send(self, crossing: Sequence[Tensor], decoder: Decoder) -> None:
+        """Hands on to the next stage, without waiting until it has taken it."""
+        for work in self._sending:
+            work.wait()
+        peer = (decoder.stage.index + 1) % self.axis.size
+        sent = [dist.isend(x.contiguous(), group=self.axis.group, group_dst=peer) for x in crossing]
+        self._sending = [work for work in sent if work is not None]

@@ -1,0 +1,59 @@
+"""A rectangle of a tensor, as torch.distributed.checkpoint saves and loads it.
+
+DTensor can say equal shards of dimensions. What one process keeps of a parameter is not always that: rows of a fused tensor
+that replicas share in equal parts are unequal parts of the parameters in it. This says any one rectangle, through the
+protocol by which DTensor itself speaks to the checkpoint planner.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+class Chunk(Tensor):
+    """Stands for a tensor of `shape`, of which this process has the rectangle `local` at `offsets`. It cannot compute."""
+
+    local: Tensor
+    offsets: torch.Size
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "Chunk":
+        chunk: Chunk = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        chunk.local, chunk.offsets = local, torch.Size(offsets)
+        return chunk
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Chunk({tuple(self.local.shape)} at {tuple(self.offsets)} of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # the planner detaches what it is given
+            return args[0]
+        raise NotImplementedError(f"{func} of a rectangle that is to be saved or loaded")
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, self.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=self.__create_chunk_list__()[0],
+                    properties=TensorProperties.create_from_tensor(self.local),
+                    size=self.shape,
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset == self.offsets
+        return self.local
