@@ -13,67 +13,64 @@ from safetensors import safe_open
 from boost.config import Config
 from boost.config.architecture import parameters
 from boost.errors import CheckpointError, DamagedCheckpointError, StorageError
-from boost.models.stored import storages
-from boost.optim.adamw import build_adamw
-from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position
+from boost.train.chunk import Chunk
 from tests import toy
 from tests.distributed import run_distributed
+from tests.trained import Trained
 
 TOKENIZER = '{"a": "tokenizer"}'
 
 
-def trained(config: Config, steps: int, seed: int = 0) -> tuple[Any, Any, Any]:
-    decoder, mesh = toy.toy_decoder(config, seed)
-    stored = list(storages(decoder))
-    optimizer = build_adamw(stored, config.optim)
-    advance(decoder, optimizer, mesh, config, range(steps))
-    return decoder, optimizer, mesh
-
-
-def advance(decoder: Any, optimizer: Any, mesh: Any, config: Config, steps: range) -> list[float]:
-    losses = []
-    reducer = GradientReducer(list(storages(decoder)), mesh)
-    for step in steps:
-        optimizer.zero_grad()
-        loss = decoder(*toy.toy_tokens(config, seed=step)) / 32
-        loss.backward()
-        reducer.finish()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def save(folder: Path, config: Config, steps: int = 3) -> tuple[Any, Any, Any, Path]:
-    decoder, optimizer, mesh = trained(config, steps)
-    if mesh.is_main:
+def save(folder: Path, config: Config, steps: int = 3) -> tuple[Trained, Path]:
+    trained = Trained(config, steps)
+    if trained.mesh.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(TOKENIZER)
-    return decoder, optimizer, mesh, save_at(folder, decoder, optimizer, mesh, config, steps)
+    return trained, save_at(folder, trained, steps, folder / "tokenizer.json")
 
 
-def save_at(folder: Path, decoder: Any, optimizer: Any, mesh: Any, config: Config, step: int) -> Path:
+def save_at(folder: Path, trained: Trained, step: int, tokenizer: Path) -> Path:
     data = {"store": "s", "tokenizer": "t", "eos": 0}
     position = Position(step, step * 64)
-    return ckpt.save_checkpoint(folder, decoder, optimizer, position, config, folder / "tokenizer.json", data, mesh)
+    return ckpt.save_checkpoint(
+        folder, trained.model, trained.optimizer, position, trained.config, tokenizer, data, trained.mesh
+    )
 
 
-def save_and_continue(folder: Path, config: Config) -> list[float]:
-    decoder, optimizer, mesh, _ = save(folder, config)
-    return advance(decoder, optimizer, mesh, config, range(3, 8))
+def load(folder: Path, config: Config) -> tuple[Trained, Position]:
+    """Other initial weights, and what a checkpoint makes of them."""
+    trained = Trained(config, 0, seed=9)
+    checkpoint = ckpt.open_checkpoint(folder)
+    return trained, ckpt.load_training_state(checkpoint, trained.model, trained.optimizer, trained.mesh)
 
 
-def load_and_continue(folder: Path, config: Config) -> tuple[list[float], Position]:
-    decoder, mesh = toy.toy_decoder(config, seed=9)
-    optimizer = build_adamw(list(storages(decoder)), config.optim)
-    position = ckpt.load_training_state(ckpt.open_checkpoint(folder), decoder, optimizer, mesh)
-    return advance(decoder, optimizer, mesh, config, range(3, 8)), position
+def save_and_continue(folder: Path, steps: int, config: Config) -> list[tuple[float, float]]:
+    trained, _ = save(folder, config)
+    return [trained.step(step) for step in range(3, 3 + steps)]
+
+
+def load_and_continue(folder: Path, steps: int, config: Config) -> tuple[list[tuple[float, float]], Position]:
+    trained, position = load(folder, config)
+    return [trained.step(step) for step in range(3, 3 + steps)], position
 
 
 def mesh_config(tp: int, **parallel: Any) -> Config:
-    return toy.toy_config("float64", parallel={"tp": tp, **parallel})
+    return config_on("float64", {"tp": tp, **parallel})
+
+
+def config_on(dtype: str, parallel: dict[str, Any], **model: Any) -> Config:
+    """Two micro-batches for each stage and replica: enough for every schedule, and few, since processes share two cores."""
+    batch = 2 * parallel.get("pp", 1) * parallel.get("dp", 1)
+    return toy.toy_config(dtype, model=model, parallel=parallel, train={"micro_batch": 1, "global_batch": batch})
+
+
+def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
+    """In as many processes as the configuration, the last argument, has."""
+    size = arguments[-1].parallel.world_size
+    return run_distributed(size, function, folder, *arguments) if size > 1 else [function(folder, *arguments)]
 
 
 @pytest.mark.parametrize(
@@ -84,40 +81,29 @@ def mesh_config(tp: int, **parallel: Any) -> Config:
         {"tp": 2, "dp": 2, "norm": "sync"},
         {"tp": 4, "layout": "btp-sp"},
         {"tp": 2, "layout": "vanilla"},
+        {"tp": 1, "pp": 2, "schedule": "zero-bubble"},
+        {"tp": 1, "dp": 3, "shard": "full"},
+        {"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"},
     ],
     ids=str,
 )
 def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, Any]) -> None:
     config = mesh_config(**parallel)
-    size = config.parallel.world_size
-    expected = (
-        run_distributed(size, save_and_continue, tmp_path, config)
-        if size > 1
-        else [save_and_continue(tmp_path, config)]
-    )
-    actual = (
-        run_distributed(size, load_and_continue, tmp_path, config)
-        if size > 1
-        else [load_and_continue(tmp_path, config)]
-    )
+    expected = on_mesh(save_and_continue, tmp_path, 5, config)
+    actual = on_mesh(load_and_continue, tmp_path, 5, config)
     assert [losses for losses, _ in actual] == expected
     assert {position for _, position in actual} == {Position(3, 192)}
 
 
-def whole_state(folder: Path, config: Config) -> dict[str, torch.Tensor]:
-    """Weights and moments as one process sees them."""
-    decoder, mesh = toy.toy_decoder(toy.single(config), seed=9)
-    optimizer = build_adamw(list(storages(decoder)), config.optim)
-    ckpt.load_training_state(ckpt.open_checkpoint(folder), decoder, optimizer, mesh)
-    return {k: v.clone() for k, v in ckpt._named_parts(decoder, mesh, optimizer.state).items()}
+def state_of(trained: Trained) -> dict[str, torch.Tensor]:
+    """Weights and moments of a model on one process, by their names in a checkpoint."""
+    parts = ckpt._named_parts(trained.model, trained.mesh, trained.optimizer.state)
+    return {name: chunk.local.clone() for name, chunk in parts.items() if isinstance(chunk, Chunk)}
 
 
 def load_and_save(source: Path, target: Path, config: Config) -> None:
-    decoder, mesh = toy.toy_decoder(config, seed=9)
-    optimizer = build_adamw(list(storages(decoder)), config.optim)
-    position = ckpt.load_training_state(ckpt.open_checkpoint(source), decoder, optimizer, mesh)
-    data = {"store": "s", "tokenizer": "t", "eos": 0}
-    ckpt.save_checkpoint(target, decoder, optimizer, position, config, source / "tokenizer.json", data, mesh)
+    trained, position = load(source, config)
+    save_at(target, trained, position.step, ckpt.find_checkpoint(source) / "tokenizer.json")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +118,10 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
         ("cola", {"tp": 4, "layout": "vanilla", "vanilla": "published"}),
         ("dense", {"tp": 4, "layout": "megatron"}),
         ("dense", {"tp": 2, "layout": "megatron-sp"}),
+        ("cola", {"dp": 3, "shard": "optimizer"}),
+        ("cola", {"tp": 4, "layout": "btp-sp", "shard": "full", "shard_outer": True}),
+        ("dense", {"pp": 2, "dp": 2, "shard": "full"}),
+        ("svd", {"tp": 2, "pp": 2, "dp": 2, "shard": "full", "grouping": False}),
     ],
     ids=str,
 )
@@ -139,18 +129,52 @@ def test_another_mesh_loads_the_same_bits_and_gives_them_back(
     tmp_path: Path, family: str, there: dict[str, Any]
 ) -> None:
     # Two key/value heads: fewer than four processes, so that some weights are held whole there and cut elsewhere.
-    config = toy.toy_config("float32", model={"family": family, "kv_heads": 2}, parallel=there)
-    save(tmp_path / "one", toy.single(config))
-    run_distributed(config.parallel.world_size, load_and_save, tmp_path / "one", tmp_path / "two", config)
-    expected, actual = whole_state(tmp_path / "one", config), whole_state(tmp_path / "two", config)
+    config = config_on("float32", there, family=family, kv_heads=2)
+    saved, _ = save(tmp_path / "one", toy.single(config))
+    on_mesh(load_and_save, tmp_path / "one", tmp_path / "two", config)
+    expected, actual = state_of(saved), state_of(load(tmp_path / "two", toy.single(config))[0])
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
         assert torch.equal(value, actual[name]), name
 
 
+def three_dimensions(parallel: dict[str, Any]) -> Config:
+    config = config_on("float32", parallel, layers=4)
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": 4})})
+
+
+HOME = three_dimensions({"pp": 2, "dp": 2, "tp": 2, "layout": "btp", "shard": "full", "grouping": False})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
+    """A run on pp 2 x dp 2 x tp 2: its checkpoint, and how it went on."""
+    folder = tmp_path_factory.mktemp("home")
+    return folder, on_mesh(save_and_continue, folder, 20, HOME)[0]
+
+
+@pytest.mark.parametrize("elsewhere", [{}, {"tp": 4, "layout": "btp-sp"}, {"pp": 4, "schedule": "gpipe"}], ids=str)
+def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
+    tmp_path: Path, home: tuple[Path, list[tuple[float, float]]], elsewhere: dict[str, Any]
+) -> None:
+    """Bitwise the same weights and moments anywhere, and the same losses."""
+    folder, expected = home
+    there = three_dimensions(elsewhere)
+    on_mesh(load_and_save, folder, tmp_path / "away", there)
+    on_mesh(load_and_save, tmp_path / "away", tmp_path / "back", HOME)
+    states = [state_of(load(f, toy.single(HOME))[0]) for f in (folder, tmp_path / "away", tmp_path / "back")]
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+    actual, position = on_mesh(load_and_continue, folder, 20, there)[0]
+    assert position == Position(3, 192)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def test_names_and_shapes_are_those_of_the_mathematics(tmp_path: Path) -> None:
     config = mesh_config(2)
-    run_distributed(2, save_and_continue, tmp_path, config)
+    run_distributed(2, save_and_continue, tmp_path, 0, config)
     path = ckpt.find_checkpoint(tmp_path)
     names: set[str] = set()
     for file in (path / "tensors").iterdir():
@@ -162,14 +186,14 @@ def test_names_and_shapes_are_those_of_the_mathematics(tmp_path: Path) -> None:
     }
     assert names == expected | {"rng.cpu.0", "rng.cpu.1"}
     state = json.loads((path / "state.json").read_text())
-    assert (state["step"], state["tokens"], state["updates"], state["next_sample"]) == (3, 192, 3, 12)
+    assert (state["step"], state["tokens"], state["updates"], state["next_sample"]) == (3, 192, 3, 6)
     assert (path / "tokenizer.json").read_text() == TOKENIZER
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_damage_is_found_and_named_before_a_weight_is_touched(tmp_path: Path, harm: str) -> None:
     config = mesh_config(1)
-    _, _, _, path = save(tmp_path / "good", config)
+    _, path = save(tmp_path / "good", config)
     for victim in sorted(p.relative_to(path) for p in path.rglob("*") if p.is_file()):
         shutil.copytree(path, tmp_path / "bad" / path.name)
         file = tmp_path / "bad" / path.name / victim
@@ -192,7 +216,7 @@ def test_damage_is_found_and_named_before_a_weight_is_touched(tmp_path: Path, ha
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    _, _, _, path = save(tmp_path, mesh_config(1))
+    _, path = save(tmp_path, mesh_config(1))
     other = toy.toy_config("float64", model={"rank": 4})
     decoder, mesh = toy.toy_decoder(other)
     with pytest.raises(CheckpointError, match=r"another model: model.rank = 8 there, 4 here"):
@@ -213,7 +237,7 @@ def test_an_interrupted_save_is_no_checkpoint_and_is_cleaned_up(tmp_path: Path) 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     """A hostile pickle under every name that a checkpoint reader might open: none is executed."""
-    _, _, _, path = save(tmp_path, mesh_config(1))
+    _, path = save(tmp_path, mesh_config(1))
     marker = tmp_path / "executed"
 
     class Hostile:
@@ -236,14 +260,14 @@ def save_too_much(folder: Path, config: Config) -> str:
 
     import torch.distributed as dist
 
-    decoder, optimizer, mesh, _ = save(folder, config, steps=1)
+    trained, _ = save(folder, config, steps=1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
         with pytest.raises(StorageError) as error:
-            save_at(folder, decoder, optimizer, mesh, config, 2)
+            save_at(folder, trained, 2, folder / "tokenizer.json")
         return str(error.value)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -269,7 +293,7 @@ def test_later_checkpoints_are_put_aside_when_training_goes_another_way(tmp_path
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"state.json": 3}', '{"state.json": {"bytes": 1}}'])
 def test_a_garbled_manifest_is_damage(tmp_path: Path, content: str) -> None:
-    _, _, _, path = save(tmp_path, mesh_config(1))
+    _, path = save(tmp_path, mesh_config(1))
     (path / "manifest.json").write_text(content)
     with pytest.raises(DamagedCheckpointError, match="manifest.json"):
         ckpt.open_checkpoint(path)
@@ -284,7 +308,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_every_file_must_be_in_the_manifest(tmp_path: Path) -> None:
-    _, _, _, path = save(tmp_path / "c", mesh_config(1))
+    _, path = save(tmp_path / "c", mesh_config(1))
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["state.json"]
     (path / "manifest.json").write_text(json.dumps(manifest))

@@ -90,11 +90,17 @@ def config_of(**parallel: Any) -> Config:
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"pp": 2}, {"pp": 2, "schedule": "gpipe"}, {"pp": 2, "schedule": "interleaved-1f1b"}, {"pp": 2, "schedule": "zero-bubble"},
-        {"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"},
-        {"tp": 2, "pp": 2, "dp": 2}, {"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
+        {"pp": 2},
+        {"pp": 2, "schedule": "gpipe"},
+        {"pp": 2, "schedule": "interleaved-1f1b"},
+        {"pp": 2, "schedule": "zero-bubble"},
+        {"dp": 2, "shard": "optimizer"},
+        {"dp": 2, "shard": "full"},
+        {"tp": 2, "pp": 2, "dp": 2},
+        {"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
         {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"},
-    ], ids=str,
+    ],
+    ids=str,
 )
 def test_any_mesh_is_one_process(parallel: dict[str, Any]) -> None:
     config = config_of(**parallel)

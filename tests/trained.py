@@ -1,0 +1,78 @@
+"""A toy model in training on any mesh, for tests: steps as the trainer makes them, on data made up."""
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from boost.config import Config
+from boost.config.architecture import IGNORED
+from boost.data.batches import Batch
+from boost.models.stored import storages
+from boost.optim.adamw import build_adamw
+from boost.parallel.gradients import GradientReducer, agree, clip
+from boost.train.model import backward
+from tests import toy
+
+
+class Trained:
+    """A toy model after some optimizer steps with clipping."""
+
+    def __init__(self, config: Config, steps: int = 2, seed: int = 0) -> None:
+        self.model, self.mesh = toy.toy_model(config, seed)
+        self.initial = {name: value.clone() for name, value in toy.weights(self.model).items()}
+        self.config, self.stored = config, list(storages(self.model))
+        self.reducer = GradientReducer(self.stored, self.mesh)
+        self.optimizer = build_adamw(self.stored, config.optim)
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        """After clipping, of each step."""
+        self.numbers = [self.step(step) for step in range(steps)]
+        """(loss, gradient norm) of each step."""
+
+    def step(self, step: int) -> tuple[float, float]:
+        batches = list(micro_batches(self.config, step, self.mesh.dp.rank))
+        positions = self.config.train.global_batch * self.config.train.seq_len
+        self.reducer.begin(len(batches))
+        loss = backward(self.model, batches, self.config, positions)
+        self.reducer.finish()
+        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        agreement = agree(self.stored, loss, targets, positions, False, self.mesh)
+        clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
+        self.gradients.append({name: value.clone() for name, value in toy.gradients(self.model).items()})
+        self.optimizer.step()
+        return agreement.loss, agreement.gradient_norm
+
+
+def micro_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
+    """Of one replica; rows have different numbers of targets."""
+    train = config.train
+    tokens, targets = (x.numpy().copy() for x in toy.toy_tokens(config, seed=step, batch=train.global_batch))
+    for row in range(train.global_batch):
+        targets[row, : (3 * row) % train.seq_len] = IGNORED
+    share = train.global_batch // config.parallel.dp
+    for start in range(dp_rank * share, (dp_rank + 1) * share, train.micro_batch):
+        rows = slice(start, start + train.micro_batch)
+        yield Batch(tokens[rows], targets[rows], np.zeros_like(tokens[rows], dtype=np.int32))
+
+
+@functools.cache
+def reference(description: str) -> Trained:
+    return Trained(Config.model_validate_json(description))
+
+
+def compare(config: Config) -> dict[str, float]:
+    expected = reference(toy.single(config).model_dump_json())
+    actual = Trained(config)
+    model = actual.model
+    local = toy.local_parts(model, expected.initial)
+    numbers = zip(actual.numbers, expected.numbers, strict=True)
+    return {
+        "initial": 0.0 if all(torch.equal(v, actual.initial[k]) for k, v in local.items()) else 1.0,
+        "loss and norm": max(abs(a - e) / abs(e) for pair in numbers for a, e in zip(*pair, strict=True)),
+        "gradients": max(
+            toy.worst_error(ours, toy.local_parts(model, theirs))
+            for ours, theirs in zip(actual.gradients, expected.gradients, strict=True)
+        ),
+        "weights": toy.worst_error(toy.weights(model), toy.local_parts(model, toy.weights(expected.model))),
+    }
