@@ -45,7 +45,7 @@ class Trained:
 
 
 def micro_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
-    """Of one replica; rows have different numbers of targets."""
+    """Of one replica; rows have different numbers of targets, and documents of seven tokens."""
     train = config.train
     tokens, targets = (x.numpy().copy() for x in toy.toy_tokens(config, seed=step, batch=train.global_batch))
     for row in range(train.global_batch):
@@ -53,26 +53,31 @@ def micro_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
     share = train.global_batch // config.parallel.dp
     for start in range(dp_rank * share, (dp_rank + 1) * share, train.micro_batch):
         rows = slice(start, start + train.micro_batch)
-        yield Batch(tokens[rows], targets[rows], np.zeros_like(tokens[rows], dtype=np.int32))
+        documents = np.broadcast_to(np.arange(train.seq_len, dtype=np.int32) // 7, tokens[rows].shape).copy()
+        yield Batch(tokens[rows], targets[rows], documents)
 
 
 @functools.cache
 def reference(description: str) -> Trained:
+    """The same model on one process; made once in each process of a pool."""
     return Trained(Config.model_validate_json(description))
 
 
 def compare(config: Config) -> dict[str, float]:
+    """Relative errors of what this process has against the whole model in one process."""
     expected = reference(toy.single(config).model_dump_json())
     actual = Trained(config)
     model = actual.model
     local = toy.local_parts(model, expected.initial)
     numbers = zip(actual.numbers, expected.numbers, strict=True)
+    gradients = [
+        toy.worst_error(ours, toy.local_parts(model, theirs))
+        for ours, theirs in zip(actual.gradients, expected.gradients, strict=True)
+    ]
     return {
         "initial": 0.0 if all(torch.equal(v, actual.initial[k]) for k, v in local.items()) else 1.0,
         "loss and norm": max(abs(a - e) / abs(e) for pair in numbers for a, e in zip(*pair, strict=True)),
-        "gradients": max(
-            toy.worst_error(ours, toy.local_parts(model, theirs))
-            for ours, theirs in zip(actual.gradients, expected.gradients, strict=True)
-        ),
+        "first gradients": gradients[0],
+        "gradients": max(gradients),
         "weights": toy.worst_error(toy.weights(model), toy.local_parts(model, toy.weights(expected.model))),
     }

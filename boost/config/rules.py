@@ -162,6 +162,11 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             "train.recompute = 'low-rank+attention-output' can be gone through backward once, and parallel.schedule = "
             "'zero-bubble' splits the backward pass in two; take 'low-rank', or 'interleaved-1f1b'"
         )
+    if parallel.schedule == "zero-bubble" and parallel.shard == "full" and parallel.sharded:
+        yield (
+            "parallel.shard = 'full' lets go of weights between forward and backward pass, and the two backward passes of "
+            "parallel.schedule = 'zero-bubble' do not find them again; take shard = 'optimizer', or 'interleaved-1f1b'"
+        )
     yield from _micro_batch_problems(config)
 
 

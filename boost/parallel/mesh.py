@@ -2,6 +2,8 @@
 
 import datetime
 import os
+import time
+import uuid
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError
+from boost.errors import ConfigError, TrainingError
 
 AXES = ("pp", "dp", "tp")
 
@@ -139,15 +141,40 @@ def close_mesh() -> None:
 
 
 def _join(device: torch.device, timeout_s: int) -> None:
-    """Gloo on CPU, NCCL on GPUs (with gloo beside it where CPU tensors are sent).
-
-    After an elastic restart the shared store still holds the addresses of the attempt before: each attempt has a prefix of
-    its own, without which gloo connects to processes that are gone.
-    """
+    """Gloo on CPU, NCCL on GPUs (with gloo beside it where CPU tensors are sent)."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = agree_on_attempt(store, rank, size, timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=dist.PrefixStore(f"attempt{attempt}", store), rank=rank, world_size=size, timeout=timeout
+        backend, store=dist.PrefixStore(attempt, store), rank=rank, world_size=size, timeout=timeout
     )
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
+    """A name that the processes of this start have in common, and no earlier one had: a prefix for what they store.
+
+    After an elastic restart torchrun's store still holds the addresses of processes that are gone, and gloo would connect
+    to them. TORCHELASTIC_RESTART_COUNT does not tell starts apart: it is each node's own, and a node that restarts because
+    another one did does not count it. So rank 0 makes the name up and tells it to whoever asks, under the asker's own
+    name made up a moment ago; what an earlier start left in the store is answered too, but nobody reads that.
+    """
+    ours = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks/{rank}", ours)
+        attempt = store.get(f"answer/{ours}").decode()
+        store.set(f"{attempt}/knows/{rank}", "")
+        return attempt
+    answered: dict[int, bytes] = {}
+    waiting, deadline = set(range(1, size)), time.monotonic() + timeout_s
+    while waiting:
+        for other in sorted(waiting):
+            key = f"asks/{other}"
+            if store.check([key]) and (asked := store.get(key)) != answered.get(other):
+                store.set(f"answer/{asked.decode()}", ours)
+                answered[other] = asked
+        waiting = {other for other in waiting if not store.check([f"{ours}/knows/{other}"])}
+        if waiting and time.monotonic() > deadline:
+            raise TrainingError(f"processes {sorted(waiting)} did not join within run.timeout_s = {timeout_s}")
+        time.sleep(0.02)
+    return ours

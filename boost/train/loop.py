@@ -52,6 +52,8 @@ class Outcome:
     """The newest complete checkpoint."""
     stopped_by: str | None
     """The signal that stopped it, if one did."""
+    signalled_here: bool = False
+    """Whether that signal came to this process."""
 
 
 class Trainer:
@@ -113,7 +115,8 @@ class Trainer:
                 last = self.position.step == train.steps
                 if agreement.stop and not last:
                     saved = self.save()
-                    return Outcome(self.position, None, saved, request.name or "a signal to another process")
+                    stopped_by = request.name or "a signal to another process"
+                    return Outcome(self.position, None, saved, stopped_by, request.requested)
                 if _due(self.position.step, train.eval_every) and not last:
                     self.evaluate(console, writer, train.eval_tokens or None)
                 if last or _due(self.position.step, train.save_every):

@@ -22,6 +22,9 @@ log = logging.getLogger("boost")
 SAMPLE_TOKENS = 120
 PROMPT_TOKENS = 24
 
+STOPPED_ELSEWHERE = 75
+"""Exit code of a process whose run was stopped and saved because another node was told to leave: EX_TEMPFAIL, try again."""
+
 
 def train_process(config: Config, resume: str | None) -> int:
     """Trains as one process of the mesh; returns the exit code. Raises BoostError."""
@@ -53,7 +56,17 @@ def train_process(config: Config, resume: str | None) -> int:
     _conclude(config, trainer, run, outcome)
     mesh.barrier()  # nobody leaves while another still speaks through the group
     close_mesh()
-    return 0
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    """0, but not where a signal to another node stopped the run: this node's torchrun would take the run for finished.
+
+    It would wait five minutes for the other torchrun, which its signal has ended, and then report success, so that a
+    scheduler starts that node alone again.
+    """
+    elsewhere = outcome.stopped_by is not None and not outcome.signalled_here
+    return STOPPED_ELSEWHERE if elsewhere and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else 0
 
 
 def _introduce(config: Config, trainer: Trainer, console: Console) -> None:

@@ -1,6 +1,7 @@
 """The mesh: places, devices, time limits."""
 
 import datetime
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,33 +9,50 @@ import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.parallel.mesh import Mesh, choose_device, mesh_of, open_mesh
+from boost.parallel.mesh import Mesh, agree_on_attempt, choose_device, mesh_of, open_mesh
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
 
 
 def make_mesh() -> Mesh:
-    return mesh_of(ParallelConfig(tp=2, dp=2), CPU, timeout_s=123)
+    return mesh_of(ParallelConfig(pp=2, dp=2, tp=2), CPU, timeout_s=123)
 
 
-def places() -> tuple[int, int, bool]:
+def places() -> tuple[int, int, int, int, bool]:
     mesh = make_mesh()
-    return mesh.dp.rank, mesh.tp.rank, mesh.is_main
+    return mesh.pp.rank, mesh.dp.rank, mesh.tp.rank, mesh.replicas.rank, mesh.is_main
 
 
-def test_tp_is_the_innermost_axis() -> None:
-    assert run_distributed(4, places) == [(0, 0, True), (0, 1, False), (1, 0, False), (1, 1, False)]
+def test_tp_is_the_innermost_axis_and_pp_the_outermost() -> None:
+    expected = [(pp, dp, tp, 2 * dp + tp) for pp in range(2) for dp in range(2) for tp in range(2)]
+    assert [place[:4] for place in run_distributed(8, places)] == expected
+    assert [place[4] for place in run_distributed(8, places)] == [True] + [False] * 7
+
+
+def test_every_start_agrees_on_a_name_that_no_earlier_one_had() -> None:
+    """In one store, as after an elastic restart: also after a start of which some processes only got as far as asking."""
+    store = dist.HashStore()
+
+    def start() -> str:
+        with ThreadPoolExecutor(4) as pool:
+            names = set(pool.map(lambda rank: agree_on_attempt(store, rank, 4, 30), range(4)))
+        (name,) = names
+        return name
+
+    first = start()
+    store.set("asks/2", "somebody who died while waiting")
+    assert len({first, start(), start()}) == 3
 
 
 def time_limits() -> set[datetime.timedelta]:
     mesh = make_mesh()
-    groups = [axis.group for axis in (mesh.tp, mesh.dp)]
+    groups = [axis.group for axis in (mesh.tp, mesh.dp, mesh.pp, mesh.replicas)]
     return {group._get_backend(CPU).options._timeout for group in groups if group}
 
 
 def test_every_group_has_the_configured_time_limit() -> None:
-    for limits in run_distributed(4, time_limits):
+    for limits in run_distributed(8, time_limits):
         assert limits == {datetime.timedelta(seconds=123)}
 
 

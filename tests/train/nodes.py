@@ -1,0 +1,153 @@
+"""Two network namespaces as two hosts: own addresses, own loopback, and one wire between them that counts its bytes.
+
+    with two_nodes() as nodes:
+        agents = [node.torchrun(nodes[0], words, nproc=2) for node in nodes]
+
+Each node runs a real torchrun in its own session, so that it can be ended with all that it started; leaving the block
+ends everything and takes the namespaces away, whatever happened in between. The file system is shared, as it has to be.
+"""
+
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PORT = 29400
+"""Free in a namespace that nobody else uses."""
+
+
+@dataclass
+class Agent:
+    """A torchrun and the file that its output and its processes' goes to (a pipe would be full at some point)."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code. Fails with what it has said if it does not end within `timeout` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"torchrun still runs after {timeout} s:\n{self.said()}") from None
+
+    def said(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def workers(self) -> list[int]:
+        """Process ids of the processes that torchrun has started, by local rank."""
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid), "-f", "boost.cli.main"], capture_output=True, text=True
+        )
+        return [int(line) for line in found.stdout.split()]
+
+    def kill(self) -> None:
+        """Ends torchrun and all that it started, as the loss of its node does. torchrun gives workers sessions of their own."""
+        for pid in (*self.workers(), self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
+@dataclass
+class Node:
+    """One namespace."""
+
+    name: str
+    wire: str
+    """Its network interface."""
+    address: str
+    agents: list[Agent] = field(default_factory=list)
+
+    def received(self) -> int:
+        """Bytes that have come over the wire."""
+        done = _ip("netns", "exec", self.name, "cat", f"/sys/class/net/{self.wire}/statistics/rx_bytes")
+        return int(done.stdout)
+
+    def torchrun(
+        self, first: "Node", words: list[str], nproc: int, max_restarts: int = 0, own_store: bool = False
+    ) -> Agent:
+        """Starts `torchrun ... -m boost.cli.main WORDS` as one of two nodes that meet at `first`.
+
+        `own_store`: as in examples/kubernetes.yaml, processes do not use the store of their torchruns.
+
+        The name of this machine means a loopback address to both namespaces, so that everything which is found by the
+        name has to be said: who hosts the meeting, this node's address, and gloo's interface.
+        """
+        command = [
+            *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
+            *("--rdzv-conf", f"is_host={int(self is first)}", "--local-addr", self.address),
+            *("-m", "boost.cli.main", *words),
+        ]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
+        with tempfile.NamedTemporaryFile(prefix=f"{self.name}-", delete=False) as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        self.agents.append(Agent(process, Path(output.name)))
+        return self.agents[-1]
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Why this machine cannot make network namespaces; None if it can."""
+    if sys.platform != "linux":
+        return f"network namespaces are Linux's; this is {sys.platform}"
+    if shutil.which("ip") is None:
+        return "needs `ip` (package iproute2)"
+    if shutil.which("pgrep") is None:
+        return "needs `pgrep` (package procps)"
+    try:
+        with two_nodes():
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"`{' '.join(error.cmd)}` is not permitted here: {' '.join(error.stderr.split())}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"network namespaces do not work here: {error}"
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[Node, Node]]:
+    """Two hosts. Their addresses can meet no others: the wire has no end outside of the two namespaces."""
+    run = secrets.token_hex(3)  # names of interfaces have 15 characters at most
+    nodes = tuple(Node(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(2))
+    try:
+        for node in nodes:
+            _ip("netns", "add", node.name)
+            _ip("-n", node.name, "link", "set", "lo", "up")
+        ends = [("name", node.wire, "netns", node.name) for node in nodes]
+        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for node in nodes:
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.wire)
+            _ip("-n", node.name, "link", "set", node.wire, "up")
+        yield nodes[0], nodes[1]
+    finally:
+        for node in nodes:
+            _take_away(node)
+
+
+def _take_away(node: Node) -> None:
+    for agent in node.agents:
+        agent.kill()
+        agent.output.unlink()
+    # A worker whose torchrun was killed alone is nobody's child any more, but is still in the namespace.
+    with contextlib.suppress(subprocess.CalledProcessError):
+        for pid in _ip("netns", "pids", node.name).stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    with contextlib.suppress(subprocess.CalledProcessError):
+        _ip("netns", "delete", node.name)
+
+
+def _ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=30)

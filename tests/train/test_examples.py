@@ -1,0 +1,257 @@
+"""examples/: what the scripts start, seen by programs that take the place of Slurm's and torchrun and say what they were told."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from boost.cli.main import build_parser, split_overrides
+from boost.config import load
+from boost.train.checkpoint import complete_checkpoints
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT_S = 60
+TINY = (
+    "--model.vocab_size 300 --model.dim 32 --model.ffn_dim 48 --model.layers 2 --model.heads 4 --model.rank 8 "
+    "--parallel.tp 1 --train.seq_len 32 --train.steps 5000 --train.eval_every 0 --train.save_every 0"
+)
+JOB = "1234567"
+MARK = "--- "
+
+SAY = """#!/bin/bash
+printf '%s\\n' "--- ${0##*/}" "$@" >> "$CALLS"
+"""
+SCONTROL = SAY + '[[ $1 != show ]] || printf "%s\\n" node-7 node-8\n'
+SRUN = SAY + 'while [[ $1 == --* ]]; do shift; done; exec "$@"\n'
+TORCHRUN = SAY + 'exit "${TORCHRUN_CODE:-0}"\n'
+SLOW_TORCHRUN = """#!/bin/bash
+trap 'echo "--- saved" >> "$CALLS"; exit 1' USR1
+echo "--- running" >> "$CALLS"
+while true; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch script on the first of two nodes with four GPUs each."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
+        put(tmp_path / "bin" / name, text)
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": JOB,
+        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def calls(stage: dict[str, str]) -> list[list[str]]:
+    """What was called so far: name and arguments."""
+    path = Path(stage["CALLS"])
+    text = path.read_text() if path.exists() else ""
+    return [call.splitlines() for call in text.split(MARK)[1:]]
+
+
+def torchrun(call: list[str]) -> tuple[Namespace, list[str]]:
+    """What torchrun itself makes of its arguments, and what it gives to each process."""
+    assert call[0] == "torchrun"
+    parsed = get_args_parser().parse_args(call[1:])
+    assert parsed.module and parsed.training_script == "boost.cli.main"
+    return parsed, parsed.training_script_args
+
+
+def boost_train(words: list[str]) -> Namespace:
+    """What `boost` makes of its arguments."""
+    plain, overrides = split_overrides(words)
+    args = build_parser().parse_args(plain)
+    assert args.command == "train"
+    args.overrides = overrides
+    return args
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Until `condition` holds; fails if `process` ends before or it takes too long."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode}"
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends `process` and what it started. torchrun's processes have sessions of their own; its SIGTERM ends them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LIMIT_S)
+
+
+def slurm(*words: str) -> list[str]:
+    return ["bash", str(EXAMPLES / "slurm.sh"), *words]
+
+
+def test_slurm_script_is_bash() -> None:
+    done = subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sh")], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_slurm_starts_one_torchrun_a_node_with_all_arguments(stage: dict[str, str]) -> None:
+    words = ["my run.toml", "--parallel.tp", "4", "--parallel.dp=2"]
+    done = subprocess.run(slurm(*words), env=stage, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    hostnames, srun, started = calls(stage)
+    assert hostnames == ["scontrol", "show", "hostnames", "node-[7-8]"]
+    assert "--ntasks-per-node=1" in srun
+    parsed, given = torchrun(started)
+    assert (parsed.nnodes, parsed.nproc_per_node) == ("2", "4")
+    assert (parsed.rdzv_backend, parsed.rdzv_id) == ("c10d", JOB)
+    host, port = parsed.rdzv_endpoint.split(":")
+    assert host == "node-7"
+    assert 1024 < int(port) < 32768
+    assert parsed.max_restarts > 0
+    assert "SIGUSR1" in parsed.signals_to_handle.split(",") and "SIGTERM" in parsed.signals_to_handle.split(",")
+    assert given == ["train", "--resume", "auto", *words]
+    args = boost_train(given)
+    assert (args.config, args.resume, args.overrides) == ("my run.toml", "auto", words[1:])
+
+
+def test_slurm_jobs_meet_at_ports_of_their_own(stage: dict[str, str]) -> None:
+    for job in (JOB, str(int(JOB) + 1)):
+        subprocess.run(slurm("demo"), env=stage | {"SLURM_JOB_ID": job}, check=True, timeout=LIMIT_S)
+    endpoints = [torchrun(call)[0].rdzv_endpoint for call in calls(stage) if call[0] == "torchrun"]
+    assert len(set(endpoints)) == 2
+
+
+def test_slurm_says_how_a_run_failed_and_does_not_repeat_it(stage: dict[str, str]) -> None:
+    done = subprocess.run(slurm("demo"), env=stage | {"TORCHRUN_CODE": "7"}, timeout=LIMIT_S)
+    assert done.returncode == 7
+    assert [call[0] for call in calls(stage)] == ["scontrol", "srun", "torchrun"], "nothing goes back to the queue"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[str, str], number: int) -> None:
+    """SIGUSR1 is the time limit's; after SIGTERM Slurm itself decides whether the job is to run again."""
+    put(Path(stage["CALLS"]).parent / "bin" / "torchrun", SLOW_TORCHRUN)
+    process = subprocess.Popen(slurm("demo"), env=stage, start_new_session=True)
+    try:
+        wait_for(lambda: ["running"] in calls(stage), process)
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == 1
+    finally:
+        end(process)
+    requeue = [["scontrol", "requeue", JOB]] if number == signal.SIGUSR1 else []
+    after = calls(stage)
+    assert after[after.index(["saved"]) :] == [["saved"], *requeue]
+
+
+def test_slurm_time_limit_saves_through_a_real_torchrun(stage: dict[str, str], store: Path, tmp_path: Path) -> None:
+    """srun hands SIGUSR1 to torchrun, torchrun to its process, which saves: one node, without Slurm."""
+    put(tmp_path / "bin" / "scontrol", SCONTROL.replace("node-7 node-8", "localhost"))
+    put(tmp_path / "bin" / "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    environment = os.environ | stage | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}
+    environment["SLURM_JOB_ID"] = str(os.getpid())  # two test sessions on one machine must not meet
+    words = f"--run.dir {tmp_path / 'run'} --data.store {store} --run.device cpu {TINY}".split()
+    with open(tmp_path / "output", "wb") as output:
+        process = subprocess.Popen(
+            slurm("demo", *words), env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            metrics = tmp_path / "run" / "metrics.jsonl"
+            wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, process)
+            process.send_signal(signal.SIGUSR1)
+            code = process.wait(LIMIT_S)
+        finally:
+            end(process)
+    said = (tmp_path / "output").read_text()
+    assert code == 1, said
+    assert "stopped by SIGUSR1" in said
+    assert len(complete_checkpoints(tmp_path / "run" / "checkpoints")) == 1
+    assert calls(stage)[-1] == ["scontrol", "requeue", environment["SLURM_JOB_ID"]]
+
+
+def kubernetes() -> dict[str, Any]:
+    """The objects of kubernetes.yaml by kind."""
+    objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8")))
+    kinds = {found["kind"]: found for found in objects}
+    assert len(kinds) == len(objects)
+    return kinds
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_kubernetes_pods_start_the_mesh_that_the_job_has_room_for(stage: dict[str, str], index: int) -> None:
+    job, service = kubernetes()["Job"], kubernetes()["Service"]
+    template = job["spec"]["template"]["spec"]
+    (container,) = template["containers"]
+    pod = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert all(isinstance(value, str) for value in pod.values()), "Kubernetes takes nothing else"
+    environment = stage | pod | {"JOB_COMPLETION_INDEX": str(index)}
+    command = [*container["command"], *container["args"]]
+    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
+    (started,) = calls(stage)
+    parsed, given = torchrun(started)
+
+    name, domain = parsed.rdzv_endpoint.split(":")[0].split(".")
+    assert name == f"{job['metadata']['name']}-0"
+    assert domain == service["metadata"]["name"] == template["subdomain"]
+    assert f"is_host={int(index == 0)}" in parsed.rdzv_conf.split(",")
+    assert int(parsed.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    resources = container["resources"]
+    assert (
+        int(parsed.nproc_per_node) == resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"]
+    )
+
+    args = boost_train(given)
+    assert args.resume == "auto"
+    config = load(args.config, args.overrides)
+    assert config.parallel.world_size == int(parsed.nnodes) * int(parsed.nproc_per_node)
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for path in (config.run.dir, config.data.store):
+        assert any(Path(str(path)).is_relative_to(mount) for mount in mounts), path
+
+
+def test_kubernetes_objects_belong_together() -> None:
+    kinds = kubernetes()
+    spec = kinds["Job"]["spec"]
+    template = spec["template"]["spec"]
+    (container,) = template["containers"]
+    assert spec["completionMode"] == "Indexed"
+    assert kinds["Service"]["spec"]["clusterIP"] == "None"
+    assert kinds["Service"]["spec"]["selector"] == {"batch.kubernetes.io/job-name": kinds["Job"]["metadata"]["name"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in template["volumes"]}
+    volumes = {volume["name"]: volume for volume in template["volumes"]}
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    claim = volumes["work"]["persistentVolumeClaim"]["claimName"]
+    assert claim == kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    patience = next(int(e["value"]) for e in container["env"] if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    assert 30 < patience < template["terminationGracePeriodSeconds"]
+
+
+def test_usage_lines_are_what_the_commands_take() -> None:
+    """The command in slurm.sh's first lines."""
+    lines = (EXAMPLES / "slurm.sh").read_text(encoding="utf-8").splitlines()
+    usage = next(line for line in lines if line.startswith("#   sbatch "))
+    words = shlex.split(usage.lstrip("# "))
+    script = words.index("examples/slurm.sh")
+    options = dict(zip(words[1:script:2], words[2:script:2], strict=True))
+    mesh = dict(zip(words[script + 2 :: 2], words[script + 3 :: 2], strict=True))
+    processes = int(options["--nodes"]) * int(options["--gpus-per-node"])
+    assert processes == int(mesh["--parallel.tp"]) * int(mesh["--parallel.dp"])

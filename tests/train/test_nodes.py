@@ -1,0 +1,169 @@
+"""Training across two hosts, which are network namespaces: the same losses, over the wire, and what a loss of one costs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from boost.config import load
+from boost.config.architecture import parameter_count
+from boost.train.checkpoint import complete_checkpoints
+from boost.train.metrics import read_metrics
+from tests.train.nodes import Agent, Node, two_nodes, why_not
+
+STEPS = 40
+CONFIG = f"""
+[model]
+family = "cola"
+vocab_size = 300
+dim = 32
+ffn_dim = 48
+layers = 2
+heads = 4
+rank = 8
+[optim]
+lr = 3e-3
+[train]
+steps = {STEPS}
+seq_len = 32
+global_batch = 4
+micro_batch = 2
+save_every = 5
+eval_every = 0
+log_every = 1
+param_dtype = "float64"
+compute_dtype = "float64"
+"""
+LIMIT_S = 120
+"""Generous: a busy machine with two cores starts four processes in 15 s."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    path = tmp_path_factory.mktemp("nodes") / "run.toml"
+    path.write_text(f'{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 60\npeak_tflops = 1\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(config: Path) -> list[float]:
+    """The losses of the same run on one process."""
+    run = config.parent / "alone"
+    words = [sys.executable, "-m", "boost.cli.main", "train", str(config), "--run.dir", str(run)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    return losses(run)
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_nodes() as made:
+        yield made
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+
+
+def start(
+    nodes: tuple[Node, Node], config: Path, run: Path, *words: str, tp: int = 1, max_restarts: int = 0
+) -> list[Agent]:
+    """A torchrun on each node."""
+    train = command(config, run, *words, tp=tp)
+    return [node.torchrun(nodes[0], train, nproc=tp, max_restarts=max_restarts) for node in nodes]
+
+
+def command(config: Path, run: Path, *words: str, tp: int = 1) -> list[str]:
+    """TP inside a node, DP across the two."""
+    mesh = ("--parallel.tp", str(tp), "--parallel.dp", "2")
+    return ["train", str(config), "--run.dir", str(run), "--resume", "auto", *mesh, *words]
+
+
+def wait_for_step(agents: list[Agent], run: Path, step: int) -> None:
+    """Until metrics.jsonl has the line of `step`."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and all(agent.process.poll() is None for agent in agents):
+        if (run / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(run / "metrics.jsonl")):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached:\n" + "\n".join(agent.said() for agent in agents))
+
+
+def test_two_nodes_train_what_one_process_trains_over_the_wire(
+    nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
+) -> None:
+    agents = start(nodes, config, tmp_path / "run", tp=2)
+    for agent in agents:
+        assert agent.wait(LIMIT_S) == 0, agent.said()
+    assert len(alone) == STEPS
+    assert losses(tmp_path / "run") == pytest.approx(alone, rel=1e-10)
+    gradients = parameter_count(load(str(config), []).model) * 8
+    for node in nodes:
+        assert node.received() > STEPS * gradients, "each step's gradients come from the other node"
+    assert [agent.said().count("run directory ") for agent in agents] == [1, 0], "one process speaks for the run"
+
+
+def test_the_loss_of_a_node_ends_the_other(nodes: tuple[Node, Node], config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    agents = start(nodes, config, run, "--train.steps", "5000")
+    wait_for_step(agents, run, 6)
+    agents[1].kill()
+    assert agents[0].wait(LIMIT_S) != 0
+    assert complete_checkpoints(run / "checkpoints"), "there is something to go on from"
+
+
+def test_a_killed_process_restarts_both_nodes_and_the_run_goes_on(
+    nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
+) -> None:
+    """The node whose process was killed counts a restart, the other often none: the two must meet all the same."""
+    run = tmp_path / "run"
+    agents = start(nodes, config, run, max_restarts=1)
+    wait_for_step(agents, run, 6)
+    (worker,) = agents[1].workers()
+    os.kill(worker, signal.SIGKILL)
+    for agent in agents:
+        assert agent.wait(LIMIT_S) == 0, agent.said()
+    assert "resumed at step" in agents[0].said()
+    assert losses(run) == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.nightly
+def test_a_node_that_takes_anothers_place_is_let_in(
+    nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
+) -> None:
+    """As a pod of examples/kubernetes.yaml that is made anew while the others wait."""
+    run = tmp_path / "run"
+
+    def torchrun(node: Node) -> Agent:
+        return node.torchrun(nodes[0], command(config, run), nproc=1, max_restarts=1, own_store=True)
+
+    agents = [torchrun(node) for node in nodes]
+    wait_for_step(agents, run, 6)
+    agents[1].kill()
+    agents[1] = torchrun(nodes[1])
+    for agent in agents:
+        assert agent.wait(LIMIT_S) == 0, agent.said()
+    assert losses(run) == pytest.approx(alone, rel=1e-10)
+
+
+def test_a_signal_to_one_node_saves_and_neither_claims_success(
+    nodes: tuple[Node, Node], config: Path, tmp_path: Path
+) -> None:
+    """As the drain of a Kubernetes node: a torchrun that ends with 0 would not be started again."""
+    run = tmp_path / "run"
+    agents = start(nodes, config, run, "--train.steps", "5000", "--train.save_every", "0")
+    wait_for_step(agents, run, 3)
+    agents[1].process.send_signal(signal.SIGTERM)
+    for agent in agents:
+        assert agent.wait(LIMIT_S) != 0, agent.said()
+    (saved,) = complete_checkpoints(run / "checkpoints")
+    assert json.loads((saved / "state.json").read_text())["step"] == read_metrics(run / "metrics.jsonl")[-1]["step"]
+    assert "everything is saved" in agents[0].said()

@@ -1,0 +1,219 @@
+"""The whole mesh, pipeline x data x tensor: every mesh, schedule and sharding against one process."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.config.architecture import parameter_count
+from boost.models.group import Group
+from boost.models.interface import Layout
+from boost.models.stored import storages
+from boost.train.model import to_device
+from tests import toy
+from tests.distributed import run_distributed
+from tests.trained import Trained, compare, micro_batches
+
+TRAIN = {"micro_batch": 1, "global_batch": 8, "seq_len": 16}
+
+
+def config_of(parallel: dict[str, Any], dtype: str = "float64", **sections: Any) -> Config:
+    sections["model"] = {"layers": 4, **sections.get("model", {})}
+    sections["train"] = {**TRAIN, **sections.get("train", {})}
+    return toy.toy_config(dtype, parallel=parallel, **sections)
+
+
+def check(config: Config, limit: float = 1e-10) -> None:
+    for errors in run_distributed(config.parallel.world_size, compare, config):
+        assert max(errors.values()) <= limit, errors
+
+
+MESHES = [dict(zip(("pp", "dp", "tp"), sizes, strict=True)) for sizes in itertools.product((1, 2), repeat=3)][1:]
+
+
+@pytest.mark.parametrize("parallel", MESHES, ids=str)
+def test_every_mesh_is_one_process(parallel: dict[str, Any]) -> None:
+    check(config_of(parallel))
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_in_single_precision_too(shard: str) -> None:
+    config = config_of({"pp": 2, "dp": 2, "tp": 2, "shard": shard}, "float32")
+    for errors in run_distributed(8, compare, config):
+        # AdamW's first steps divide a gradient by its own magnitude: a rounded 0 becomes a step of full length.
+        assert max(errors[what] for what in ("initial", "loss and norm", "first gradients")) <= 1e-5, errors
+
+
+SCHEDULES = [
+    {"schedule": "gpipe"},
+    {"schedule": "interleaved-1f1b"},
+    {"schedule": "zero-bubble"},
+    {"schedule": "zero-bubble", "virtual": 2},
+    {"schedule": "1f1b", "split": [1, 3]},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("layout", ["btp", "btp-sp"])
+def test_every_schedule_is_one_process(layout: str, schedule: dict[str, Any]) -> None:
+    check(config_of({"pp": 2, "tp": 2, "layout": layout, **schedule}))
+
+
+def test_a_long_pipeline() -> None:
+    check(config_of({"pp": 4, "tp": 1}, model={"layers": 6}, train={"global_batch": 6}))
+
+
+SHARDED: list[tuple[str, dict[str, Any]]] = [
+    ("svd", {"layout": "btp"}),
+    ("cola", {"layout": "btp-sp"}),
+    ("cola", {"layout": "btp-sp", "shard_outer": True}),
+    ("cola", {"layout": "vanilla"}),
+    ("dense", {"layout": "megatron"}),
+    ("dense", {"layout": "megatron-sp"}),
+]
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+@pytest.mark.parametrize(("family", "layout"), SHARDED, ids=str)
+def test_every_sharding_of_every_layout_is_one_process(family: str, layout: dict[str, Any], shard: str) -> None:
+    # One key/value head: its weights are held whole by both TP processes, and their gradients are partial.
+    model = {"family": family, "kv_heads": 1}
+    check(config_of({"tp": 2, "dp": 2, "shard": shard, **layout}, model=model, train={"global_batch": 4}))
+
+
+def test_rows_that_replicas_cannot_share_equally() -> None:
+    """Three replicas: the last one has fewer rows of every weight, and none of some."""
+    model = {"rank": 4, "heads": 1, "kv_heads": 1, "dim": 4, "ffn_dim": 7, "vocab_size": 4}
+    for shard in ("optimizer", "full"):
+        check(config_of({"dp": 3, "shard": shard}, model=model, train={"global_batch": 6}))
+
+
+def test_outer_factors_are_shared_by_tp_processes_of_one_replica() -> None:
+    check(config_of({"tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}))
+
+
+COMBINED: list[tuple[str, dict[str, Any], str]] = [
+    ("cola", {"layout": "btp-sp", "schedule": "interleaved-1f1b", "shard": "full", "shard_outer": True}, "low-rank-sharded"),
+    ("cola", {"layout": "btp", "schedule": "1f1b", "shard": "full"}, "low-rank+attention-output"),
+    ("svd", {"layout": "vanilla", "schedule": "zero-bubble", "shard": "optimizer"}, "low-rank"),
+    ("dense", {"layout": "megatron-sp", "schedule": "gpipe", "shard": "optimizer"}, "full-block"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "parallel", "recompute"), COMBINED, ids=str)
+def test_all_at_once(family: str, parallel: dict[str, Any], recompute: str) -> None:
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    check(config_of(mesh | parallel, model={"family": family}, train={"recompute": recompute}))
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"dp": 2, "shard": "full"}], ids=str)
+def test_documents_stay_apart(parallel: dict[str, Any]) -> None:
+    isolated, together = (config_of(parallel, data={"isolate_documents": isolate}) for isolate in (True, False))
+    check(isolated)
+    assert Trained(toy.single(isolated), 1).numbers != Trained(toy.single(together), 1).numbers
+
+
+def bf16_losses(config: Config) -> list[tuple[float, float]]:
+    return Trained(config, 4).numbers
+
+
+def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
+    """Weights are cast before they are gathered instead of behind it: the same numbers."""
+    alone = Trained(config_of({}, "bfloat16"), 4).numbers
+    for shard in ("optimizer", "full"):
+        for numbers in run_distributed(2, bf16_losses, config_of({"dp": 2, "shard": shard}, "bfloat16")):
+            for ours, theirs in zip(numbers, alone, strict=True):
+                assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+def kept(config: Config) -> tuple[int, int]:
+    """Elements that this process keeps of matrices and of norms, after a step."""
+    stored = list(storages(Trained(config, 1).model))
+    return tuple(
+        sum(s.tensor.numel() for s in stored if (s.parameter.ndim == 2) == matrices) for matrices in (True, False)
+    )  # type: ignore[return-value]
+
+
+def test_replicas_keep_each_row_once() -> None:
+    parallel = {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}
+    config = config_of(parallel, train={"global_batch": 4})
+    each = run_distributed(4, kept, config)
+    norms = (2 * config.model.layers + 1) * config.model.dim
+    assert sum(matrices for matrices, _ in each) == parameter_count(config.model) - norms
+    assert [vectors for _, vectors in each] == [norms] * 4
+
+
+def crossing_bend(
+    self: Group, latents: list[torch.Tensor], carried: tuple[torch.Tensor, ...]
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A family whose latents cross: each group adds those of its like in the block before."""
+    (u,) = latents
+    h = torch.nn.functional.silu(u)
+    if len(carried) == 4:
+        h, carried = h + carried[0], carried[1:]
+    return [h], (*carried, h)
+
+
+def crossing_shapes(self: Group, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
+    return (layout.latent_shape(self, tokens),)
+
+
+def compare_crossing(config: Config) -> dict[str, float]:
+    usual = Trained(toy.single(config), 1).numbers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "bend", crossing_bend)
+        patch.setattr(Group, "carried_shapes", crossing_shapes)
+        crossing = config.model_copy(update={"train": config.train.model_copy(update={"seed": 7})})
+        assert Trained(toy.single(crossing), 1).numbers != usual, "something crosses"
+        return compare(crossing)  # the other seed keeps its reference apart from that without crossing
+
+
+CROSSING = [{"tp": 1}, {"layout": "btp"}, {"layout": "btp-sp"}, {"layout": "vanilla"}]
+CROSSING += [{"layout": "btp-sp", "schedule": "zero-bubble"}, {"layout": "btp", "schedule": "interleaved-1f1b"}]
+
+
+@pytest.mark.parametrize("parallel", CROSSING, ids=str)
+def test_latents_that_cross_blocks_cross_stages(parallel: dict[str, Any]) -> None:
+    config = config_of({"pp": 2, "tp": 2, **parallel})
+    for errors in run_distributed(config.parallel.world_size, compare_crossing, config):
+        assert max(errors.values()) <= 1e-10, errors
+
+
+def without_gradients(config: Config) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of some micro-batches, and logits behind a prompt and behind one more token."""
+    model, mesh = toy.toy_model(config)
+    batches = list(micro_batches(config, 0, mesh.dp.rank))
+    inputs = [to_device(batch, config.data.isolate_documents, toy.CPU) for batch in batches]
+    with torch.no_grad():
+        losses = [model(*each).item() for each in inputs]
+    caches = model.make_caches(2, 7)
+    tokens = toy.toy_tokens(config, batch=2)[0]
+    logits = [model.next_logits(tokens[:, :6], caches), model.next_logits(tokens[:, 6:7], caches)]
+    return losses, logits
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 2, "tp": 2, "layout": "btp-sp"},
+        {"pp": 2, "schedule": "interleaved-1f1b"},
+        {"pp": 4},
+        {"dp": 2, "tp": 2, "shard": "full"},
+    ],
+    ids=str,
+)
+def test_evaluation_and_generation_through_any_mesh(parallel: dict[str, Any]) -> None:
+    config = config_of(parallel)
+    expected, logits = without_gradients(toy.single(config))
+    results = run_distributed(config.parallel.world_size, without_gradients, config)
+    stages, replicas = config.parallel.pp, config.parallel.dp
+    for rank, (losses, ours) in enumerate(results):
+        stage, rest = divmod(rank, config.parallel.world_size // stages)
+        replica = rest // config.parallel.tp
+        share = len(expected) // replicas
+        mine = expected[replica * share : (replica + 1) * share]
+        assert losses == (pytest.approx(mine, rel=1e-12) if stage == stages - 1 else [0.0] * share)
+        for a, b in zip(ours, logits, strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
