@@ -24,16 +24,16 @@ class Collective:
     phase: str
     """forward | recompute | backward (of one micro-batch) | step (once an optimizer step)"""
     kind: str
-    """all-reduce | all-gather | reduce-scatter | all-to-all"""
+    """all-reduce | all-gather | reduce-scatter | all-to-all | send (to the neighbour in a pipeline)"""
     shape: tuple[int, ...]
     """The payload: the tensor (all-reduce), the gathered tensor (all-gather, reduce-scatter), one process's part of
-    the tensor (all-to-all)."""
+    the tensor (all-to-all), what is sent (send)."""
     dtype: str
     processes: int
     place: str = ""
-    """What it serves: embed | qkv | o | gate_up | down | head | loss | gradients | agreement."""
+    """What it serves: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | agreement."""
     layer: int | None = None
-    """Number of the block, for the four groups."""
+    """Number of the block, for the four groups and for weights that are gathered with it."""
 
     @property
     def elements(self) -> int:
@@ -48,7 +48,9 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one process sends: 2N(p-1)/p for an all-reduce of N bytes, N(p-1)/p for the others."""
+        """Bytes that one process sends: 2N(p-1)/p for an all-reduce of N bytes, N(p-1)/p for the others, N for a send."""
+        if self.kind == "send":
+            return self.elements * ITEMSIZE[self.dtype]
         factor = 2 if self.kind == "all-reduce" else 1
         return factor * self.elements * ITEMSIZE[self.dtype] * (self.processes - 1) // self.processes
 

@@ -17,8 +17,12 @@ KINDS = {
 }
 
 
+_PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+"""Those of fully_shard, which are not functional."""
+
+
 class CollectiveCounter(TorchDispatchMode):
-    """Records every functional collective issued while it is active, forward and backward. Set `phase` to label them.
+    """Records every collective issued while it is active, forward and backward, and every send. Set `phase` to label them.
 
     What runs on the groups named `step_groups` belongs to the optimizer step, even in the midst of a backward pass.
     """
@@ -38,4 +42,14 @@ class CollectiveCounter(TorchDispatchMode):
             dtype = str(tensor.dtype).removeprefix("torch.")
             phase = "step" if group_name in self.step_groups else self.phase
             self.collectives.append(Collective(phase, KINDS[name], (*gathered, *tensor.shape), dtype, processes))
+        elif namespace == "c10d" and name in _PLAIN:
+            whole, part = sorted((args[0], args[1]), key=torch.Tensor.numel, reverse=True)
+            if whole.numel() > part.numel():  # not of one process alone
+                self._record(_PLAIN[name], whole, whole.numel() // part.numel())
+        elif namespace == "c10d" and name == "send":
+            self._record("send", args[0][0], 2)
         return func(*args, **(kwargs or {}))
+
+    def _record(self, kind: str, tensor: torch.Tensor, processes: int) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.collectives.append(Collective(self.phase, kind, tuple(tensor.shape), dtype, processes))

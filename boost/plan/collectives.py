@@ -7,21 +7,15 @@ Legend: T tokens of one micro-batch, p TP processes; a width is elements a token
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from boost.config.architecture import Group, Parameter, embedding, final_norm, groups, head
-from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
+from boost.config.architecture import Group, groups
+from boost.config.cuts import TOKEN_SHARDED, wide_parts
 from boost.config.schema import Config, LayoutName, ModelConfig, ParallelConfig, RecomputeName
-from boost.config.traffic import (
-    ITEMSIZE,
-    Collective,
-    bucket_lengths,
-    chunk_tokens,
-    statistic_columns,
-    statistic_dtype,
-)
+from boost.config.stages import Stage, stages_of, whole
+from boost.config.traffic import Collective, chunk_tokens, statistic_columns, statistic_dtype
+from boost.plan.replicas import gathers, gradient_collectives
 
 _KINDS = {
     "sum_forward": ("all-reduce", None),
@@ -60,94 +54,96 @@ def micro_batch_collectives(
     compute_dtype: str,
     training: bool = True,
     recompute: Sequence[RecomputeName] = (),
+    stage: Stage | None = None,
 ) -> list[Collective]:
     """Collectives of one micro-batch of `tokens` tokens on one TP process, in the order in which they are issued.
 
-    `recompute`: the policy of each block (empty: none); what a block sends again stands in phase 'recompute'.
+    `recompute`: the policy of each block (empty: none); what a block sends again stands in phase 'recompute'. `stage`: the
+    pipeline stage (None: all of the model).
     """
-    if parallel.tp == 1:
-        return []
-
-    def issued(phase: str, crossings: Sequence[Crossing]) -> Iterator[Collective]:
-        return _issued(phase, crossings, tokens, compute_dtype, parallel.tp)
-
-    embed, *blocks, head_place = _places(model, parallel, compute_dtype)
-    result = [collective for place in (embed, *blocks, head_place) for collective in issued("forward", place)]
-    result += _loss(model, parallel, tokens, compute_dtype)
+    stage = stage or whole(model)
+    result = list(_forward(model, parallel, tokens, compute_dtype, stage))
     if training:
-        result += issued("backward", head_place[::-1])
-        nothing: list[RecomputeName] = ["none"] * len(blocks)
-        policies = list(recompute) or nothing
-        for crossings, policy in zip(blocks[::-1], policies[::-1], strict=True):
-            for phase, crossing in _backward(crossings, policy, parallel.layout):
-                result += issued(phase, [crossing])
-        result += issued("backward", embed[::-1])
+        result += _backward_of(model, parallel, tokens, compute_dtype, recompute, stage)
     return result
 
 
-def step_collectives(config: Config) -> list[Collective]:
-    """Collectives of a whole optimizer step on one process: micro-batches, gradients, and what all agree on.
+def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
+    """Collectives of a whole optimizer step on one process of the first replica: micro-batches, gradients, and what all
+    agree on.
 
-    Sums of gradients (phase 'step') are under way while the last backward pass goes on; here they stand behind it.
+    Sums of gradients (phase 'step') are under way while the last backward pass goes on; here they stand behind it. With a
+    pipeline, in whose order micro-batches are is the schedule's affair; here they come one after the other.
     """
-    parallel, train = config.parallel, config.train
+    model, parallel, train = config.model, config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     tokens = train.micro_batch * train.seq_len
-    recompute = train.recompute_by_layer(config.model.layers)
-    result = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype, True, recompute) * accumulated
-    result += gradient_collectives(config.model, parallel, train.param_dtype)
+    recompute = train.recompute_by_layer(model.layers)
+    held = stages_of(config, pp_rank)
+    gathered = gathers(config, held)
+    of_one: list[Collective] = [c for c in gathered if c.phase == "forward"]
+    for stage in held:
+        of_one += micro_batch_collectives(model, parallel, tokens, train.compute_dtype, True, recompute, stage)
+    of_one += [c for c in gathered if c.phase == "backward"]
+    result = of_one * accumulated
+    result += [c for c in gathered if c.phase == "step"]
+    result += gradient_collectives(config, held)
     if parallel.world_size > 1:
         result.append(Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "agreement"))
     return result
 
 
-def gradient_collectives(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> list[Collective]:
-    """Sums of gradients of one optimizer step: partial ones over TP and DP, complete ones over DP, in buckets."""
-    stored = list(stored_tensors(model, parallel))[::-1]
-    result = []
-    for partial, processes in ((True, parallel.tp * parallel.dp), (False, parallel.dp)):
-        sizes = [elements for elements, cut in stored if cut.partial == partial]
-        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]) if processes > 1 else ():
-            result.append(Collective("step", "all-reduce", (sum(sizes[:length]),), dtype, processes, "gradients"))
-            sizes = sizes[length:]
-    return result
+def _forward(
+    model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
+) -> Iterator[Collective]:
+    if parallel.tp > 1:
+        for place in _places(model, parallel, dtype, stage):
+            yield from _issued("forward", place, tokens, dtype, parallel.tp)
+        if stage.predicts:
+            yield from _loss(model, parallel, tokens, dtype)
+    if not stage.predicts:
+        yield _handed_on("forward", model, parallel, tokens, dtype)
 
 
-def stored_tensors(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[int, Cut]]:
-    """(elements, cut) of every stored tensor of one process, in the order in which a token meets them."""
-
-    def stored(*parameters: Parameter) -> tuple[int, Cut]:
-        cut = cut_of(parameters[0].role, model, parallel)
-        return sum(math.prod(local_shape(parameter, cut, parallel.tp)) for parameter in parameters), cut
-
-    yield stored(embedding(model))
-    for layer in range(model.layers):
-        prefix = f"layers.{layer}"
-        for _ in ("attn_norm", "mlp_norm"):
-            yield stored(Parameter(prefix, (model.dim,), "norm"))
-        for group in groups(model):
-            if model.low_rank:
-                yield stored(*group.parameters(prefix, "A"))
-                yield from (stored(b) for b in group.parameters(prefix, "B"))
-            else:
-                weights = group.parameters(prefix, "W")
-                for _, alike in itertools.groupby(weights, lambda weight: cut_of(weight.role, model, parallel)):
-                    yield stored(*alike)
-    yield stored(final_norm(model))
-    yield stored(head(model))
+def _backward_of(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    tokens: int,
+    dtype: str,
+    recompute: Sequence[RecomputeName],
+    stage: Stage,
+) -> Iterator[Collective]:
+    if parallel.tp > 1:
+        embed, *blocks, head_place = _places(model, parallel, dtype, stage)
+        yield from _issued("backward", head_place[::-1], tokens, dtype, parallel.tp)
+        policies: list[RecomputeName] = [recompute[n] if recompute else "none" for n in stage.numbers]
+        for crossings, policy in zip(blocks[::-1], policies[::-1], strict=True):
+            for phase, crossing in _backward(crossings, policy, parallel.layout):
+                yield from _issued(phase, [crossing], tokens, dtype, parallel.tp)
+        yield from _issued("backward", embed[::-1], tokens, dtype, parallel.tp)
+    if not stage.embeds:
+        yield _handed_on("backward", model, parallel, tokens, dtype)
 
 
-def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Iterator[list[Crossing]]:
-    """Crossings of the embedding, of each block, and of the head."""
+def _handed_on(phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Collective:
+    """What a stage sends to its neighbour: the residual stream, or its gradient, as one process holds it."""
+    p = parallel.tp
+    by_tokens, by_width = p > 1 and parallel.layout in TOKEN_SHARDED, p > 1 and parallel.layout == "btp"
+    shape = (tokens // p if by_tokens else tokens, model.dim // p if by_width else model.dim)
+    return Collective(phase, "send", shape, dtype, 2, "pipeline")
+
+
+def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[Crossing]]:
+    """Crossings of the embedding, of each block, and of the head; none of the ends that are not in this stage."""
     embed, block, head_crossings = _LAYOUTS[parallel.layout]
-    yield [Crossing(name, model.dim, place="embed") for name in embed]
-    for layer in range(model.layers):
+    yield [Crossing(name, model.dim, place="embed") for name in embed if stage.embeds]
+    for layer in stage.numbers:
         yield [
             replace(crossing, place=group.name, layer=layer)
             for group in groups(model)
             for crossing in block(group, model, parallel, dtype)
         ]
-    yield [Crossing(name, model.dim, place="head") for name in head_crossings]
+    yield [Crossing(name, model.dim, place="head") for name in head_crossings if stage.predicts]
 
 
 def _backward(

@@ -17,7 +17,8 @@ from boost.config.architecture import (
 from boost.config.cuts import TOKEN_SHARDED, Cut, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.traffic import Collective
-from boost.plan.collectives import step_collectives, stored_tensors
+from boost.plan.collectives import step_collectives
+from boost.plan.replicas import stored_tensors
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def inspect(config: Config) -> Inspection:
         config=config,
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
         parameters=parameter_count(model),
-        parameters_per_process=sum(elements for elements, _ in stored_tensors(model, parallel)),
+        parameters_per_process=sum(tensor.elements for tensor in stored_tensors(model, parallel)),
         tokens=train.micro_batch * train.seq_len,
         micro_batches=micro_batches,
         issued=tuple(_numbered(step_collectives(config), micro_batches)),

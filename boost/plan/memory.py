@@ -12,7 +12,7 @@ from boost.config.architecture import Group, Slot, groups
 from boost.config.cuts import TOKEN_SHARDED, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, RecomputeName
 from boost.config.traffic import ITEMSIZE, statistic_columns, statistic_dtype
-from boost.plan.collectives import stored_tensors
+from boost.plan.replicas import stored_tensors
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -96,7 +96,7 @@ def memory(config: Config) -> Memory:
     """Bytes on one process of a TP group: the training state, and what one micro-batch keeps. Raises nothing."""
     train = config.train
     stored = list(stored_tensors(config.model, config.parallel))
-    weights = sum(elements for elements, _ in stored) * ITEMSIZE[train.param_dtype]
+    weights = sum(tensor.elements for tensor in stored) * ITEMSIZE[train.param_dtype]
     states = {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: 2 * weights + len(stored) * ITEMSIZE["float32"]}
     block = _Block(config)
     kept = [

@@ -1,6 +1,7 @@
 """The whole mesh, pipeline x data x tensor: every mesh, schedule and sharding against one process."""
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from boost.config.architecture import parameter_count
 from boost.models.group import Group
 from boost.models.interface import Layout
 from boost.models.stored import storages
+from boost.parallel.counting import CollectiveCounter
+from boost.plan.collectives import step_collectives
 from boost.train.model import to_device
 from tests import toy
 from tests.distributed import run_distributed
@@ -217,3 +220,31 @@ def test_evaluation_and_generation_through_any_mesh(parallel: dict[str, Any]) ->
         assert losses == (pytest.approx(mine, rel=1e-12) if stage == stages - 1 else [0.0] * share)
         for a, b in zip(ours, logits, strict=True):
             assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def counted(config: Config) -> tuple[Counter[Any], Counter[Any]]:
+    """What this process issues in a training step, seen and by the table; what happens when is the schedule's affair."""
+    trained = Trained(config, 1)  # the first step also makes connections
+    with CollectiveCounter() as counter:
+        trained.step(1)
+    table = step_collectives(config, trained.mesh.pp.rank)
+    return tuple(Counter((c.kind, c.elements, c.dtype, c.processes) for c in cs) for cs in (counter.collectives, table))  # type: ignore[return-value]
+
+
+COUNTED = [
+    *({"pp": 2, "tp": 2, "layout": layout} for layout in ("btp", "btp-sp", "vanilla")),
+    *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble")),
+    *({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": shard} for shard in ("none", "optimizer", "full")),
+    {"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
+    {"tp": 2, "layout": "btp-sp", "shard": "optimizer", "shard_outer": True},
+    {"dp": 3, "shard": "full"},
+    {"pp": 2, "dp": 2, "shard": "optimizer"},
+    *({"pp": 2, "dp": 2, "shard": "full", "schedule": s} for s in ("gpipe", "1f1b", "interleaved-1f1b")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", COUNTED, ids=str)
+def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
+    config = config_of(parallel, "float32", train={"global_batch": 12, "recompute": "low-rank"})
+    for seen, table in run_distributed(config.parallel.world_size, counted, config):
+        assert seen == table

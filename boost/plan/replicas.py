@@ -1,0 +1,143 @@
+"""What one process stores, what it shares with its replicas, and what they send each other. Arithmetic only.
+
+Where replicas share weights (`parallel.shard`), each keeps an equal number of consecutive rows of every stored matrix; where
+rows do not divide, the last ones keep fewer. Numbers here are those of the first replica, which has the most.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from boost.config.architecture import Parameter, embedding, final_norm, groups, head
+from boost.config.cuts import Cut, cut_of, local_shape
+from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.stages import Stage, whole
+from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One stored tensor of one process; it may hold several parameters, stacked along its rows."""
+
+    rows: int
+    columns: int
+    """1 for a vector."""
+    vector: bool
+    cut: Cut
+    unit: int | None
+    """The block that it is gathered with; None: with the embedding and the head of its stage."""
+
+    @property
+    def elements(self) -> int:
+        """All of it, gathered."""
+        return self.rows * self.columns
+
+    def sharers(self, parallel: ParallelConfig) -> int:
+        """Number of processes that share its rows: 1 if every one keeps all of it."""
+        if not parallel.sharded or self.vector:
+            return 1
+        return parallel.dp * (parallel.tp if self.over_replicas(parallel) else 1)
+
+    def over_replicas(self, parallel: ParallelConfig) -> bool:
+        """Whether TP processes share it too."""
+        return parallel.sharded and parallel.shard_outer and self.cut.partial and not self.vector
+
+    def shard(self, parallel: ParallelConfig) -> int:
+        """Elements of one share, the first and largest."""
+        return -(-self.rows // self.sharers(parallel)) * self.columns
+
+
+def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Iterator[StoredTensor]:
+    """Every stored tensor of one process, in the order in which a token meets them."""
+    stage = stage or whole(model)
+
+    def stored(unit: int | None, *parameters: Parameter) -> StoredTensor:
+        cut = cut_of(parameters[0].role, model, parallel)
+        shapes = [local_shape(parameter, cut, parallel.tp) for parameter in parameters]
+        rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
+        return StoredTensor(rows, columns, len(shapes[0]) == 1, cut, unit)
+
+    if stage.embeds:
+        yield stored(None, embedding(model))
+    for layer in stage.numbers:
+        prefix = f"layers.{layer}"
+        for _ in ("attn_norm", "mlp_norm"):
+            yield stored(layer, Parameter(prefix, (model.dim,), "norm"))
+        for group in groups(model):
+            if model.low_rank:
+                yield stored(layer, *group.parameters(prefix, "A"))
+                yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
+            else:
+                weights = group.parameters(prefix, "W")
+                for _, alike in itertools.groupby(weights, lambda weight: cut_of(weight.role, model, parallel)):
+                    yield stored(layer, *alike)
+    if stage.predicts:
+        yield stored(None, final_norm(model))
+        yield stored(None, head(model))
+
+
+def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
+    """All-reduces of gradients of one optimizer step, in buckets: partial ones over TP and DP, complete ones over DP, and of
+    what replicas share the partial ones over TP."""
+    parallel, dtype = config.parallel, config.train.param_dtype
+    stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
+    held = [t for t in stored if t.vector or not parallel.sharded]
+    late = [t for t in stored if t.cut.partial and t not in held and not t.over_replicas(parallel)]
+    result = []
+    for tensors, processes in (
+        ([t for t in held if t.cut.partial], parallel.tp * parallel.dp),
+        ([t for t in held if not t.cut.partial], parallel.dp),
+        (late, parallel.tp),
+    ):
+        sizes = [t.shard(parallel) for t in tensors]
+        for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]) if processes > 1 else ():
+            result.append(Collective("step", "all-reduce", (sum(sizes[:length]),), dtype, processes, "gradients"))
+            sizes = sizes[length:]
+    return result
+
+
+def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
+    """All-gathers of weights that replicas share, and reduce-scatters of their gradients, one a block and one for the ends.
+
+    ZeRO-1 gathers and scatters once a step. FSDP gathers a block before its forward and before its backward pass and scatters
+    behind it, in phases 'forward' and 'backward' of each micro-batch. In a pipeline, where passes of several micro-batches
+    alternate, it keeps a block that was gathered for a backward pass until the next forward pass is through, and scatters
+    once a step: one gather for each micro-batch and one more, whatever the schedule, all in phase 'step'.
+    """
+    parallel, train = config.parallel, config.train
+    if not parallel.sharded:
+        return []
+    micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
+    full, piped = parallel.shard == "full", parallel.pp > 1
+    result: list[Collective] = []
+    for stage in stages:
+        for unit, elements, processes in _units(config, stage):
+            ends = unit is None
+
+            def issue(phase: str, kind: str, times: int = 1) -> None:
+                dtype = train.compute_dtype if kind == "all-gather" else train.param_dtype
+                place = "weights" if kind == "all-gather" else "gradients"
+                one = Collective(phase, kind, (elements,), dtype, processes, place, unit)  # noqa: B023
+                result.extend([one] * times)
+
+            if full and not piped:
+                issue("forward", "all-gather")
+                issue("backward", "all-gather", 0 if ends else 1)
+                issue("backward", "reduce-scatter")
+            else:
+                issue("step", "all-gather", micro_batches + 1 if full and not ends else 1)
+                issue("step", "reduce-scatter")
+    return result
+
+
+def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int]]:
+    """(block or None for the ends, gathered elements with padding, processes) of what is gathered together."""
+    parallel = config.parallel
+    shared = [t for t in stored_tensors(config.model, parallel, stage) if t.sharers(parallel) > 1]
+    for unit in (*stage.numbers, None):
+        for over_replicas in (False, True):
+            tensors = [t for t in shared if t.unit == unit and t.over_replicas(parallel) == over_replicas]
+            if tensors:
+                processes = tensors[0].sharers(parallel)
+                yield unit, processes * sum(t.shard(parallel) for t in tensors), processes
