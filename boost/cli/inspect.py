@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load
+from boost.config.stages import Stage, stages
+from boost.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost inspect boost-7b --layout btp-sp --tp 8\n"
         "  boost inspect boost-7b --layout megatron --model.family dense\n"
         "  boost inspect boost-7b --memory --train.recompute low-rank\n"
+        "  boost inspect boost-13b --pp-rank 1                    the last of its two pipeline processes\n"
         "  boost inspect boost-7b --layout vanilla --json         for programs: one entry for every collective\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
         "Bytes are those that one process sends: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
@@ -38,6 +41,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")
     parser.add_argument("--layout", metavar="L", help="short for --parallel.layout")
     parser.add_argument("--tp", metavar="N", help="short for --parallel.tp")
+    parser.add_argument(
+        "--pp-rank", type=int, default=0, metavar="R", help="which pipeline process is shown (default 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--memory", action="store_true", help="bytes of a step by category, predicted and measured")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block")
@@ -50,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
     overrides += [
         f"--parallel.{key}={getattr(args, key)}" for key in ("layout", "tp") if getattr(args, key) is not None
     ]
-    asked = load(args.config, overrides)
-    config = load(args.config, [*overrides, "--parallel.pp=1"])
+    config = load(args.config, overrides)
+    _check(config, args)
 
     from boost.plan.inspection import inspect
     from boost.plan.picture import block_picture, printable
 
-    inspection = inspect(config)
-    name, notes = printable(Path(args.config).name.removesuffix(".toml")), list(_notes(asked))
+    inspection = inspect(config, args.pp_rank)
+    name, notes = printable(Path(args.config).name.removesuffix(".toml")), list(_notes(config))
     if args.svg is not None:
         args.svg.write_text(block_picture(inspection, name), encoding="utf-8", newline="\n")
     held = _memory(config) if args.memory else None
@@ -71,6 +77,22 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         print(f"\n{args.svg} written")
     return 0
+
+
+def _check(config: Config, args: argparse.Namespace) -> None:
+    """Raises ConfigError for what cannot be shown."""
+    parallel = config.parallel
+    if not 0 <= args.pp_rank < parallel.pp:
+        nearest = min(max(args.pp_rank, 0), parallel.pp - 1)
+        raise ConfigError(
+            f"--pp-rank = {args.pp_rank} is none of the {parallel.pp} pipeline processes; the nearest legal value is {nearest}"
+        )
+    if args.memory and (parallel.pp > 1 or parallel.sharded):
+        field = f"parallel.pp = {parallel.pp}" if parallel.pp > 1 else f"parallel.shard = '{parallel.shard}'"
+        way_out = "--parallel.pp 1" if parallel.pp > 1 else "--parallel.shard none"
+        raise ConfigError(
+            f"--memory counts what a process holds of all blocks by itself, not yet with {field}; add {way_out}"
+        )
 
 
 def _memory(config: Config) -> "tuple[Memory, Measured]":
@@ -87,11 +109,6 @@ def _memory(config: Config) -> "tuple[Memory, Measured]":
 def _notes(config: Config) -> Iterator[str]:
     """What the tables do not say by themselves."""
     model, parallel = config.model, config.parallel
-    if parallel.pp > 1:
-        yield (
-            f"parallel.pp = {parallel.pp}, but this version has no pipeline stages yet: shown is one TP group with all "
-            "blocks, parallel.pp = 1"
-        )
     if parallel.tp == 1:
         same = "" if parallel.layout == "single" else f" (parallel.layout = '{parallel.layout}' is then 'single')"
         yield f"parallel.tp = 1: one process holds every weight whole{same}; there are no collectives inside the model"
@@ -110,6 +127,10 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
         "layout": inspection.layout,
         "tp": config.parallel.tp,
         "dp": config.parallel.dp,
+        "pp": config.parallel.pp,
+        "pp_rank": inspection.pp_rank,
+        "stages": [{"index": s.index, "first_layer": s.first_layer, "layers": s.layers} for s in inspection.stages],
+        "shard": config.parallel.shard,
         "layers": config.model.layers,
         "parameters": inspection.parameters,
         "parameters_per_process": inspection.parameters_per_process,
@@ -152,6 +173,8 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     config = inspection.config
     model, parallel, train = config.model, config.parallel, config.train
     mesh = [inspection.layout, f"TP {parallel.tp}"] + [f"DP {parallel.dp}"] * (parallel.dp > 1)
+    mesh += [f"PP {parallel.pp}, {parallel.schedule}"] * (parallel.pp > 1)
+    mesh += [f"parallel.shard = {parallel.shard}"] * parallel.sharded
     if parallel.tp > 1:
         mesh += [f"parallel.norm = {parallel.norm}"] * (parallel.layout == "btp")
         mesh += [f"parallel.vanilla = {parallel.vanilla}"] * (parallel.layout == "vanilla")
@@ -167,6 +190,10 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.residual_cut]}",
         "wide side": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
     }
+    if parallel.pp > 1:
+        lengths = ", ".join(str(stage.layers) for stage in stages(config))
+        shown = " and ".join(_stage(stage) for stage in inspection.stages)
+        facts["stages"] = f"of {lengths} blocks; shown is pipeline process {inspection.pp_rank}: {shown}"
     for key, value in facts.items():
         console.print(Text(f"{key:<12}{value}"), soft_wrap=True)
     for note in notes:
@@ -175,6 +202,14 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     for phase, title in _PHASES.items():
         _print_collectives(console, inspection, phase, title)
     _print_totals(console, inspection)
+
+
+def _stage(stage: Stage) -> str:
+    """'embedding and blocks 0-8'."""
+    parts = (
+        ["embedding"] * stage.embeds + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"] + ["head"] * stage.predicts
+    )
+    return ", ".join(parts)
 
 
 _RESIDUAL = {

@@ -99,8 +99,10 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def type_name(info: FieldInfo) -> str:
-    """A field's type in words: 'integer', 'number', 'true or false', 'text', or its choices."""
+    """A field's type in words: 'integer', 'number', 'true or false', 'text', 'list of integers', or its choices."""
     annotation = info.annotation
+    if get_origin(annotation) is tuple:
+        return _INTEGERS
     for choice in (annotation, *get_args(annotation)):
         plain = get_args(choice)[0] if get_origin(choice) is Annotated else choice
         if plain in _TYPE_NAMES:
@@ -108,6 +110,7 @@ def type_name(info: FieldInfo) -> str:
     return " | ".join(str(choice) for choice in get_args(annotation))
 
 
+_INTEGERS = "list of integers"
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 
 
@@ -130,7 +133,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_value(text: str, info: FieldInfo) -> Any:
-    if type_name(info) not in _TYPE_NAMES.values() or type_name(info) == "text":
+    if type_name(info) not in (_INTEGERS, *_TYPE_NAMES.values()) or type_name(info) == "text":
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -183,9 +186,12 @@ def _explain(error: ValidationError) -> str:
             return f"{key} is empty; write a path"
         case "less_than_equal":
             return f"{key} = {value} is too large; the largest legal value is {context['le']}"
-    default = known[key].default
+    if key not in known:  # an item of a list
+        key, value = key.rpartition(".")[0], f"an item {value!r}"
+    default = [9, 7] if type_name(known[key]) == _INTEGERS else known[key].default
     example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"
-    return f"{key} = {value!r} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
+    shown = value if detail["loc"][-1:] and isinstance(detail["loc"][-1], int) else repr(value)
+    return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
 
 
 def _toml_value(value: Any) -> str:

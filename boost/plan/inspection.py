@@ -16,6 +16,7 @@ from boost.config.architecture import (
 )
 from boost.config.cuts import TOKEN_SHARDED, Cut, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
 from boost.plan.collectives import step_collectives
 from boost.plan.replicas import stored_tensors
@@ -67,12 +68,16 @@ class Inspection:
     """What one process of a TP group holds and sends. Shapes are (rows, columns), bytes are those that it sends."""
 
     config: Config
+    pp_rank: int
+    """The pipeline process."""
+    stages: tuple[Stage, ...]
+    """Those that it holds."""
     weights: tuple[Weight, ...]
-    """The outer parameters and those of one block, in the order of the architecture."""
+    """The outer parameters that it holds and those of one block, in the order of the architecture."""
     parameters: int
     """Elements of the whole model."""
     parameters_per_process: int
-    """Elements that one process stores."""
+    """Elements that it keeps from step to step: of what replicas share, its rows."""
     tokens: int
     """T."""
     micro_batches: int
@@ -135,20 +140,27 @@ class Inspection:
         return self.bytes_per_micro_batch / self.tokens
 
 
-def inspect(config: Config) -> Inspection:
-    """The inspection of one TP group and what it exchanges with its data-parallel replicas. parallel.pp must be 1."""
+def inspect(config: Config, pp_rank: int = 0) -> Inspection:
+    """The inspection of one process of the first replica and of pipeline process `pp_rank`."""
     model, parallel, train = config.model, config.parallel, config.train
-    assert parallel.pp == 1
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
-    parameters = (embedding(model), *block_parameters(model, 0), final_norm(model), head(model))
+    held = stages_of(config, pp_rank)
+    parameters = [*block_parameters(model, 0)]
+    if held[0].embeds:
+        parameters.insert(0, embedding(model))
+    if held[-1].predicts:
+        parameters += [final_norm(model), head(model)]
+    stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
     return Inspection(
         config=config,
+        pp_rank=pp_rank,
+        stages=held,
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
         parameters=parameter_count(model),
-        parameters_per_process=sum(tensor.elements for tensor in stored_tensors(model, parallel)),
+        parameters_per_process=sum(tensor.shard(parallel) for tensor in stored),
         tokens=train.micro_batch * train.seq_len,
         micro_batches=micro_batches,
-        issued=tuple(_numbered(step_collectives(config), micro_batches)),
+        issued=tuple(_numbered(step_collectives(config, pp_rank), micro_batches)),
     )
 
 
@@ -172,7 +184,12 @@ def human_bytes(number: float) -> str:
 def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
     cut = cut_of(parameter.role, model, parallel)
     name = parameter.name.replace("layers.0.", "layers.N.", 1)
-    return Weight(name, parameter.shape, local_shape(parameter, cut, parallel.tp), cut, _words(cut, parallel.tp))
+    words = _words(cut, parallel.tp)
+    if parallel.sharded and len(parameter.shape) > 1:
+        outer = parallel.shard_outer and cut.partial
+        words = words.partition(",")[0] if outer else words
+        words += f"; rows shared by {parallel.dp * (parallel.tp if outer else 1)}"
+    return Weight(name, parameter.shape, local_shape(parameter, cut, parallel.tp), cut, words)
 
 
 def _words(cut: Cut, processes: int) -> str:

@@ -117,6 +117,8 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
         (["demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
         (["demo", "--tp", "0"], "parallel.tp = 0 is too small; the smallest legal value is 1"),
         (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' cuts dense linears"),
+        (["boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is none of the 2 pipeline processes; the nearest legal value is 1"),
+        (["boost-13b", "--memory"], "not yet with parallel.pp = 2; add --parallel.pp 1"),
         (["nope"], "no configuration file and no preset named 'nope'"),
         (["demo", "--model.rnk", "3"], "unknown key 'model.rnk'; did you mean 'model.rank'?"),
     ],
@@ -131,13 +133,36 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert expected in err
 
 
-def test_pipeline_stages_are_left_out_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = say(capsys, "boost-13b")
-    assert out.count("note: parallel.pp = 2") == 1
-    found = facts(capsys, "boost-13b")
-    assert max(c["layer"] or 0 for c in found["collectives"]) == 39
-    assert "parallel.pp = 2" in found["notes"][0]
-    assert facts(capsys, "boost-7b")["notes"] == []
+def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = say(capsys, "boost-13b")[1]
+    assert "of 21, 19 blocks; shown is pipeline process 0: embedding, blocks 0-20" in out
+    first, last = (facts(capsys, "boost-13b", "--pp-rank", rank) for rank in "01")
+    assert first["stages"] == [{"index": 0, "first_layer": 0, "layers": 21}]
+    layers = [{c["layer"] for c in found["collectives"]} - {None} for found in (first, last)]
+    assert layers == [set(range(21)), set(range(21, 40))]
+    ends = [{w["name"] for w in found["weights"]} & {"embed", "head"} for found in (first, last)]
+    assert ends == [{"embed"}, {"head"}]
+    sends = [[(c["phase"], c["bytes"]) for c in found["collectives"] if c["kind"] == "send"] for found in (first, last)]
+    shard = 4096 * 5120 // 4 * 2
+    assert sends == [[("forward", shard)] * 4, [("backward", shard)] * 4], "the residual shard, not the whole stream"
+    assert first["parameters_per_process"] + last["parameters_per_process"] == pytest.approx(
+        first["parameters"] / 4, rel=1e-4
+    )
+    assert say(capsys, "boost-13b", "--pp-rank", "1", "--svg", str(tmp_path / "x.svg"))[0] == 0
+
+
+def test_shared_weights_are_gathered(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["boost-7b", "--layout", "btp-sp", "--parallel.dp", "2", "--train.global_batch", "8"]
+    alone, shared, outer = (
+        facts(capsys, *words, *more)
+        for more in ([], ["--parallel.shard", "full"], ["--parallel.shard", "full", "--parallel.shard_outer", "true"])
+    )
+    assert shared["parameters_per_process"] == pytest.approx(alone["parameters_per_process"] / 2, rel=1e-3)
+    assert outer["parameters_per_process"] == pytest.approx(alone["parameters"] / 8, rel=1e-3)
+    gathered = [c for c in shared["collectives"] if c["place"] == "weights"]
+    assert [c["phase"] for c in gathered] == ["forward"] * 33 + ["backward"] * 32
+    out = say(capsys, *words, "--parallel.shard", "full", "--parallel.shard_outer", "true")[1]
+    assert "whole; rows shared by 8" in out and "dim 0 in 4; rows shared by 2" in out
 
 
 def test_few_key_value_heads_are_explained(capsys: pytest.CaptureFixture[str]) -> None:

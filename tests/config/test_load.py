@@ -68,6 +68,35 @@ BAD = [
     (["--train.recompute", "low-rank-sharded"], ["recompute = 'low-rank-sharded'", "'btp'", "take 'low-rank'"]),
     (["--train.recompute", "lowrank"], ["train.recompute = 'lowrank'", "did you mean 'low-rank'"]),
     (["--train.recompute_every", "99"], ["recompute_every = 99", "largest legal value is"]),
+    (["--parallel.pp", "9"], ["pp x virtual = 9 x 1", "model.layers = 8", "legal value of parallel.pp is 8"]),
+    (["--parallel.pp", "2", "--parallel.split", "[5, 4]"], ["split = [5, 4]", "2 numbers", "model.layers = 8"]),
+    (["--parallel.split", "[5, 3]"], ["split = [5, 3]", "pp > 1"]),
+    (["--parallel.pp", "2", "--parallel.split", "4"], ["split = 4", "list of integers", "[9, 7]"]),
+    (["--parallel.pp", "2", "--parallel.split", "[4.5, 3]"], ["parallel.split", "an item 4.5", "list of integers"]),
+    (["--parallel.pp", "2", "--parallel.virtual", "2"], ["virtual = 2", "'1f1b'", "legal value is 1"]),
+    (["--parallel.virtual", "2"], ["virtual = 2", "pp > 1", "virtual = 1"]),
+    (
+        ["--parallel.pp", "2", "--parallel.schedule", "interleaved-1f1b", "--parallel.virtual", "1"],
+        ["virtual = 1", "take 2, or '1f1b'"],
+    ),
+    (["--parallel.pp", "8"], ["global_batch = 32", "4 micro-batches", "'1f1b'", "nearest legal value is 64"]),
+    (
+        ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.global_batch", "40"],
+        ["5 micro-batches", "multiple of their number of rounds", "nearest legal value is 48"],
+    ),
+    (
+        ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.recompute", "low-rank+attention-output"],
+        ["recompute = 'low-rank+attention-output'", "'zero-bubble'", "take 'low-rank'"],
+    ),
+    (
+        ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "zero-bubble", "--parallel.shard", "full"],
+        ["shard = 'full'", "'zero-bubble'", "take shard = 'optimizer'"],
+    ),
+    (["--parallel.shard_outer", "true"], ["shard_outer = true", "shard = 'none'", "'full' or 'optimizer'"]),
+    (
+        ["--parallel.tp", "2", "--parallel.shard", "full", "--parallel.shard_outer", "true"],
+        ["shard_outer = true", "'btp-sp'", "'btp' has none"],
+    ),
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
     (["--train.compute_dtype", "float16"], ["train.compute_dtype = 'float16'", "bfloat16"]),
 ]  # fmt: skip
@@ -192,6 +221,12 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.layout megatron",
         "--train.recompute low-rank-sharded --parallel.layout btp-sp",
         "--train.recompute full-block --model.family dense --train.recompute_every 2",
+        "--parallel.pp 8 --train.micro_batch 1 --parallel.shard full",
+        "--parallel.pp 3 --parallel.split [3,3,2] --train.micro_batch 1",
+        "--parallel.pp 4 --parallel.schedule gpipe --train.micro_batch 32",
+        "--parallel.pp 2 --parallel.schedule interleaved-1f1b",
+        "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 4 --parallel.dp 2 --parallel.shard optimizer",
+        "--parallel.schedule interleaved-1f1b",
     ],
 )
 def test_what_a_layout_can_carry_is_legal(overrides: str) -> None:

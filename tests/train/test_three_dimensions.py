@@ -234,6 +234,7 @@ def counted(config: Config) -> tuple[Counter[Any], Counter[Any]]:
 COUNTED = [
     *({"pp": 2, "tp": 2, "layout": layout} for layout in ("btp", "btp-sp", "vanilla")),
     *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble")),
+    {"pp": 2, "tp": 2, "layout": "btp", "schedule": "zero-bubble"},
     *({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": shard} for shard in ("none", "optimizer", "full")),
     {"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
     {"tp": 2, "layout": "btp-sp", "shard": "optimizer", "shard_outer": True},
