@@ -40,11 +40,15 @@ log_every = 1
 LIMIT_S = 240
 
 
-@pytest.fixture
-def config(tmp_path: Path, store: Path) -> Path:
-    path = tmp_path / "run.toml"
+def write_config(folder: Path, store: Path) -> Path:
+    path = folder / "run.toml"
     path.write_text(f'{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\n')
     return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, store: Path) -> Path:
+    return write_config(tmp_path, store)
 
 
 def start(*words: str | Path) -> subprocess.Popen[str]:
@@ -89,12 +93,20 @@ def numbers(run: Path) -> list[tuple[object, ...]]:
     return [tuple(line.get(name) for name in names) for line in read_metrics(run / "metrics.jsonl")]
 
 
-def test_a_killed_run_resumes_to_the_last_bit(config: Path, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    code, out, err = boost("train", config, "--run.dir", whole)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    """The run directory of a whole run."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = folder / "whole"
+    code, out, err = boost("train", write_config(folder, store), "--run.dir", run)
     assert code == 0, err
-    for words in ("held-out loss", "unigram entropy", "held-out perplexity", "bits per byte", "sample", str(whole)):
+    for words in ("held-out loss", "unigram entropy", "held-out perplexity", "bits per byte", "sample", str(run)):
         assert words in out
+    return run
+
+
+def test_a_killed_run_resumes_to_the_last_bit(config: Path, whole: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
     assert len(numbers(whole)) == 42
 
     process = start("train", config, "--run.dir", killed)
@@ -148,9 +160,41 @@ def test_a_killed_process_is_named_and_ends_the_run(config: Path, tmp_path: Path
     assert "--resume auto" in err
 
 
-def test_evaluation_and_generation_do_not_depend_on_the_mesh(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert boost("train", config, "--run.dir", run)[0] == 0
+def test_a_run_goes_from_one_mesh_to_another_by_flags_alone(config: Path, tmp_path: Path) -> None:
+    """Pipeline and shared weights first, then another pipeline and TP: as one process does it."""
+    words = ["train", config, "--model.layers", "4", "--train.micro_batch", "1", "--train.save_every", "4"]
+    words += ["--parallel.tp", "1", "--train.eval_every", "4"]
+    three, one = tmp_path / "three", tmp_path / "one"
+    first = ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.shard", "full", "--train.steps", "4"]
+    then = [
+        "--parallel.pp",
+        "2",
+        "--parallel.tp",
+        "2",
+        "--parallel.schedule",
+        "interleaved-1f1b",
+        "--parallel.layout",
+        "btp-sp",
+    ]
+    for flags in (first, [*then, "--train.steps", "8", "--resume", "auto"]):
+        code, out, err = boost(*words, *flags, "--optim.schedule", "constant", "--run.dir", three)
+        assert code == 0, err
+    assert "resumed at step 4 of 8" in out
+    code, alone, err = boost(*words, "--optim.schedule", "constant", "--train.steps", "8", "--run.dir", one)
+    assert code == 0, err
+    ours, theirs = ([m for m in read_metrics(run / "metrics.jsonl") if m["kind"] == "step"] for run in (three, one))
+    assert [m["step"] for m in ours] == list(range(1, 9))
+    for name in ("loss", "gradient_norm"):
+        assert [m[name] for m in ours] == pytest.approx([m[name] for m in theirs], rel=1e-5)
+    evaluations = [
+        [m["heldout_loss"] for m in read_metrics(run / "metrics.jsonl") if m["kind"] == "eval"] for run in (three, one)
+    ]
+    assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=1e-5)
+    assert out.partition("sample")[2].splitlines()[1:4] == alone.partition("sample")[2].splitlines()[1:4]
+
+
+def test_evaluation_and_generation_do_not_depend_on_the_mesh(whole: Path) -> None:
+    run = whole
     evaluations, texts = [], []
     for tp in (1, 2):
         code, out, err = boost("eval", run, "--tp", str(tp), "--json")

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from boost.config import Config
-from boost.data.batches import Batch
+from boost.config.architecture import IGNORED
+from boost.data.batches import Batch, Batches
 from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
 from boost.parallel import gradients
 from boost.parallel.mesh import Mesh, mesh_of
+from boost.parallel.pipeline import Pipeline
 from boost.train.console import SilentConsole
 from boost.train.loop import Trainer, resume_candidates
 from boost.train.model import to_device
@@ -75,6 +77,38 @@ def test_gradients_are_sent_before_the_backward_pass_is_over(store: Path, tmp_pa
 def test_micro_batches_are_one_batch(store: Path, tmp_path: Path) -> None:
     whole = losses_of(make_config(store, tmp_path, train={"micro_batch": 4}), 5)
     assert losses_of(make_config(store, tmp_path, train={"micro_batch": 1}), 5) == pytest.approx(whole, rel=1e-12)
+
+
+def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences with one target and sequences with many: a mean of the means of micro-batches would be another number."""
+    usual = Batches.sample
+
+    def masked(batches: Batches, index: int) -> Batch:
+        row = usual(batches, index)
+        targets = row.targets.copy()
+        targets[1 + index % 3 * 9 :] = IGNORED
+        return Batch(row.tokens, targets, row.document_ids)
+
+    monkeypatch.setattr(Batches, "sample", masked)
+    trainers = [
+        make_trainer(make_config(store, tmp_path, train={"micro_batch": n, "global_batch": 4})) for n in (1, 2, 4)
+    ]
+    for trainer in trainers:
+        trainer.start([])
+    (batch,) = trainers[2].batches.micro_batches(0, 0, 1, 4)
+    counted = int((batch.targets != IGNORED).sum())
+    assert 0 < counted < batch.targets.size
+    total = trainers[2].model(*to_device(batch, False, toy.CPU))
+    gradients = torch.autograd.grad(total / counted, list(trainers[2].model.parameters()))
+    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
+    steps = [[trainer.step(RATE, stop=False) for _ in range(4)] for trainer in trainers]
+    assert steps[2][0].loss == pytest.approx(total.item() / counted, rel=1e-12)
+    assert steps[2][0].gradient_norm == pytest.approx(norm, rel=1e-10)
+    for ours in steps[:2]:
+        assert [s.loss for s in ours] == pytest.approx([s.loss for s in steps[2]], rel=1e-12)
+        assert [s.gradient_norm for s in ours] == pytest.approx([s.gradient_norm for s in steps[2]], rel=1e-10)
 
 
 def test_isolated_documents_train_on_something_else_only_where_documents_meet(store: Path, tmp_path: Path) -> None:
@@ -219,16 +253,17 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(store: Path, tmp_path
 
 
 def poison(config: Config) -> tuple[list[bool], str]:
-    """Steps with a NaN in one process's weight gradient: whether weights stayed, and what ended the run."""
+    """Steps with a NaN in the last process's weight gradient: whether weights stayed, and what ended the run."""
     trainer = make_trainer(config)
     trainer.start([])
     trainer.step(RATE, stop=False)
     before = {k: v.clone() for k, v in toy.weights(trainer.model).items()}
 
     def harm(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * float("nan") if trainer.mesh.rank == 1 else gradient
+        return gradient * float("nan") if trainer.mesh.rank == trainer.mesh.size - 1 else gradient
 
-    handle = trainer.model.blocks[0].o.A.register_hook(harm)
+    blocks = trainer.model.decoders[0].blocks if isinstance(trainer.model, Pipeline) else trainer.model.blocks
+    handle = blocks[0].mlp_norm.register_hook(harm)
     for _ in range(2):
         trainer.step(RATE, stop=False)
     same = [torch.equal(v, before[k]) for k, v in toy.weights(trainer.model).items()]
@@ -238,8 +273,14 @@ def poison(config: Config) -> tuple[list[bool], str]:
     return same, str(error.value)
 
 
-def test_a_nan_on_one_process_changes_no_weight_anywhere_and_ends_the_run(store: Path, tmp_path: Path) -> None:
-    for same, message in run_distributed(2, poison, make_config(store, tmp_path, 2)):
+@pytest.mark.parametrize(
+    ("tp", "parallel"), [(2, {}), (1, {"pp": 2}), (2, {"dp": 2, "layout": "btp-sp", "shard": "optimizer"})], ids=str
+)
+def test_a_nan_on_one_process_changes_no_weight_anywhere_and_ends_the_run(
+    store: Path, tmp_path: Path, tp: int, parallel: dict[str, Any]
+) -> None:
+    config = make_config(store, tmp_path, tp, parallel=parallel)
+    for same, message in run_distributed(config.parallel.world_size, poison, config):
         assert all(same)
         assert "3 steps in a row" in message
         assert "optim.lr" in message
