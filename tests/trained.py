@@ -1,23 +1,26 @@
 """A toy model in training on any mesh, for tests: steps as the trainer makes them, on data made up."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 import torch
 
 from boost.config import Config
 from boost.config.architecture import IGNORED
+from boost.config.traffic import Collective
 from boost.data.batches import Batch
 from boost.models.stored import storages
 from boost.optim.adamw import build_adamw
-from boost.parallel.gradients import GradientReducer, agree, clip
+from boost.parallel.counting import CollectiveCounter
+from boost.parallel.gradients import Agreement, GradientReducer, agree, clip
 from boost.train.model import backward
 from tests import toy
 
 
 class Trained:
-    """A toy model after some optimizer steps with clipping."""
+    """A toy model after some optimizer steps with clipping, and what was seen on the way."""
 
     def __init__(self, config: Config, steps: int = 2, seed: int = 0) -> None:
         self.model, self.mesh = toy.toy_model(config, seed)
@@ -31,17 +34,41 @@ class Trained:
         """(loss, gradient norm) of each step."""
 
     def step(self, step: int) -> tuple[float, float]:
+        agreement = self.passes(step)
+        clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
+        self.gradients.append({name: value.clone() for name, value in toy.gradients(self.model).items()})
+        self.optimizer.step()
+        return agreement.loss, agreement.gradient_norm
+
+    def passes(self, step: int) -> Agreement:
+        """All of a step but the update."""
         batches = list(micro_batches(self.config, step, self.mesh.dp.rank))
         positions = self.config.train.global_batch * self.config.train.seq_len
         self.reducer.begin(len(batches))
         loss = backward(self.model, batches, self.config, positions)
         self.reducer.finish()
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        agreement = agree(self.stored, loss, targets, positions, False, self.mesh)
-        clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
-        self.gradients.append({name: value.clone() for name, value in toy.gradients(self.model).items()})
-        self.optimizer.step()
-        return agreement.loss, agreement.gradient_norm
+        return agree(self.stored, loss, targets, positions, False, self.mesh)
+
+    def collectives(self) -> list[Collective]:
+        """Those of a step, without its update. Without a pipeline each bears its phase."""
+        groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp) if axis.size > 1]
+        counter = CollectiveCounter(step_groups=groups)
+
+        def enter(phase: str) -> Callable[..., None]:
+            return lambda *_: setattr(counter, "phase", phase)
+
+        hooks = [
+            self.model.register_forward_pre_hook(enter("forward")),
+            self.model.register_forward_hook(enter("backward")),
+        ]
+        with counter, pytest.MonkeyPatch.context() as patch:
+            finish = self.reducer.finish
+            patch.setattr(self.reducer, "finish", lambda: (enter("step")(), finish()))
+            self.passes(0)
+        for hook in hooks:
+            hook.remove()
+        return counter.collectives
 
 
 def micro_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
@@ -58,15 +85,19 @@ def micro_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
 
 
 @functools.cache
-def reference(description: str) -> Trained:
+def reference(description: str, steps: int) -> Trained:
     """The same model on one process; made once in each process of a pool."""
-    return Trained(Config.model_validate_json(description))
+    return Trained(Config.model_validate_json(description), steps)
 
 
-def compare(config: Config) -> dict[str, float]:
+def compare(config: Config, steps: int = 2) -> dict[str, float]:
     """Relative errors of what this process has against the whole model in one process."""
-    expected = reference(toy.single(config).model_dump_json())
-    actual = Trained(config)
+    return errors_of(Trained(config, steps), steps)
+
+
+def errors_of(actual: Trained, steps: int) -> dict[str, float]:
+    """The same of a model that has made its steps."""
+    expected = reference(toy.single(actual.config).model_dump_json(), steps)
     model = actual.model
     local = toy.local_parts(model, expected.initial)
     numbers = zip(actual.numbers, expected.numbers, strict=True)

@@ -19,7 +19,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost train demo                                      a few million parameters, btp on 2 processes\n"
         "  boost train demo --parallel.tp 1 --run.dir runs/one   the same model on one process\n"
         "  boost train my.toml --train.steps 500 --optim.lr 1e-3\n"
-        "  boost train my.toml --resume auto                     go on where the run in run.dir stopped\n"
+        "  boost train my.toml --resume auto                     go on where the run in run.dir stopped, on any mesh\n"
+        "  boost train my.toml --parallel.tp 2 --parallel.pp 2 --parallel.dp 2 --parallel.shard optimizer\n"
         "  torchrun --nproc-per-node 8 -m boost.cli.main train my.toml --parallel.tp 4 --parallel.dp 2\n\n"
         f"presets: {', '.join(presets())}\n"
         "'boost config --fields' explains every key.",

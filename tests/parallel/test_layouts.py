@@ -1,8 +1,6 @@
 """Every layout is one function: loss, every gradient, three optimizer steps and generation against one process; collectives
 counted against the table."""
 
-import contextlib
-import functools
 import itertools
 from collections import Counter
 from typing import Any
@@ -15,12 +13,12 @@ from hypothesis import strategies as st
 from boost.config import Config, traffic
 from boost.config.traffic import Collective
 from boost.models.stored import storages
-from boost.optim.adamw import build_adamw
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.gradients import GradientReducer, agree, clip
+from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import micro_batch_collectives, step_collectives
 from tests import toy
 from tests.distributed import run_distributed
+from tests.trained import Trained, errors_of
 
 GROUPING = ({"grouping": True}, {"grouping": False})
 LOW_RANK = [
@@ -59,77 +57,10 @@ def config_of(model: dict[str, Any], parallel: dict[str, Any], tp: int, dtype: s
     return toy.toy_config(dtype, model={"norm_eps": 1e-2, **model}, parallel={**parallel, "tp": tp}, **sections)
 
 
-class Trained:
-    """A toy model after a few optimizer steps with clipping, and what was seen on the way."""
-
-    def __init__(self, config: Config, steps: int = 3) -> None:
-        self.decoder, self.mesh = toy.toy_decoder(config)
-        self.initial = {name: value.clone() for name, value in toy.weights(self.decoder).items()}
-        self.config, self.stored = config, list(storages(self.decoder))
-        self.reducer = GradientReducer(self.stored, self.mesh)
-        self.optimizer = build_adamw(self.stored, config.optim)
-        self.collectives: list[Collective] = []
-        """Of the first step."""
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        """After clipping, of each step."""
-        self.numbers = [self.step(step) for step in range(steps)]
-        """(loss, gradient norm) of each step."""
-
-    def step(self, step: int) -> tuple[float, float]:
-        train, replicas = self.config.train, self.mesh.replicas
-        accumulated = train.global_batch // train.micro_batch // self.mesh.dp.size
-        self.reducer.begin(accumulated)
-        loss = torch.zeros((), dtype=torch.double)
-        groups = [axis.name for axis in (replicas, self.mesh.dp) if axis.size > 1]
-        counter = CollectiveCounter(step_groups=groups)
-        # Seen at the dispatcher, every operation of a small model takes twice as long: one step is looked at.
-        with counter if step == 0 else contextlib.nullcontext():
-            for micro in range(accumulated):
-                number = (step * self.mesh.dp.size + self.mesh.dp.rank) * accumulated + micro
-                counter.phase = "forward"
-                share = self.decoder(*toy.toy_tokens(self.config, seed=number))
-                share = share / (train.global_batch * train.seq_len)
-                counter.phase = "backward"
-                share.backward()
-                loss += share.detach()
-            counter.phase = "step"
-            self.reducer.finish()
-            positions = train.global_batch * train.seq_len
-            own = positions // self.mesh.dp.size
-            agreement = agree(self.stored, loss, own, positions, False, self.mesh)
-        if step == 0:
-            self.collectives = counter.collectives
-        clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
-        self.gradients.append({name: value.clone() for name, value in toy.gradients(self.decoder).items()})
-        self.optimizer.step()
-        return agreement.loss, agreement.gradient_norm
-
-
-@functools.cache
-def reference(description: str) -> Trained:
-    """The same model on one process; made once in each process of a pool."""
-    return Trained(Config.model_validate_json(description))
-
-
 def compare_with_single(config: Config) -> dict[str, float]:
     """Relative errors of this process against the whole model in one process, and whether the table was kept."""
-    expected = reference(toy.single(config).model_dump_json())
-    actual = Trained(config)
-    local = toy.local_parts(actual.decoder, expected.initial)
-    numbers = zip(actual.numbers, expected.numbers, strict=True)
-    decoder, alone = actual.decoder, expected.decoder
-    gradients = [
-        toy.worst_error(ours, toy.local_parts(decoder, theirs))
-        for ours, theirs in zip(actual.gradients, expected.gradients, strict=True)
-    ]
-    return {
-        "initial": 0.0 if all(torch.equal(v, actual.initial[k]) for k, v in local.items()) else 1.0,
-        "table": 0.0 if keeps_table(config, actual.collectives) else 1.0,
-        "loss and norm": max(abs(a - e) / abs(e) for pair in numbers for a, e in zip(*pair, strict=True)),
-        "gradients": gradients[0],
-        "later gradients": max(gradients),
-        "weights": toy.worst_error(toy.weights(decoder), toy.local_parts(decoder, toy.weights(alone))),
-    }
+    actual = Trained(config, 3)
+    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
 
 
 def keeps_table(config: Config, counted: list[Collective]) -> bool:
@@ -154,7 +85,7 @@ def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel
 def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
     for errors in run_distributed(tp, compare_with_single, config_of(model, parallel, tp, "float32")):
         assert errors["initial"] == errors["table"] == 0
-        assert max(errors["loss and norm"], errors["gradients"]) <= 1e-5, errors
+        assert max(errors["loss and norm"], errors["first gradients"]) <= 1e-5, errors
 
 
 @st.composite
@@ -236,7 +167,7 @@ def test_a_layout_in_bfloat16_is_about_as_exact_as_one_process(model: dict[str, 
 
 
 def tables_are_kept(config: Config) -> bool:
-    return keeps_table(config, Trained(config, steps=1).collectives)
+    return keeps_table(config, Trained(config, 0).collectives())
 
 
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
@@ -257,7 +188,7 @@ def order_of_sums(config: Config) -> list[str]:
     try:
         errors = compare_with_single(config)
         assert max(errors.values()) <= 1e-10, errors
-        return [c.phase for c in Trained(config, steps=1).collectives if c.phase != "forward"]
+        return [c.phase for c in Trained(config, 0).collectives() if c.phase != "forward"]
     finally:
         traffic.BUCKET_BYTES = usual
 

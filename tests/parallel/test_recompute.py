@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -141,20 +140,9 @@ def test_every_second_block_recomputes() -> None:
         assert same["gradients"] and same["table"]
 
 
-def crossing_bend(
-    self: Group, latents: Sequence[torch.Tensor], carried: tuple[torch.Tensor, ...]
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """A family whose latents cross: each group adds those of its like in the block before."""
-    (u,) = latents
-    h = torch.nn.functional.silu(u)
-    if len(carried) == 4:
-        h, carried = h + carried[0], carried[1:]
-    return [h], (*carried, h)
-
-
 def compare_crossing(config: Config) -> dict[str, bool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "bend", crossing_bend)
+        patch.setattr(Group, "bend", toy.crossing_bend)
         expected = backward(plain(config))
         actual = backward(config)
     usual = backward(config)

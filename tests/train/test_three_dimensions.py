@@ -12,7 +12,6 @@ from boost.config.architecture import parameter_count
 from boost.models.group import Group
 from boost.models.interface import Layout
 from boost.models.stored import storages
-from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import step_collectives
 from boost.train.model import to_device
 from tests import toy
@@ -148,17 +147,6 @@ def test_replicas_keep_each_row_once() -> None:
     assert [vectors for _, vectors in each] == [norms] * 4
 
 
-def crossing_bend(
-    self: Group, latents: list[torch.Tensor], carried: tuple[torch.Tensor, ...]
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """A family whose latents cross: each group adds those of its like in the block before."""
-    (u,) = latents
-    h = torch.nn.functional.silu(u)
-    if len(carried) == 4:
-        h, carried = h + carried[0], carried[1:]
-    return [h], (*carried, h)
-
-
 def crossing_shapes(self: Group, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
     return (layout.latent_shape(self, tokens),)
 
@@ -166,7 +154,7 @@ def crossing_shapes(self: Group, layout: Layout, tokens: int) -> tuple[tuple[int
 def compare_crossing(config: Config) -> dict[str, float]:
     usual = Trained(toy.single(config), 1).numbers
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "bend", crossing_bend)
+        patch.setattr(Group, "bend", toy.crossing_bend)
         patch.setattr(Group, "carried_shapes", crossing_shapes)
         crossing = config.model_copy(update={"train": config.train.model_copy(update={"seed": 7})})
         assert Trained(toy.single(crossing), 1).numbers != usual, "something crosses"
@@ -225,10 +213,10 @@ def test_evaluation_and_generation_through_any_mesh(parallel: dict[str, Any]) ->
 def counted(config: Config) -> tuple[Counter[Any], Counter[Any]]:
     """What this process issues in a training step, seen and by the table; what happens when is the schedule's affair."""
     trained = Trained(config, 1)  # the first step also makes connections
-    with CollectiveCounter() as counter:
-        trained.step(1)
     table = step_collectives(config, trained.mesh.pp.rank)
-    return tuple(Counter((c.kind, c.elements, c.dtype, c.processes) for c in cs) for cs in (counter.collectives, table))  # type: ignore[return-value]
+    return tuple(
+        Counter((c.kind, c.elements, c.dtype, c.processes) for c in cs) for cs in (trained.collectives(), table)
+    )  # type: ignore[return-value]
 
 
 COUNTED = [
