@@ -119,7 +119,7 @@ class ParallelConfig(Section):
     shard: Literal["none", "optimizer", "full"] = "none"
     """What the replicas share instead of holding it dp times. none: nothing, gradients are all-reduced; optimizer: ZeRO-1,
     each updates its rows of every weight, which is gathered once a step; full: FSDP, weights are gathered block by block
-    where they are used, gradients are kept in shards too."""
+    where they are used, gradients are kept in shards too. One replica has nothing to share."""
 
     shard_outer: bool = False
     """True: factors that every TP process would hold whole (btp-sp's outer ones) are sharded over dp x tp, not dp alone.

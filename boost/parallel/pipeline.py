@@ -24,6 +24,7 @@ from boost.models.attention import KVCache
 from boost.models.decoder import Decoder
 from boost.models.interface import Layout
 from boost.parallel.mesh import Axis
+from boost.parallel.norms import statistic_dtype
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: dict[str, Any] = {
@@ -96,7 +97,7 @@ class Pipeline(nn.Module):
             shapes = decoder.boundary(decoder.layout, batch * length)
             # On no device: what is to be received, said in advance, so that no stage has to ask the one before.
             crossing = tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta") for s in shapes)
-            loss = torch.empty((), device="meta")
+            loss = torch.empty((), dtype=statistic_dtype(decoder.compute_dtype), device="meta")
             stages.append(
                 PipelineStage(
                     part,
