@@ -63,9 +63,8 @@ def configuration(config: Config, family: Family, dtype: str, parallel: dict[str
 def losses(config: Config, mesh: Mesh) -> list[float]:
     """The loss of each of config.train.steps steps, from initial weights. The same on every process of the mesh."""
     trainer = Trainer(config, mesh, RunDirectory(config.run.dir))
-    initialize_model(
-        trainer.model, config.train.seed
-    )  # and not `start`, which would put checkpoints of a run there aside
+    # Not `start`, which would put checkpoints of a run there aside.
+    initialize_model(trainer.model, config.train.seed)
     steps = config.train.steps
     return [trainer.step(learning_rate(config.optim, step, steps), stop=False).loss for step in range(steps)]
 

@@ -55,8 +55,11 @@ def run(args: argparse.Namespace) -> int:
     tracker_modules(config)
     open_fitting_store(config)
 
+    from boost.parallel.sharding import require_torch
     from boost.train.launch import launch, under_torchrun
     from boost.train.run import train_process
+
+    require_torch(config.parallel)
 
     if under_torchrun() or config.parallel.world_size == 1:
         return train_process(config, args.resume)

@@ -134,7 +134,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.layers
     if parallel.pp == 1 and parallel.virtual > 1:
         yield f"parallel.virtual = {parallel.virtual} stages a process make a pipeline only with parallel.pp > 1; take virtual = 1"
-    if parallel.pp == 1 and len(parallel.split) > 1:
+    if parallel.pp == 1 and parallel.split:
         yield f"parallel.split = {list(parallel.split)} is for parallel.pp > 1; leave it out"
     if parallel.pp == 1:
         return
@@ -146,10 +146,12 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
         yield "parallel.virtual = 1 leaves parallel.schedule = 'interleaved-1f1b' nothing to interleave; take 2, or '1f1b'"
     if parallel.stages > layers:
-        best = max(layers // parallel.virtual, 1)
+        way_out = f"parallel.pp is {layers // parallel.virtual}"
+        if layers // parallel.virtual < 2:
+            way_out = f"model.layers is {parallel.stages}"
         yield (
             f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages are more than model.layers = {layers}; the "
-            f"nearest legal value of parallel.pp is {best}"
+            f"nearest legal value of {way_out}"
         )
     split = list(parallel.split)
     if split and (len(split) != parallel.stages or sum(split) != layers):
@@ -157,15 +159,21 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.split = {split} must be {parallel.stages} numbers (parallel.pp x virtual) that sum up to "
             f"model.layers = {layers}; leave it out for a balanced one"
         )
-    if parallel.schedule == "zero-bubble" and config.train.recompute == "low-rank+attention-output":
+    recompute = config.train.recompute
+    if parallel.schedule == "zero-bubble" and recompute != "none":
         yield (
-            "train.recompute = 'low-rank+attention-output' can be gone through backward once, and parallel.schedule = "
-            "'zero-bubble' splits the backward pass in two; take 'low-rank', or 'interleaved-1f1b'"
+            f"train.recompute = '{recompute}' computes a block again for each of the many passes that parallel.schedule = "
+            "'zero-bubble' makes through it; take 'none', or 'interleaved-1f1b'"
         )
     if parallel.schedule == "zero-bubble" and parallel.shard == "full" and parallel.sharded:
         yield (
             "parallel.shard = 'full' lets go of weights between forward and backward pass, and the two backward passes of "
             "parallel.schedule = 'zero-bubble' do not find them again; take shard = 'optimizer', or 'interleaved-1f1b'"
+        )
+    if parallel.sharded and parallel.virtual > 3:
+        yield (
+            f"parallel.virtual = {parallel.virtual}: torch's schedules keep the shared weights of three stages, and gather "
+            f"those of more again and again; with parallel.shard = '{parallel.shard}' the largest legal value is 3"
         )
     yield from _micro_batch_problems(config)
 

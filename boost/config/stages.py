@@ -78,8 +78,8 @@ def costs(config: Config) -> Costs:
         tokens * (_block(model, train) + _again(model, train, policy))
         for policy in train.recompute_by_layer(model.layers)
     )
-    # Forward writes T rows; backward clears the table's gradient, adds T rows to it, and adds it to that of the step.
-    traffic = 3 * tokens * model.dim + 3 * model.vocab_size * model.dim
+    # T rows: copied forward; read and added backward. The table's gradient: cleared, then added to that of the step.
+    traffic = (2 + 3) * tokens * model.dim + (1 + 3) * model.vocab_size * model.dim
     embedding = FLOPS_PER_BYTE * ITEMSIZE[train.param_dtype] * traffic
     return Costs(embedding, blocks, 6.0 * tokens * model.vocab_size * model.dim)
 

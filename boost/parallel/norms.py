@@ -81,13 +81,20 @@ class _ProjectAndMeasure(torch.autograd.Function):
         return x_TD @ (a_RD * gamma_D).to(x_TD.dtype).t(), _sum_of_squares(x_TD) if measuring else None
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, ds_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(
+        ctx: Any, du_TR: Tensor, ds_T: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TD, a_RD, gamma_D = ctx.saved_tensors
-        dx_TD = du_TR @ (a_RD * gamma_D).to(x_TD.dtype)
-        if ds_T is not None:
-            dx_TD.addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
-        d_RD = (du_TR.t() @ x_TD).to(a_RD.dtype)
-        return dx_TD, d_RD * gamma_D, (d_RD * a_RD).sum(0), None
+        dx_TD = da_RD = dgamma_D = None
+        # A pipeline may ask for the gradients of inputs and of weights in passes of their own.
+        if ctx.needs_input_grad[0]:
+            dx_TD = du_TR @ (a_RD * gamma_D).to(x_TD.dtype)
+            if ds_T is not None:
+                dx_TD.addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            d_RD = (du_TR.t() @ x_TD).to(a_RD.dtype)
+            da_RD, dgamma_D = d_RD * gamma_D, (d_RD * a_RD).sum(0)
+        return dx_TD, da_RD, dgamma_D, None
 
 
 class _SumWithStatistic(torch.autograd.Function):

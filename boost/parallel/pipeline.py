@@ -48,7 +48,8 @@ class Part(nn.Module):
         if self.decoder.stage.predicts:
             return result
         # Zero bubble detaches what it has sent in place, which a view does not allow.
-        return tuple(x if x._base is None else x.clone() for x in result)
+        whole = torch.contiguous_format
+        return tuple(x.contiguous() if x._base is None else x.clone(memory_format=whole) for x in result)
 
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *arrived: Tensor) -> Any:
         """As the decoder's."""

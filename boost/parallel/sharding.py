@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from boost.config.schema import ParallelConfig
@@ -26,32 +27,29 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
     """Divides the weights of a decoder, or of a stage of one, among its replicas, in units of blocks.
 
     `root` is the module whose forward pass runs it: the decoder, or what a pipeline wraps it into. Gathers are in
-    the dtype of activations, sums of gradients in that of weights. Raises ConfigError where torch is too old for
-    parallel.shard_outer.
+    the dtype of activations, sums of gradients in that of weights.
     """
     assert mesh.device_mesh is not None
-    norms = {s.parameter for s in storages(decoder) if s.parameter.ndim == 1}
-    partial = {s.parameter for s in storages(decoder) if s.cut.partial} - norms
+    stored = list(storages(decoder))
+    norms = {s.parameter for s in stored if s.parameter.ndim == 1}
+    outer = (
+        {s.parameter for s in stored if s.cut.partial} - norms if parallel.shard_outer and parallel.tp > 1 else set()
+    )
+    owners = {p: (m, name) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)}
     options: dict[str, Any] = {}
-    if parallel.shard_outer and parallel.tp > 1:
-        options["shard_placement_fn"] = _over_replicas(partial, mesh)
-    else:
-        partial = set()
+    if outer:
+        options["shard_placement_fn"] = _over_replicas(outer, mesh)
     weights = next(decoder.parameters()).dtype
     if decoder.compute_dtype != weights:
-        # Gathered weights are cast where they are used otherwise: half of the bytes, the same numbers.
+        # Half of the bytes: weights are cast before they are gathered instead of where they are used.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=decoder.compute_dtype, reduce_dtype=weights, cast_forward_inputs=False
         )
-    ways = [(s.parameter, "replicas" if s.parameter in partial else "dp") for s in storages(decoder)]
-    over = {id(parameter): way for parameter, way in ways}
-    places = [(m, name, over[id(p)]) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)]
-    gathered_for_long = {"optimizer": False, "full": True}[parallel.shard]
     for unit in (*decoder.blocks, root):
         fully_shard(
             unit,
             mesh=mesh.device_mesh["dp"],
-            reshard_after_forward=gathered_for_long and unit is not root,
+            reshard_after_forward=parallel.shard == "full" and unit is not root,
             ignored_params=norms,
             **options,
         )
@@ -59,8 +57,10 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
         unit.set_gradient_divide_factor(1.0)  # sums, like those of replicas that share nothing
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-    for module, name, way in places:
-        _remember(module, name, way, mesh)
+    register_fsdp_forward_method(root, "next_logits")
+    for parameter, (module, name) in owners.items():
+        if parameter not in norms:
+            _remember(module, name, "replicas" if parameter in outer else "dp", mesh)
 
 
 def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> None:
@@ -75,26 +75,27 @@ def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> No
         module.set_reshard_after_backward(every_time)
 
 
-def _over_replicas(partial: set[nn.Parameter], mesh: Mesh) -> Any:
-    """What places some parameters on dp x tp and leaves the others where they are."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-    except ImportError:
+def require_torch(parallel: ParallelConfig) -> None:
+    """Raises ConfigError where this torch cannot shard the weights of one block over different processes."""
+    if parallel.shard_outer and not hasattr(_fsdp_common, "ShardPlacementResult"):
         raise ConfigError(
             f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which shards all weights of a block "
             "over the same processes (2.13 has it); set it to false"
-        ) from None
+        )
+
+
+def _over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:
+    """What places some parameters on dp x tp and leaves the others where they are."""
     assert mesh.replicas.group is not None
-    everywhere = FSDPMeshInfo(DeviceMesh.from_group(mesh.replicas.group, mesh.device.type), shard_mesh_dim=0)
-    return lambda parameter: ShardPlacementResult(None, everywhere) if parameter in partial else None
+    device_mesh = DeviceMesh.from_group(mesh.replicas.group, mesh.device.type)
+    everywhere = _fsdp_common.ShardPlacementResult(None, _fsdp_common.FSDPMeshInfo(mesh=device_mesh, shard_mesh_dim=0))
+    return lambda parameter: everywhere if parameter in outer else None
 
 
 def _remember(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
     """Tells a module which rows of a parameter are kept here."""
     parameter = getattr(module, name)
-    if not isinstance(parameter, DTensor):
-        return
-    assert isinstance(module, Stored)
+    assert isinstance(parameter, DTensor) and isinstance(module, Stored)
     local = parameter.to_local().detach()
     size, rank = mesh.dp.size, mesh.dp.rank
     if over == "replicas":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from boost.config.architecture import Group, groups
-from boost.config.cuts import TOKEN_SHARDED, wide_parts
+from boost.config.cuts import TOKEN_SHARDED, cut_of, wide_parts
 from boost.config.schema import Config, LayoutName, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages_of, whole
 from boost.config.traffic import Collective, chunk_tokens, statistic_columns, statistic_dtype
@@ -93,6 +93,20 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     return result
 
 
+def residual_cut(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """'tokens', 'hidden' or 'whole': along what the residual stream [T, d] is cut."""
+    if parallel.tp > 1 and parallel.layout in TOKEN_SHARDED:
+        return "tokens"
+    # The gain of a block's norm lies as the residual's columns do: that is what it multiplies.
+    return "hidden" if cut_of("norm", model, parallel).dim == 0 else "whole"
+
+
+def residual_shape(model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
+    """Shape of the residual stream of `tokens` tokens on one process."""
+    p, cut = parallel.tp, residual_cut(model, parallel)
+    return (tokens // p if cut == "tokens" else tokens, model.dim // p if cut == "hidden" else model.dim)
+
+
 def _forward(
     model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
@@ -127,10 +141,7 @@ def _backward_of(
 
 def _handed_on(phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Collective:
     """What a stage sends to its neighbour: the residual stream, or its gradient, as one process holds it."""
-    p = parallel.tp
-    by_tokens, by_width = p > 1 and parallel.layout in TOKEN_SHARDED, p > 1 and parallel.layout == "btp"
-    shape = (tokens // p if by_tokens else tokens, model.dim // p if by_width else model.dim)
-    return Collective(phase, "send", shape, dtype, 2, "pipeline")
+    return Collective(phase, "send", residual_shape(model, parallel, tokens), dtype, 2, "pipeline")
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[Crossing]]:

@@ -14,11 +14,11 @@ from boost.config.architecture import (
     head,
     parameter_count,
 )
-from boost.config.cuts import TOKEN_SHARDED, Cut, cut_of, local_shape, wide_parts
+from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
-from boost.plan.collectives import step_collectives
+from boost.plan.collectives import residual_cut, residual_shape, step_collectives
 from boost.plan.replicas import stored_tensors
 
 
@@ -98,9 +98,7 @@ class Inspection:
     @property
     def residual(self) -> tuple[int, int]:
         """Local shape of the residual stream of one micro-batch."""
-        p, d = self.config.parallel.tp, self.config.model.dim
-        cut = self.residual_cut
-        return (self.tokens // p if cut == "tokens" else self.tokens, d // p if cut == "hidden" else d)
+        return residual_shape(self.config.model, self.config.parallel, self.tokens)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -162,14 +160,6 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         micro_batches=micro_batches,
         issued=tuple(_numbered(step_collectives(config, pp_rank), micro_batches)),
     )
-
-
-def residual_cut(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """'tokens', 'hidden' or 'whole': along what the residual stream [T, d] is cut."""
-    if parallel.tp > 1 and parallel.layout in TOKEN_SHARDED:
-        return "tokens"
-    # The gain of a block's norm lies as the residual's columns do: that is what it multiplies.
-    return "hidden" if cut_of("norm", model, parallel).dim == 0 else "whole"
 
 
 def human_bytes(number: float) -> str:

@@ -7,7 +7,7 @@ rows do not divide, the last ones keep fewer. Numbers here are those of the firs
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from boost.config.architecture import Parameter, embedding, final_norm, groups, head
 from boost.config.cuts import Cut, cut_of, local_shape
@@ -82,8 +82,13 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     what replicas share the partial ones over TP."""
     parallel, dtype = config.parallel, config.train.param_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
-    held = [t for t in stored if t.vector or not parallel.sharded]
-    late = [t for t in stored if t.cut.partial and t not in held and not t.over_replicas(parallel)]
+    shared = [parallel.sharded and not t.vector for t in stored]
+    held = [t for t, is_shared in zip(stored, shared, strict=True) if not is_shared]
+    late = [
+        t
+        for t, is_shared in zip(stored, shared, strict=True)
+        if is_shared and t.cut.partial and not t.over_replicas(parallel)
+    ]
     result = []
     for tensors, processes in (
         ([t for t in held if t.cut.partial], parallel.tp * parallel.dp),
@@ -103,7 +108,8 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     ZeRO-1 gathers and scatters once a step. FSDP gathers a block before its forward and before its backward pass and scatters
     behind it, in phases 'forward' and 'backward' of each micro-batch. In a pipeline, where passes of several micro-batches
     alternate, it keeps a block that was gathered for a backward pass until the next forward pass is through, and scatters
-    once a step: one gather for each micro-batch and one more, whatever the schedule, all in phase 'step'.
+    once a step: one gather for each micro-batch and one more, whatever the schedule, all in phase 'step'. (Of up to three stages
+    a process; torch's schedules let go of more of them.)
     """
     parallel, train = config.parallel, config.train
     if not parallel.sharded:
@@ -113,21 +119,16 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     result: list[Collective] = []
     for stage in stages:
         for unit, elements, processes in _units(config, stage):
-            ends = unit is None
-
-            def issue(phase: str, kind: str, times: int = 1) -> None:
-                dtype = train.compute_dtype if kind == "all-gather" else train.param_dtype
-                place = "weights" if kind == "all-gather" else "gradients"
-                one = Collective(phase, kind, (elements,), dtype, processes, place, unit)  # noqa: B023
-                result.extend([one] * times)
-
+            gather = Collective("step", "all-gather", (elements,), train.compute_dtype, processes, "weights", unit)
+            scatter = Collective("step", "reduce-scatter", (elements,), train.param_dtype, processes, "gradients", unit)
+            between = full and unit is not None  # let go of between the two passes
             if full and not piped:
-                issue("forward", "all-gather")
-                issue("backward", "all-gather", 0 if ends else 1)
-                issue("backward", "reduce-scatter")
+                result.append(replace(gather, phase="forward"))
+                result += [replace(gather, phase="backward")] * between
+                result.append(replace(scatter, phase="backward"))
             else:
-                issue("step", "all-gather", micro_batches + 1 if full and not ends else 1)
-                issue("step", "reduce-scatter")
+                result += [gather] * (micro_batches + 1 if between else 1)
+                result.append(scatter)
     return result
 
 

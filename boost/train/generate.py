@@ -1,6 +1,7 @@
-"""Text from a model: one token after the other, with a key/value cache, on one process or a TP group.
+"""Text from a model: one token after the other, with a key/value cache, on one process or all of a mesh.
 
-Every TP process has the same logits and the same seeded generator, so all of them choose the same token without a word.
+Every process of a TP group and of its pipeline has the same logits and the same seeded generator, so all of them choose the
+same token without a word.
 """
 
 from collections.abc import Iterator

@@ -109,8 +109,14 @@ def _conclude(config: Config, trainer: Trainer, run: RunDirectory, outcome: Outc
 
 
 def sample_text(model: Model, store: TokenStore, sampling: Sampling | None = None) -> str:
-    """A held-out prompt, a mark, and what the model makes of it. Every process of a TP group and of its pipeline must call it."""
+    """A held-out prompt, a mark, and what the model makes of it. Every process of the mesh must call it.
+
+    All tokens are made and cut behind the end of a document afterwards: replicas that share weights gather them for each
+    token, and one whose own text ended earlier, by the rounding of another GPU, would leave the others waiting.
+    """
     tokenizer, heldout = store.tokenizer(), store.split("heldout")
     prompt = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()
-    new = list(generate(model, prompt, SAMPLE_TOKENS, sampling or Sampling(temperature=0.8, top_p=0.95), store.eos))
+    new = list(generate(model, prompt, SAMPLE_TOKENS, sampling or Sampling(temperature=0.8, top_p=0.95)))
+    if store.eos in new:
+        new = new[: new.index(store.eos) + 1]
     return f"{tokenizer.decode(prompt)}[...]{tokenizer.decode(new)}"

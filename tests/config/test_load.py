@@ -71,6 +71,16 @@ BAD = [
     (["--parallel.pp", "9"], ["pp x virtual = 9 x 1", "model.layers = 8", "legal value of parallel.pp is 8"]),
     (["--parallel.pp", "2", "--parallel.split", "[5, 4]"], ["split = [5, 4]", "2 numbers", "model.layers = 8"]),
     (["--parallel.split", "[5, 3]"], ["split = [5, 3]", "pp > 1"]),
+    (["--parallel.split", "[3]"], ["split = [3]", "pp > 1"]),
+    (
+        ["--parallel.pp", "5", "--parallel.schedule", "zero-bubble", "--parallel.virtual", "5"],
+        ["pp x virtual = 5 x 5", "nearest legal value of model.layers is 25"],
+    ),
+    (
+        ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "zero-bubble", "--parallel.virtual", "4",
+         "--parallel.shard", "optimizer"],
+        ["virtual = 4", "three stages", "largest legal value is 3"],
+    ),
     (["--parallel.pp", "2", "--parallel.split", "4"], ["split = 4", "list of integers", "[9, 7]"]),
     (["--parallel.pp", "2", "--parallel.split", "[4.5, 3]"], ["parallel.split", "an item 4.5", "list of integers"]),
     (["--parallel.pp", "2", "--parallel.virtual", "2"], ["virtual = 2", "'1f1b'", "legal value is 1"]),
@@ -86,7 +96,7 @@ BAD = [
     ),
     (
         ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.recompute", "low-rank+attention-output"],
-        ["recompute = 'low-rank+attention-output'", "'zero-bubble'", "take 'low-rank'"],
+        ["recompute = 'low-rank+attention-output'", "'zero-bubble'", "take 'none', or 'interleaved-1f1b'"],
     ),
     (
         ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.schedule", "zero-bubble", "--parallel.shard", "full"],
@@ -225,7 +235,8 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.pp 3 --parallel.split [3,3,2] --train.micro_batch 1",
         "--parallel.pp 4 --parallel.schedule gpipe --train.micro_batch 32",
         "--parallel.pp 2 --parallel.schedule interleaved-1f1b",
-        "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 4 --parallel.dp 2 --parallel.shard optimizer",
+        "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 2 --parallel.dp 2 --parallel.shard optimizer",
+        "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 4",
         "--parallel.schedule interleaved-1f1b",
     ],
 )

@@ -14,12 +14,13 @@ from tests.distributed import run_distributed
 
 
 def make_config(**parallel: Any) -> Any:
-    return toy.toy_config("float64", model={"vocab_size": 300}, parallel=parallel)
+    train = {"micro_batch": 1, "global_batch": 4}
+    return toy.toy_config("float64", model={"vocab_size": 300}, parallel=parallel, train=train)
 
 
 def evaluation(store: Path, config: Any, batch: int, max_tokens: int | None = None) -> Evaluation:
-    decoder, mesh = toy.toy_decoder(config)
-    return evaluate(decoder, TokenStore.open(store).split("heldout"), 32, batch, False, mesh, max_tokens)
+    model, mesh = toy.toy_model(config)
+    return evaluate(model, TokenStore.open(store).split("heldout"), 32, batch, False, mesh, max_tokens)
 
 
 def test_it_is_the_mean_over_every_token(store: Path) -> None:
@@ -40,9 +41,10 @@ def test_it_is_the_mean_over_every_token(store: Path) -> None:
 def test_neither_batch_nor_mesh_matters(store: Path) -> None:
     expected = evaluation(store, make_config(), batch=1)
     assert evaluation(store, make_config(), batch=64).loss == pytest.approx(expected.loss, rel=1e-12)
-    for result in run_distributed(4, evaluation, store, make_config(tp=2, dp=2), 3):
-        assert result.tokens == expected.tokens
-        assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+    for parallel in ({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2, "shard": "full"}):
+        for result in run_distributed(4, evaluation, store, make_config(**parallel), 30):
+            assert result.tokens == expected.tokens
+            assert result.loss == pytest.approx(expected.loss, rel=1e-10)
 
 
 def test_part_of_the_tokens(store: Path) -> None:

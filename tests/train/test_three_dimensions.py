@@ -9,11 +9,13 @@ import torch
 
 from boost.config import Config
 from boost.config.architecture import parameter_count
+from boost.data.batches import Batch
 from boost.models.group import Group
 from boost.models.interface import Layout
 from boost.models.stored import storages
+from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import step_collectives
-from boost.train.model import to_device
+from boost.train.model import backward, to_device
 from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, compare, micro_batches
@@ -99,7 +101,7 @@ def test_outer_factors_are_shared_by_tp_processes_of_one_replica() -> None:
 COMBINED: list[tuple[str, dict[str, Any], str]] = [
     ("cola", {"layout": "btp-sp", "schedule": "interleaved-1f1b", "shard": "full", "shard_outer": True}, "low-rank-sharded"),
     ("cola", {"layout": "btp", "schedule": "1f1b", "shard": "full"}, "low-rank+attention-output"),
-    ("svd", {"layout": "vanilla", "schedule": "zero-bubble", "shard": "optimizer"}, "low-rank"),
+    ("svd", {"layout": "vanilla", "schedule": "zero-bubble", "shard": "optimizer"}, "none"),
     ("dense", {"layout": "megatron-sp", "schedule": "gpipe", "shard": "optimizer"}, "full-block"),
 ]  # fmt: skip
 
@@ -117,17 +119,37 @@ def test_documents_stay_apart(parallel: dict[str, Any]) -> None:
     assert Trained(toy.single(isolated), 1).numbers != Trained(toy.single(together), 1).numbers
 
 
-def bf16_losses(config: Config) -> list[tuple[float, float]]:
-    return Trained(config, 4).numbers
+def gradient_error_in_bf16(config: Config) -> dict[str, float]:
+    """Relative error against fp64 of what this process keeps of each gradient, of a text in which one token is frequent."""
+    exact = config.train.model_copy(update={"param_dtype": "float64", "compute_dtype": "float64"})
+    errors: dict[str, float] = {}
+    made = []
+    for each in (toy.single(config).model_copy(update={"train": exact}), config):
+        model, mesh = toy.toy_model(each)
+        reducer = GradientReducer(list(storages(model)), mesh)
+        tokens, targets = toy.toy_tokens(each, batch=each.train.global_batch)
+        often = torch.where(torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.5, 3, tokens)
+        share = slice(mesh.dp.rank * 2, mesh.dp.rank * 2 + 2) if mesh.dp.size > 1 else slice(0, 4)
+        arrays = (x[share].numpy() for x in (often, targets, torch.zeros_like(tokens)))
+        reducer.begin()
+        backward(model, [Batch(*arrays)], each, tokens.numel())
+        reducer.finish()
+        made.append((model, toy.gradients(model)))
+    (_, expected), (model, actual) = made
+    for name, whole in toy.local_parts(model, expected).items():
+        errors[name] = ((actual[name].double() - whole).norm() / whole.norm()).item()
+    return errors
 
 
 def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
-    """Weights are cast before they are gathered instead of behind it: the same numbers."""
-    alone = Trained(config_of({}, "bfloat16"), 4).numbers
+    """Also where thousands of tokens add to one row of the embedding."""
+    train = {"micro_batch": 2, "global_batch": 4, "seq_len": 1024}
+    alone = max(gradient_error_in_bf16(config_of({}, "bfloat16", train=train)).values())
     for shard in ("optimizer", "full"):
-        for numbers in run_distributed(2, bf16_losses, config_of({"dp": 2, "shard": shard}, "bfloat16")):
-            for ours, theirs in zip(numbers, alone, strict=True):
-                assert ours == pytest.approx(theirs, rel=2e-3)
+        for errors in run_distributed(
+            2, gradient_error_in_bf16, config_of({"dp": 2, "shard": shard}, "bfloat16", train=train)
+        ):
+            assert max(errors.values()) <= 1.5 * alone, errors
 
 
 def kept(config: Config) -> tuple[int, int]:
@@ -175,13 +197,13 @@ def test_latents_that_cross_blocks_cross_stages(parallel: dict[str, Any]) -> Non
 def without_gradients(config: Config) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of some micro-batches, and logits behind a prompt and behind one more token."""
     model, mesh = toy.toy_model(config)
+    caches = model.make_caches(2, 7)
+    tokens = toy.toy_tokens(config, batch=2)[0]
+    logits = [model.next_logits(tokens[:, :6], caches), model.next_logits(tokens[:, 6:7], caches)]
     batches = list(micro_batches(config, 0, mesh.dp.rank))
     inputs = [to_device(batch, config.data.isolate_documents, toy.CPU) for batch in batches]
     with torch.no_grad():
         losses = [model(*each).item() for each in inputs]
-    caches = model.make_caches(2, 7)
-    tokens = toy.toy_tokens(config, batch=2)[0]
-    logits = [model.next_logits(tokens[:, :6], caches), model.next_logits(tokens[:, 6:7], caches)]
     return losses, logits
 
 
@@ -222,6 +244,8 @@ def counted(config: Config) -> tuple[Counter[Any], Counter[Any]]:
 COUNTED = [
     *({"pp": 2, "tp": 2, "layout": layout} for layout in ("btp", "btp-sp", "vanilla")),
     *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble")),
+    {"pp": 2, "dp": 2, "schedule": "zero-bubble", "virtual": 3, "shard": "optimizer"},
+    {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual": 3, "shard": "full"},
     {"pp": 2, "tp": 2, "layout": "btp", "schedule": "zero-bubble"},
     *({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": shard} for shard in ("none", "optimizer", "full")),
     {"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
@@ -234,6 +258,9 @@ COUNTED = [
 
 @pytest.mark.parametrize("parallel", COUNTED, ids=str)
 def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
-    config = config_of(parallel, "float32", train={"global_batch": 12, "recompute": "low-rank"})
+    recompute = "none" if parallel.get("schedule") == "zero-bubble" else "full-block"
+    layers = 2 * parallel.get("virtual", 2)
+    train = {"global_batch": 12, "recompute": recompute}
+    config = config_of(parallel, "float32", model={"layers": layers}, train=train)
     for seen, table in run_distributed(config.parallel.world_size, counted, config):
         assert seen == table

@@ -20,6 +20,7 @@ from boost.models.group import Group
 from boost.models.interface import Latents, Runner
 from boost.parallel import collectives
 from boost.parallel.layouts.residual import Base
+from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 from boost.parallel.norms import inverse_rms, project, project_and_measure, scale, sum_of_squares, sum_with_statistic
 
@@ -34,7 +35,7 @@ class BTP(Base):
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
-        return F.embedding(tokens_T, table).to(dtype)
+        return lookup(tokens_T, table, dtype)
 
     def enter(
         self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner

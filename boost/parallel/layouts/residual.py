@@ -14,6 +14,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.group import Group
 from boost.models.interface import Layout
 from boost.parallel import collectives
+from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 from boost.parallel.mesh import Axis
 from boost.parallel.norms import rms_norm
@@ -64,7 +65,7 @@ class Replicated(Base):
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """Each process looks up its own columns; one all-gather of D forward, nothing backward."""
-        rows = collectives.gather_replicated(F.embedding(tokens_T, table).to(dtype), self.axis)
+        rows = collectives.gather_replicated(lookup(tokens_T, table, dtype), self.axis)
         return collectives.rows_to_features(rows, self.axis)
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class TokenSharded(Base):
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """Each process looks up its own columns of all tokens; one all-to-all of T D/p forward, the same backward."""
-        columns = collectives.exchange(F.embedding(tokens_T, table).to(dtype), self.axis)
+        columns = collectives.exchange(lookup(tokens_T, table, dtype), self.axis)
         return collectives.rows_to_features(columns, self.axis)
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:

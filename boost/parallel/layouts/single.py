@@ -12,6 +12,7 @@ from torch import Tensor
 from boost.models.group import Group
 from boost.models.interface import Latents, Layout, Runner
 from boost.parallel.layouts.residual import Base
+from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 
 
@@ -21,7 +22,7 @@ class Single(Base):
     name = "single"
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.embedding(tokens_T, table).to(dtype)
+        return lookup(tokens_T, table, dtype)
 
     @property
     def with_sharded_latents(self) -> Layout:

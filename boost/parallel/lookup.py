@@ -1,0 +1,40 @@
+"""The embedding: rows of a table, and the sum of what comes back for each of them.
+
+Legend: T tokens, V rows of the table, D its width as held by this process.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from boost.parallel.norms import statistic_dtype
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = for each row the sum of dy over its tokens,
+    summed in fp32 and rounded once. No collective.
+
+    Summed in bf16, the gradient of a token that comes a thousand times stands still after a few hundred of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_T: Tensor, table_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_T)
+        ctx.rows, ctx.dtype = table_VD.shape[0], table_VD.dtype
+        return F.embedding(tokens_T, table_VD)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
+        (tokens_T,) = ctx.saved_tensors
+        wide = dy_TD.to(statistic_dtype(dy_TD.dtype))
+        return None, torch.ops.aten.embedding_dense_backward(wide, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
+
+
+def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Differentiable rows [T, D] of a table in `dtype`."""
+    if table_VD.dtype == statistic_dtype(table_VD.dtype):
+        return F.embedding(tokens_T, table_VD).to(dtype)
+    rows: Tensor = _Lookup.apply(tokens_T, table_VD)
+    return rows.to(dtype)
