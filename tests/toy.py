@@ -4,17 +4,20 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.group import Group
 from boost.models.init import initialize
 from boost.models.interface import local_slice
 from boost.models.stored import storages
+from boost.parallel.capabilities import require_torch
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.model import Model, build_decoder, build_model, initialize_model
 
@@ -72,6 +75,14 @@ def toy_mesh(config: Config) -> Mesh:
 def mesh(tp: int, dp: int = 1, pp: int = 1) -> Mesh:
     """Process groups are made once for each mesh: pools of processes live across tests."""
     return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp), CPU)
+
+
+def skip_what_torch_cannot(config: Config) -> None:
+    """For tests of what an older torch lacks."""
+    try:
+        require_torch(config.parallel)
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     tracker_modules(config)
     open_fitting_store(config)
 
-    from boost.parallel.sharding import require_torch
+    from boost.parallel.capabilities import require_torch
     from boost.train.launch import launch, under_torchrun
     from boost.train.run import train_process
 

@@ -9,7 +9,6 @@ Norms are not sharded: of a weight in ten thousand, and gathering them in bf16 w
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -17,7 +16,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.stored import Shard, Stored, storages
 from boost.parallel.mesh import Mesh
@@ -73,15 +71,6 @@ def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> No
         module.set_is_last_backward(last)
         module.set_requires_gradient_sync(every_time)
         module.set_reshard_after_backward(every_time)
-
-
-def require_torch(parallel: ParallelConfig) -> None:
-    """Raises ConfigError where this torch cannot shard the weights of one block over different processes."""
-    if parallel.shard_outer and not hasattr(_fsdp_common, "ShardPlacementResult"):
-        raise ConfigError(
-            f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which shards all weights of a block "
-            "over the same processes (2.13 has it); set it to false"
-        )
 
 
 def _over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:

@@ -30,6 +30,7 @@ def config_of(parallel: dict[str, Any], dtype: str = "float64", **sections: Any)
 
 
 def check(config: Config, limit: float = 1e-10) -> None:
+    toy.skip_what_torch_cannot(config)
     for errors in run_distributed(config.parallel.world_size, compare, config):
         assert max(errors.values()) <= limit, errors
 
@@ -144,12 +145,13 @@ def gradient_error_in_bf16(config: Config) -> dict[str, float]:
 def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
     """Also where thousands of tokens add to one row of the embedding."""
     train = {"micro_batch": 2, "global_batch": 4, "seq_len": 1024}
-    alone = max(gradient_error_in_bf16(config_of({}, "bfloat16", train=train)).values())
+    alone = gradient_error_in_bf16(config_of({}, "bfloat16", train=train))
     for shard in ("optimizer", "full"):
         for errors in run_distributed(
             2, gradient_error_in_bf16, config_of({"dp": 2, "shard": shard}, "bfloat16", train=train)
         ):
-            assert max(errors.values()) <= 1.5 * alone, errors
+            assert errors["embed"] <= 1.5 * alone["embed"], errors
+            assert max(errors.values()) <= 1.5 * max(alone.values()), errors
 
 
 def kept(config: Config) -> tuple[int, int]:
@@ -163,6 +165,7 @@ def kept(config: Config) -> tuple[int, int]:
 def test_replicas_keep_each_row_once() -> None:
     parallel = {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}
     config = config_of(parallel, train={"global_batch": 4})
+    toy.skip_what_torch_cannot(config)
     each = run_distributed(4, kept, config)
     norms = (2 * config.model.layers + 1) * config.model.dim
     assert sum(matrices for matrices, _ in each) == parameter_count(config.model) - norms
@@ -190,6 +193,7 @@ CROSSING += [{"layout": "btp-sp", "schedule": "zero-bubble"}, {"layout": "btp", 
 @pytest.mark.parametrize("parallel", CROSSING, ids=str)
 def test_latents_that_cross_blocks_cross_stages(parallel: dict[str, Any]) -> None:
     config = config_of({"pp": 2, "tp": 2, **parallel})
+    toy.skip_what_torch_cannot(config)
     for errors in run_distributed(config.parallel.world_size, compare_crossing, config):
         assert max(errors.values()) <= 1e-10, errors
 
@@ -262,5 +266,6 @@ def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
     layers = 2 * parallel.get("virtual", 2)
     train = {"global_batch": 12, "recompute": recompute}
     config = config_of(parallel, "float32", model={"layers": layers}, train=train)
+    toy.skip_what_torch_cannot(config)
     for seen, table in run_distributed(config.parallel.world_size, counted, config):
         assert seen == table
