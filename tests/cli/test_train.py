@@ -161,7 +161,7 @@ def test_a_killed_process_is_named_and_ends_the_run(config: Path, tmp_path: Path
 
 
 def test_a_run_goes_from_one_mesh_to_another_by_flags_alone(config: Path, tmp_path: Path) -> None:
-    """Pipeline and shared weights first, then another pipeline and TP: as one process does it."""
+    """Shared weights first, then a pipeline with TP: as one process does it."""
     words = ["train", config, "--model.layers", "4", "--train.save_every", "4"]
     words += [
         "--parallel.tp",
@@ -174,7 +174,7 @@ def test_a_run_goes_from_one_mesh_to_another_by_flags_alone(config: Path, tmp_pa
         "16",
     ]
     three, one = tmp_path / "three", tmp_path / "one"
-    first = ["--parallel.pp", "2", "--parallel.dp", "2", "--parallel.shard", "full", "--train.steps", "4"]
+    first = ["--parallel.dp", "2", "--parallel.shard", "full", "--train.steps", "4"]
     then = "--parallel.pp 2 --parallel.tp 2 --parallel.schedule interleaved-1f1b --parallel.layout btp-sp".split()  # noqa: SIM905
     for flags in (first, [*then, "--train.steps", "8", "--resume", "auto"]):
         code, out, err = boost(*words, *flags, "--optim.schedule", "constant", "--run.dir", three)

@@ -17,7 +17,7 @@ from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from tests.train.nodes import Agent, Node, two_nodes, why_not
 
-STEPS = 40
+STEPS = 20
 CONFIG = f"""
 [model]
 family = "cola"

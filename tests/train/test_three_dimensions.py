@@ -20,7 +20,8 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, compare, micro_batches
 
-TRAIN = {"micro_batch": 1, "global_batch": 8, "seq_len": 16}
+TRAIN = {"micro_batch": 1, "global_batch": 4, "seq_len": 16}
+"""Two micro-batches a replica in a pipeline of two: eight processes share two cores."""
 
 
 def config_of(parallel: dict[str, Any], dtype: str = "float64", **sections: Any) -> Config:
@@ -45,7 +46,7 @@ def test_every_mesh_is_one_process(parallel: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_in_single_precision_too(shard: str) -> None:
-    config = config_of({"pp": 2, "dp": 2, "tp": 2, "shard": shard}, "float32")
+    config = config_of({"pp": 2, "dp": 2, "tp": 2, "shard": shard}, "float32", train={"global_batch": 8})
     for errors in run_distributed(8, compare, config):
         # AdamW's first steps divide a gradient by its own magnitude: a rounded 0 becomes a step of full length.
         assert max(errors[what] for what in ("initial", "loss and norm", "first gradients")) <= 1e-5, errors
@@ -85,7 +86,7 @@ SHARDED: list[tuple[str, dict[str, Any]]] = [
 def test_every_sharding_of_every_layout_is_one_process(family: str, layout: dict[str, Any], shard: str) -> None:
     # One key/value head: its weights are held whole by both TP processes, and their gradients are partial.
     model = {"family": family, "kv_heads": 1}
-    check(config_of({"tp": 2, "dp": 2, "shard": shard, **layout}, model=model, train={"global_batch": 4}))
+    check(config_of({"tp": 2, "dp": 2, "shard": shard, **layout}, model=model))
 
 
 def test_rows_that_replicas_cannot_share_equally() -> None:
@@ -164,7 +165,7 @@ def kept(config: Config) -> tuple[int, int]:
 
 def test_replicas_keep_each_row_once() -> None:
     parallel = {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}
-    config = config_of(parallel, train={"global_batch": 4})
+    config = config_of(parallel)
     toy.skip_what_torch_cannot(config)
     each = run_distributed(4, kept, config)
     norms = (2 * config.model.layers + 1) * config.model.dim
@@ -264,7 +265,7 @@ COUNTED = [
 def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
     recompute = "none" if parallel.get("schedule") == "zero-bubble" else "full-block"
     layers = 2 * parallel.get("virtual", 2)
-    train = {"global_batch": 12, "recompute": recompute}
+    train = {"global_batch": 6, "recompute": recompute}
     config = config_of(parallel, "float32", model={"layers": layers}, train=train)
     toy.skip_what_torch_cannot(config)
     for seen, table in run_distributed(config.parallel.world_size, counted, config):
