@@ -23,6 +23,17 @@ from boost.train.model import Model, build_decoder, build_model, initialize_mode
 
 MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 CPU = torch.device("cpu")
+TOML = """
+[model]
+family = "cola"
+vocab_size = 300
+dim = 32
+ffn_dim = 48
+layers = 2
+heads = 4
+rank = 8
+"""
+"""A tiny model for whole commands, on the corpus of the tests."""
 
 
 def toy_config(dtype: str = "float64", **sections: Any) -> Config:

@@ -120,11 +120,14 @@ def parameter_count(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """Floating-point operations of forward and backward for one token: what model FLOP utilisation (MFU) counts.
 
-    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and
-    6 * layers * dim * seq_len for attention's two products over the causal half of the scores
-    (2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward). Recomputation is never counted.
+    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and attention.
+    Recomputation is never counted.
     """
-    linear = sum(
-        parameter.size for parameter in parameters(model) if parameter.role not in ("embed", "norm", "final_norm")
-    )
-    return 6 * linear + 6 * model.layers * model.dim * seq_len
+    return model.layers * block_flops_per_token(model, seq_len) + 6 * head(model).size
+
+
+def block_flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """The same of one block. 6 * dim * seq_len are for attention's two products over the causal half of the scores:
+    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward."""
+    linear = sum(parameter.size for parameter in block_parameters(model, 0) if parameter.role != "norm")
+    return 6 * linear + 6 * model.dim * seq_len

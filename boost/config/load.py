@@ -186,11 +186,11 @@ def _explain(error: ValidationError) -> str:
             return f"{key} is empty; write a path"
         case "less_than_equal":
             return f"{key} = {value} is too large; the largest legal value is {context['le']}"
+    shown = repr(value)
     if key not in known:  # an item of a list
-        key, value = key.rpartition(".")[0], f"an item {value!r}"
+        key, shown = key.rpartition(".")[0], f"an item {value!r}"
     default = [9, 7] if type_name(known[key]) == _INTEGERS else known[key].default
     example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"
-    shown = value if detail["loc"][-1:] and isinstance(detail["loc"][-1], int) else repr(value)
     return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
 
 

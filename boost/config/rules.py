@@ -185,8 +185,7 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
     count = train.global_batch // chunk
 
     def legal(n: int) -> bool:
-        rounds = n % (n // parallel.pp) if n >= parallel.pp else 1
-        return n >= parallel.pp and (parallel.schedule == "1f1b" or rounds == 0)
+        return n >= parallel.pp and (parallel.schedule == "1f1b" or n % (n // parallel.pp) == 0)
 
     if parallel.schedule != "gpipe" and not legal(count):
         best = nearest(count, max(2 * count, parallel.pp), legal)

@@ -4,10 +4,9 @@ Stage s of pp x v stages belongs to pipeline process s mod pp, so that a process
 stage embeds, the last one predicts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from boost.config.architecture import block_parameters, groups
+from boost.config.architecture import block_flops_per_token, groups
 from boost.config.schema import Config, ModelConfig, RecomputeName, TrainConfig
 from boost.config.traffic import ITEMSIZE
 
@@ -75,7 +74,7 @@ def costs(config: Config) -> Costs:
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
     blocks = tuple(
-        tokens * (_block(model, train) + _again(model, train, policy))
+        tokens * (block_flops_per_token(model, train.seq_len) + _again(model, train, policy))
         for policy in train.recompute_by_layer(model.layers)
     )
     # T rows: copied forward; read and added backward. The table's gradient: cleared, then added to that of the step.
@@ -112,18 +111,12 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
     return best[layers][2]
 
 
-def _block(model: ModelConfig, train: TrainConfig) -> float:
-    """FLOPs of one block for one token, forward and backward; attention over the causal half of the scores."""
-    linear = sum(p.size for p in block_parameters(model, 0) if p.role != "norm")
-    return 6.0 * linear + 6.0 * model.dim * train.seq_len
-
-
 def _again(model: ModelConfig, train: TrainConfig, policy: RecomputeName) -> float:
     """FLOPs that a block recomputes for one token: all of its forward pass, or what lies behind the latents."""
     attention = 2.0 * model.dim * train.seq_len
     if policy == "none":
         return 0.0
     if policy == "full-block":
-        return _block(model, train) / 3
-    entering: Sequence[int] = [p.size for g in groups(model) if g.side == "enter" for p in g.parameters("", "B")]
+        return block_flops_per_token(model, train.seq_len) / 3
+    entering = [p.size for g in groups(model) if g.side == "enter" for p in g.parameters("", "B")]
     return 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)

@@ -39,17 +39,16 @@ class CollectiveCounter(TorchDispatchMode):
             tensor, group_name = args[0], args[-1]
             processes = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
             gathered = (processes,) if name == "all_gather_into_tensor" else ()
-            dtype = str(tensor.dtype).removeprefix("torch.")
             phase = "step" if group_name in self.step_groups else self.phase
-            self.collectives.append(Collective(phase, KINDS[name], (*gathered, *tensor.shape), dtype, processes))
+            self._record(phase, KINDS[name], (*gathered, *tensor.shape), tensor, processes)
         elif namespace == "c10d" and name in _PLAIN:
             whole, part = sorted((args[0], args[1]), key=torch.Tensor.numel, reverse=True)
             if whole.numel() > part.numel():  # not of one process alone
-                self._record(_PLAIN[name], whole, whole.numel() // part.numel())
+                self._record(self.phase, _PLAIN[name], whole.shape, whole, whole.numel() // part.numel())
         elif namespace == "c10d" and name == "send":
-            self._record("send", args[0][0], 2)
+            self._record(self.phase, "send", args[0][0].shape, args[0][0], 2)
         return func(*args, **(kwargs or {}))
 
-    def _record(self, kind: str, tensor: torch.Tensor, processes: int) -> None:
+    def _record(self, phase: str, kind: str, shape: Sequence[int], tensor: torch.Tensor, processes: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.collectives.append(Collective(self.phase, kind, tuple(tensor.shape), dtype, processes))
+        self.collectives.append(Collective(phase, kind, tuple(shape), dtype, processes))

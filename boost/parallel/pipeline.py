@@ -126,9 +126,7 @@ class Pipeline(nn.Module):
         Returns the sum of the losses over `divisor`, of which the gradients are; 0 on processes that do not predict.
         """
         losses: list[Tensor] = []
-        inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
-        if document_ids_BS is not None:
-            inputs["document_ids_BS"] = document_ids_BS
+        inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
         target = targets_BS if self.predicts else None
         self._divisor = divisor
         self._schedule.step(
@@ -145,9 +143,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
         """Sum of the cross-entropy without gradients, as of a whole decoder; 0 on processes that do not predict."""
-        inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
-        if document_ids_BS is not None:
-            inputs["document_ids_BS"] = document_ids_BS
+        inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
         result = torch.zeros((), device=self.device)
         for part, decoder in zip(self.parts, self.decoders, strict=True):
             out = part(*self._receive(decoder, decoder.layout, tokens_BS.numel()), **inputs)
@@ -195,3 +191,9 @@ class Pipeline(nn.Module):
         peer = (decoder.stage.index + 1) % self.axis.size
         sent = [dist.isend(x.contiguous(), group=self.axis.group, group_dst=peer) for x in crossing]
         self._sending = [work for work in sent if work is not None]
+
+
+def _by_keyword(tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None) -> dict[str, Tensor]:
+    """What every stage is told. Schedules cut tensors into micro-batches, and know no None."""
+    inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
+    return inputs if document_ids_BS is None else inputs | {"document_ids_BS": document_ids_BS}

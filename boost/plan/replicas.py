@@ -82,13 +82,8 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     what replicas share the partial ones over TP."""
     parallel, dtype = config.parallel, config.train.param_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
-    shared = [parallel.sharded and not t.vector for t in stored]
-    held = [t for t, is_shared in zip(stored, shared, strict=True) if not is_shared]
-    late = [
-        t
-        for t, is_shared in zip(stored, shared, strict=True)
-        if is_shared and t.cut.partial and not t.over_replicas(parallel)
-    ]
+    held = [t for t in stored if t.vector or not parallel.sharded]
+    late = [t for t in stored if parallel.sharded and not t.vector and t.cut.partial and not t.over_replicas(parallel)]
     result = []
     for tensors, processes in (
         ([t for t in held if t.cut.partial], parallel.tp * parallel.dp),

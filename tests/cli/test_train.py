@@ -14,16 +14,9 @@ from safetensors.torch import load_file
 
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
+from tests import toy
 
 CONFIG = """
-[model]
-family = "cola"
-vocab_size = 300
-dim = 32
-ffn_dim = 48
-layers = 2
-heads = 4
-rank = 8
 [parallel]
 tp = 2
 [optim]
@@ -42,7 +35,7 @@ LIMIT_S = 240
 
 def write_config(folder: Path, store: Path) -> Path:
     path = folder / "run.toml"
-    path.write_text(f'{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\n')
+    path.write_text(f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\n')
     return path
 
 

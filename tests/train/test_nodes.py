@@ -15,18 +15,11 @@ from boost.config import load
 from boost.config.architecture import parameter_count
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
+from tests import toy
 from tests.train.nodes import Agent, Node, two_nodes, why_not
 
 STEPS = 20
 CONFIG = f"""
-[model]
-family = "cola"
-vocab_size = 300
-dim = 32
-ffn_dim = 48
-layers = 2
-heads = 4
-rank = 8
 [optim]
 lr = 3e-3
 [train]
@@ -47,7 +40,9 @@ LIMIT_S = 120
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     path = tmp_path_factory.mktemp("nodes") / "run.toml"
-    path.write_text(f'{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 60\npeak_tflops = 1\n')
+    path.write_text(
+        f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 60\npeak_tflops = 1\n'
+    )
     return path
 
 
