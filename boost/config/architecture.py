@@ -5,7 +5,7 @@ Checkpoints, initial weights, layouts and cost models all speak of parameters by
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from boost.config.schema import ModelConfig
@@ -21,7 +21,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     role: str
-    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | kv.{B,W}, which end in key/value heads"""
+    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | kv.{B,W}, which end in key/value heads | latent.rows and
+    latent.whole, which act on the latents of a crossing family (the former may be cut along the rank)"""
 
     @property
     def size(self) -> int:
@@ -65,17 +66,63 @@ class Group:
         return tuple(result)
 
 
-def groups(model: ModelConfig) -> tuple[Group, Group, Group, Group]:
-    """The four groups of every block, in the order in which a token meets them."""
-    d, f, r = model.dim, model.ffn_dim, model.rank
+def groups(model: ModelConfig, layer: int) -> tuple[Group, Group, Group, Group]:
+    """The four groups of block `layer`, in the order in which a token meets them."""
+    d, f = model.dim, model.ffn_dim
     kv = model.kv_heads * model.head_dim
-    qkv = (Slot("attn.q", d, d, r), Slot("attn.k", d, kv, r, kv=True), Slot("attn.v", d, kv, r, kv=True))
+
+    def slot(name: str, d_in: int, d_out: int) -> Slot:
+        return Slot(name, d_in, d_out, model.rank_of(layer, name), kv=name in ("attn.k", "attn.v"))
+
     return (
-        Group("qkv", "enter", qkv),
-        Group("o", "leave", (Slot("attn.o", d, d, r),)),
-        Group("gate_up", "enter", (Slot("mlp.gate", d, f, r), Slot("mlp.up", d, f, r))),
-        Group("down", "leave", (Slot("mlp.down", f, d, r),)),
+        Group("qkv", "enter", (slot("attn.q", d, d), slot("attn.k", d, kv), slot("attn.v", d, kv))),
+        Group("o", "leave", (slot("attn.o", d, d),)),
+        Group("gate_up", "enter", (slot("mlp.gate", d, f), slot("mlp.up", d, f))),
+        Group("down", "leave", (slot("mlp.down", f, d),)),
     )
+
+
+SLOTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+"""Names of the linears of a block, in the order of `groups`."""
+
+
+def crossed(model: ModelConfig, layer: int) -> bool:
+    """Whether latents of the block before arrive in block `layer`."""
+    return model.crosses and layer > 0
+
+
+def crossing_parameters(model: ModelConfig, group: Group, prefix: str) -> dict[str, tuple[Parameter, ...]]:
+    """What acts on the latents of a group where those of the block before arrive, by the stored tensor that holds it.
+
+    LayerNorm's `norm_weight` and `norm_bias`, then the gate's: `gate_weight` [r, r] and `gate_bias` [r] of a dense one; `gate_rows`
+    [a, a] and `gate_columns` [b, b] of a tensor one, which takes a latent as [a, b]. Vectors of all slots share one
+    tensor; matrices have one a slot, `gate_weight_q`, for ranks may differ.
+    """
+    shapes: dict[str, Callable[[int], tuple[int, ...]]] = {"norm_weight": lambda r: (r,), "norm_bias": lambda r: (r,)}
+    if model.gate == "dense":
+        shapes |= {"gate_weight": lambda r: (r, r), "gate_bias": lambda r: (r,)}
+    elif model.gate == "tensor":
+        shapes |= {
+            "gate_rows": lambda r: (tensor_shape(r)[0],) * 2,
+            "gate_columns": lambda r: (tensor_shape(r)[1],) * 2,
+        }
+    stored: dict[str, tuple[Parameter, ...]] = {}
+    for name, shape in shapes.items():
+        role = "latent.whole" if name == "gate_columns" else "latent.rows"
+        of_slots = {
+            slot: Parameter(f"{prefix}.{slot.name}.{name}", shape(slot.rank or 0), role) for slot in group.slots
+        }
+        if len(shape(1)) == 1:
+            stored[name] = tuple(of_slots.values())
+        else:
+            stored |= {f"{name}_{slot.name.partition('.')[2]}": (each,) for slot, each in of_slots.items()}
+    return stored
+
+
+def tensor_shape(rank: int) -> tuple[int, int]:
+    """(a, b) with a b = rank and a <= b, as close to each other as they can be."""
+    a = next(a for a in range(math.isqrt(rank), 0, -1) if rank % a == 0)
+    return a, rank // a
 
 
 def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
@@ -83,9 +130,12 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     prefix = f"layers.{layer}"
     yield Parameter(f"{prefix}.attn_norm", (model.dim,), "norm")
     yield Parameter(f"{prefix}.mlp_norm", (model.dim,), "norm")
-    for group in groups(model):
+    for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
             yield from group.parameters(prefix, factor)
+        if crossed(model, layer):
+            for parameters_of_slots in crossing_parameters(model, group, prefix).values():
+                yield from parameters_of_slots
 
 
 def embedding(model: ModelConfig) -> Parameter:
@@ -123,11 +173,19 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and attention.
     Recomputation is never counted.
     """
-    return model.layers * block_flops_per_token(model, seq_len) + 6 * head(model).size
+    return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size
 
 
-def block_flops_per_token(model: ModelConfig, seq_len: int) -> int:
+def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
     """The same of one block. 6 * dim * seq_len are for attention's two products over the causal half of the scores:
-    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward."""
-    linear = sum(parameter.size for parameter in block_parameters(model, 0) if parameter.role != "norm")
-    return 6 * linear + 6 * model.dim * seq_len
+    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate's matrices meet each latent
+    as b columns of length a and a rows of length b."""
+    multiplied = 0
+    for group in groups(model, layer):
+        for factor in "AB" if model.low_rank else "W":
+            multiplied += sum(parameter.size for parameter in group.parameters("", factor))
+        if crossed(model, layer) and model.gate == "dense":
+            multiplied += sum(rank**2 for rank in group.ranks)
+        elif crossed(model, layer) and model.gate == "tensor":
+            multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.ranks)
+    return 6 * multiplied + 6 * model.dim * seq_len

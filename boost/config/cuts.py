@@ -44,15 +44,18 @@ _TABLE: dict[str, dict[str, Cut]] = {
     "vanilla": {
         **_OUTER, "norm": WHOLE, "final_norm": WHOLE,
         "enter.A": Cut(0), "enter.B": Cut(1), "kv.B": Cut(1), "leave.A": Cut(0), "leave.B": Cut(1),
+        "latent.rows": Cut(0), "latent.whole": PARTIAL,
     },
     "btp": {
         # The final norm is applied whole by every process, to its own part of the vocabulary.
         **_OUTER, "norm": Cut(0), "final_norm": PARTIAL,
         "enter.A": Cut(1), "enter.B": Cut(0), "kv.B": Cut(0), "leave.A": Cut(1), "leave.B": Cut(0),
+        "latent.rows": WHOLE, "latent.whole": WHOLE,
     },
     "btp-sp": {
         **_OUTER, "norm": PARTIAL, "final_norm": PARTIAL,
         "enter.A": PARTIAL, "enter.B": Cut(0), "kv.B": Cut(0), "leave.A": Cut(1), "leave.B": PARTIAL,
+        "latent.rows": PARTIAL, "latent.whole": PARTIAL,
     },
 }  # fmt: skip
 

@@ -16,6 +16,8 @@ from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
+RANKS = "model.ranks"
+"""The one field that is a table of its own."""
 
 
 def presets() -> list[str]:
@@ -34,8 +36,10 @@ def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
     if "model.family" in changes and isinstance(tree.get("model", {}), dict):
         change_family(tree.setdefault("model", {}), changes["model.family"])
     for key, value in changes.items():
-        section, _, name = key.partition(".")
-        table = tree.setdefault(section, {})
+        *sections, name = key.split(".", 2) if key.startswith(f"{RANKS}.") else key.split(".", 1)
+        table = tree
+        for section in sections:
+            table = table.setdefault(section, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict):
             table[name] = value
     return from_tree(tree)
@@ -46,10 +50,11 @@ def change_family(model: dict[str, Any], family: str) -> None:
     before = model.get("family", ModelConfig.model_fields["family"].default)
     model["family"] = family
     if family != before:
-        for field in ("latent_act", "mlp_silu"):
+        for field in ("latent_act", "mlp_silu", "factor_init", "over", "gate"):
             model.pop(field, None)
     if family == "dense" != before:
         model.pop("rank", None)
+        model.pop("ranks", None)
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -103,6 +108,8 @@ def type_name(info: FieldInfo) -> str:
     annotation = info.annotation
     if get_origin(annotation) is tuple:
         return _INTEGERS
+    if get_origin(annotation) is dict:
+        return _TABLE
     for choice in (annotation, *get_args(annotation)):
         plain = get_args(choice)[0] if get_origin(choice) is Annotated else choice
         if plain in _TYPE_NAMES:
@@ -111,6 +118,7 @@ def type_name(info: FieldInfo) -> str:
 
 
 _INTEGERS = "list of integers"
+_TABLE = "table of integers"
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 
 
@@ -121,19 +129,21 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or (key not in known and "." not in key):
+        field = RANKS if key.startswith(f"{RANKS}.") else key
+        if not word.startswith("--") or (field not in known and "." not in field):
             raise ConfigError(f"unknown argument '{word}'; {_suggest(key, known, 'key', prefix='--')}")
-        if key not in known:
+        if field not in known:
             raise ConfigError(f"unknown key '{key}'; {_suggest(key, known, 'key')}")
+        expected = "integer" if field != key else type_name(known[field])
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"--{key} has no value; write --{key} VALUE ({type_name(known[key])})")
+                raise ConfigError(f"--{key} has no value; write --{key} VALUE ({expected})")
             value = rest.pop(0)
-        yield key, _parse_value(value, known[key])
+        yield key, _parse_value(value, expected)
 
 
-def _parse_value(text: str, info: FieldInfo) -> Any:
-    if type_name(info) not in (_INTEGERS, *_TYPE_NAMES.values()) or type_name(info) == "text":
+def _parse_value(text: str, expected: str) -> Any:
+    if expected not in (_INTEGERS, _TABLE, *_TYPE_NAMES.values()) or expected == "text":
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -187,9 +197,12 @@ def _explain(error: ValidationError) -> str:
         case "less_than_equal":
             return f"{key} = {value} is too large; the largest legal value is {context['le']}"
     shown = repr(value)
+    if key.startswith(f"{RANKS}."):
+        return f"{key} = {shown} is not of type integer; write {key} = integer"
     if key not in known:  # an item of a list
         key, shown = key.rpartition(".")[0], f"an item {value!r}"
-    default = [9, 7] if type_name(known[key]) == _INTEGERS else known[key].default
+    examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }"}
+    default = examples.get(type_name(known[key]), known[key].default)
     example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"
     return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from boost.config.architecture import SLOTS, tensor_shape
 from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS, TOKEN_SHARDED, wide_parts
 from boost.config.schema import Config
 from boost.errors import ConfigError
@@ -55,13 +56,62 @@ def _model_problems(config: Config) -> Iterator[str]:
     if model.family == "dense":
         if model.rank is not None:
             yield f"model.rank = {model.rank} has no meaning for model.family = 'dense'; remove it or take 'svd' or 'cola'"
-        if model.latent_act != "none":
-            yield f"model.latent_act = '{model.latent_act}' has no meaning for model.family = 'dense'; the legal value is 'none'"
+        for field in ("latent_act", "factor_init"):
+            if (value := getattr(model, field)) != "none":
+                yield f"model.{field} = '{value}' has no meaning for model.family = 'dense'; the legal value is 'none'"
     elif model.rank is None:
         yield f"model.rank is missing for model.family = '{model.family}'; the usual value is model.dim / 4 = {model.dim // 4}"
     elif model.rank > min(model.dim, model.ffn_dim):
         best = min(model.dim, model.ffn_dim)
         yield f"model.rank = {model.rank} is wider than the linears it factors; the largest legal value is {best}"
+    elif model.factor_init == "none":
+        yield "model.factor_init = 'none' is for model.family = 'dense'; take 'cola', 'xavier' or 'spectral'"
+    yield from _crossing_problems(config)
+    yield from _rank_problems(config)
+
+
+def _crossing_problems(config: Config) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    for field, legal in (("over", "'cola' or 'svd'"), ("gate", "'identity', 'tensor' or 'dense'")):
+        value = getattr(model, field)
+        if model.crosses and value == "none":
+            yield f"model.{field} = 'none' leaves model.family = 'lax' undefined; take {legal}"
+        if not model.crosses and value != "none":
+            yield (
+                f"model.{field} = '{value}' is a choice of model.family = 'lax', not of '{model.family}'; the legal value is "
+                "'none'"
+            )
+    if by_block := [name for name in model.ranks if name.startswith("layers.") and model.crosses]:
+        yield (
+            f"model.ranks.{by_block[0]}: under model.family = 'lax' latents cross to the same linear of the next block, so "
+            f"that its rank is the same in all; write ranks.{by_block[0].partition('.')[2].partition('.')[2]}"
+        )
+    if model.gate == "tensor" and parallel.layout == "vanilla" and parallel.tp > 1:
+        for rank in sorted({model.rank_of(0, slot) or 0 for slot in SLOTS}):
+            if (a := tensor_shape(rank)[0]) % parallel.tp:
+                best = nearest(rank, 2 * rank + parallel.tp**2, lambda r: tensor_shape(r)[0] % parallel.tp == 0)
+                yield (
+                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = 'vanilla' cuts its "
+                    f"{a} rows over parallel.tp = {parallel.tp}; the nearest legal value is {best}"
+                )
+
+
+def _rank_problems(config: Config) -> Iterator[str]:
+    """Ranks of single linears."""
+    model = config.model
+    names = ("attn", "mlp", *SLOTS)
+    for name, rank in model.ranks.items():
+        _, layer, slot = ("", "", name) if not name.startswith("layers.") else (*name.split(".", 2), "", "")[:3]
+        if slot not in (SLOTS if layer else names) or (layer and not (layer.isdecimal() and int(layer) < model.layers)):
+            example = f", or layers.0.{SLOTS[0]} to layers.{model.layers - 1}.{SLOTS[-1]} for one block"
+            yield f"model.ranks.{name} is no linear of this model; the names are {', '.join(names)}{example}"
+            continue
+        if not model.low_rank:
+            yield f"model.ranks.{name} = {rank} has no meaning for model.family = 'dense'; remove it or take 'svd' or 'cola'"
+        # Not checked against key/value heads, which may be few: a bottleneck wider than those is no bottleneck, but legal.
+        most = model.dim if slot.startswith("attn") else min(model.dim, model.ffn_dim)
+        if rank > most:
+            yield f"model.ranks.{name} = {rank} is wider than the linears it factors; the largest legal value is {most}"
 
 
 def _nearest_heads(config: Config) -> int:
@@ -209,7 +259,7 @@ def _indivisible(config: Config) -> Iterator[str]:
     if shares_heads:
         sizes |= {"model.heads": model.heads, "model.ffn_dim": model.ffn_dim}
     if layout == "vanilla":
-        sizes |= {"model.rank": model.rank or 0}
+        sizes |= {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
 
     def legal(p: int) -> bool:
         return (

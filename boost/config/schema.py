@@ -3,11 +3,12 @@
 Every field carries its documentation as the string below it: `boost config --fields` and `boost train --help` print it.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Family = Literal["dense", "svd", "cola"]
+Family = Literal["dense", "svd", "cola", "lax"]
 LayoutName = Literal["single", "megatron", "megatron-sp", "vanilla", "btp", "btp-sp"]
 DType = Literal["float32", "bfloat16", "float64"]
 RecomputeName = Literal["none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"]
@@ -33,7 +34,15 @@ class ModelConfig(Section):
     """The mathematical function: a LLaMA-style decoder whose linears are dense or a low-rank bottleneck."""
 
     family: Family = "cola"
-    """dense: y = Wx; svd: y = B(Ax); cola: y = B silu(Ax). All seven linears of a block; embedding and head stay dense."""
+    """dense: y = Wx; svd: y = B(Ax); cola: y = B silu(Ax); lax: one of the two whose latents cross from block to block. All
+    seven linears of a block; embedding and head stay dense."""
+
+    over: Literal["none", "svd", "cola"]
+    """lax only: the family whose latents cross. Default: cola; none for the other families."""
+
+    gate: Literal["none", "identity", "tensor", "dense"]
+    """lax only: what the latents of the block before pass on their way. identity: nothing; tensor: two small matrices, one
+    for each of the most balanced factors of the rank; dense: a linear of rank x rank. Default: identity."""
 
     vocab_size: Count = 32000
     """V, rows of the embedding and of the head; at least the tokenizer's size, and divisible by parallel.tp."""
@@ -56,8 +65,16 @@ class ModelConfig(Section):
     rank: Width | None
     """r, width of the bottleneck of every low-rank linear. Default: dim / 4; none for the dense family."""
 
+    ranks: dict[str, Width] = {}
+    """Linears of another rank than `rank`, as a table: attn, mlp, one linear (attn.q), or one of one block (layers.3.attn.q);
+    the narrower name counts. CoLA's separate ranks are ranks.attn and ranks.mlp."""
+
     latent_act: Literal["silu", "none"]
     """Activation of the latent, act in y = B act(Ax). Default: silu for cola, none otherwise."""
+
+    factor_init: Literal["none", "cola", "xavier", "spectral"]
+    """Initial factors. cola: normal of deviation (rank)^(-1/4) (d_in + d_out)^(-1/4); xavier: each factor by itself; spectral: the
+    truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd, none for dense."""
 
     mlp_silu: bool
     """True keeps SwiGLU's silu on the gate; False is CoLA's down(gate(x) * up(x)) of 350M and up. Default: True."""
@@ -80,12 +97,19 @@ class ModelConfig(Section):
         family = values.get("family", cls.model_fields["family"].default)
         dim = values.get("dim", cls.model_fields["dim"].default)
         low_rank_default = max(dim // 4, 1) if isinstance(dim, int) and family != "dense" else None
+        over = values.get("over", "cola") if family == "lax" else "none"
+        kind = over if family == "lax" else family
         filled = {
+            "over": over,
+            "gate": "identity" if family == "lax" else "none",
             "kv_heads": values.get("heads", cls.model_fields["heads"].default),
             "rank": low_rank_default,
-            "latent_act": "silu" if family == "cola" else "none",
+            "latent_act": "silu" if kind == "cola" else "none",
+            "factor_init": {"cola": "cola", "svd": "xavier"}.get(kind, "none"),
             "mlp_silu": True,
         }
+        if isinstance(values.get("ranks"), dict):
+            values = {**values, "ranks": dict(_flat(values["ranks"]))}
         return filled | values
 
     @property
@@ -97,6 +121,27 @@ class ModelConfig(Section):
     def low_rank(self) -> bool:
         """Whether the linears are pairs of factors."""
         return self.family != "dense"
+
+    @property
+    def crosses(self) -> bool:
+        """Whether latents cross from each block to the next."""
+        return self.family == "lax"
+
+    def rank_of(self, layer: int, slot: str) -> int | None:
+        """Rank of the linear `slot` (attn.q, ...) of block `layer`; None for the dense family."""
+        for name in (f"layers.{layer}.{slot}", slot, slot.partition(".")[0]):
+            if name in self.ranks:
+                return self.ranks[name]
+        return self.rank
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries of nested tables under dotted names: TOML reads a bare `attn.q = 64` as a table in a table."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 class ParallelConfig(Section):

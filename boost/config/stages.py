@@ -74,8 +74,8 @@ def costs(config: Config) -> Costs:
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
     blocks = tuple(
-        tokens * (block_flops_per_token(model, train.seq_len) + _again(model, train, policy))
-        for policy in train.recompute_by_layer(model.layers)
+        tokens * (block_flops_per_token(model, train.seq_len, layer) + _again(model, layer, train, policy))
+        for layer, policy in enumerate(train.recompute_by_layer(model.layers))
     )
     # T rows: copied forward; read and added backward. The table's gradient: cleared, then added to that of the step.
     traffic = (2 + 3) * tokens * model.dim + (1 + 3) * model.vocab_size * model.dim
@@ -111,12 +111,12 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
     return best[layers][2]
 
 
-def _again(model: ModelConfig, train: TrainConfig, policy: RecomputeName) -> float:
+def _again(model: ModelConfig, layer: int, train: TrainConfig, policy: RecomputeName) -> float:
     """FLOPs that a block recomputes for one token: all of its forward pass, or what lies behind the latents."""
     attention = 2.0 * model.dim * train.seq_len
     if policy == "none":
         return 0.0
     if policy == "full-block":
-        return block_flops_per_token(model, train.seq_len) / 3
-    entering = [p.size for g in groups(model) if g.side == "enter" for p in g.parameters("", "B")]
+        return block_flops_per_token(model, train.seq_len, layer) / 3
+    entering = [p.size for g in groups(model, layer) if g.side == "enter" for p in g.parameters("", "B")]
     return 2.0 * sum(entering) + (0.0 if policy == "low-rank+attention-output" else attention)

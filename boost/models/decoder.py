@@ -35,8 +35,8 @@ class Block(Stored):
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
             self.store(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
-        shapes = architecture.groups(model)
-        self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, prefix, layout) for shape in shapes)
+        shapes = architecture.groups(model, layer)
+        self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, layer, layout) for shape in shapes)
 
     def forward(self, layout: Layout, x: Tensor, carried: Latents, context: Context) -> tuple[Tensor, Latents]:
         """The residual stream after this block, and the latents that cross to the next one."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
+from boost.models.crossing import Crossing
 from boost.models.interface import Latents, Layout
 from boost.models.stored import Stored
 
@@ -27,9 +28,10 @@ class Group(Stored):
 
     A: Tensor
 
-    def __init__(self, model: ModelConfig, shape: architecture.Group, prefix: str, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, shape: architecture.Group, layer: int, layout: Layout) -> None:
         super().__init__()
         self.shape = shape
+        prefix = f"layers.{layer}"
         self.low_rank = model.low_rank
         self.latent_act = model.latent_act
         if self.low_rank:
@@ -43,6 +45,9 @@ class Group(Stored):
             _own_head(model, layout) if slot.kv and held_whole else None
             for slot, held_whole in zip(shape.slots, whole, strict=True)
         ]
+        arrive = architecture.crossed(model, layer)
+        self.crossing = Crossing(model, shape, prefix, layout) if arrive else None
+        self.carries = architecture.crossed(model, layer + 1) and layer + 1 < model.layers
 
     def down(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
         """A x, one [T, R] for the whole group or one a slot."""
@@ -75,13 +80,33 @@ class Group(Stored):
         `carried` is a queue over the four groups of a block: a crossing family takes its group's latents of the block
         before from the front and puts its own at the end. dense, svd and cola cross nothing and leave it as it is.
         """
-        if self.latent_act == "silu":
-            return [F.silu(u) for u in latents], carried
-        return list(latents), carried
+        arrived, carried = self.arrive(latents, carried)
+        if self.crossing is not None:
+            latents = self.crossing(latents, arrived)
+        bent = self.act(latents)
+        return bent, self.carry_on(bent, carried)
+
+    def arrive(self, latents: Sequence[Tensor], carried: Latents) -> tuple[Latents, Latents]:
+        """The latents of the block before that meet these, and the rest of the queue."""
+        count = 0 if self.crossing is None else len(latents)
+        return carried[:count], carried[count:]
+
+    def act(self, latents: Sequence[Tensor]) -> list[Tensor]:
+        """The activation of each latent."""
+        return [F.silu(u) for u in latents] if self.latent_act == "silu" else list(latents)
+
+    def carry_on(self, bent: Sequence[Tensor], carried: Latents) -> Latents:
+        """The queue with these latents at its end, if the next block takes them."""
+        return (*carried, *bent) if self.carries else carried
 
     def carried_shapes(self, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
         """Shapes of the latents that `bend` puts at the end of the queue, on one process: none in families that cross nothing."""
-        return ()
+        if not self.carries:
+            return ()
+        rows, columns = layout.latent_shape(self, tokens)
+        if layout.grouping or len(self.shape.slots) == 1:
+            return ((rows, columns),)
+        return tuple((rows, columns * rank // sum(self.shape.ranks)) for rank in self.shape.ranks)
 
     def up(self, latents: Sequence[Tensor]) -> list[Tensor]:
         """Bent latents -> one [T, O] a slot."""

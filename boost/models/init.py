@@ -1,14 +1,16 @@
 """Initial weights: a function of (seed, parameter name) alone, so bitwise the same on every mesh and under every layout."""
 
+import functools
 import hashlib
 import math
 
 import torch
 from torch import Tensor
 
-from boost.config.architecture import Parameter, groups
+from boost.config.architecture import Parameter, Slot, groups
 from boost.config.schema import ModelConfig
 from boost.models.decoder import Decoder
+from boost.models.factorize import factorize
 from boost.models.interface import local_slice
 from boost.models.stored import storages
 
@@ -28,32 +30,68 @@ def initialize(decoder: Decoder, seed: int) -> None:
 
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
     """The whole initial tensor of a parameter, fp32 on the CPU."""
-    std = _standard_deviation(parameter, model)
-    if std is None:
+    kind = parameter.name.rpartition(".")[2]
+    if kind == "norm_bias":
+        return torch.zeros(parameter.shape)
+    if parameter.role in ("norm", "final_norm") or kind == "norm_weight":
         return torch.ones(parameter.shape)
-    digest = hashlib.sha256(f"{seed}:{parameter.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.randn(parameter.shape, generator=generator).mul_(std)
+    if kind.startswith("gate_"):  # as torch.nn.Linear: kaiming-uniform of a fan-in
+        bound = parameter.shape[-1] ** -0.5
+        return torch.rand(parameter.shape, generator=_generator(parameter.name, seed)).mul_(2 * bound).sub_(bound)
+    if kind in ("A", "B") and model.factor_init == "spectral":
+        return spectral(parameter, model, seed)[kind]
+    std = _standard_deviation(parameter, kind, model)
+    return torch.randn(parameter.shape, generator=_generator(parameter.name, seed)).mul_(std)
 
 
-def _standard_deviation(parameter: Parameter, model: ModelConfig) -> float | None:
-    """The standard deviation of a parameter's draw; None for norms, which start at one.
+def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Factors A and B, fp32, of the linear that `parameter` is one of: the closest to the dense linear's own initial weight
+    that their rank allows (spectral initialisation: Khodak et al., arXiv 2105.01029)."""
+    slot = linear_of(parameter.name, model)[1]
+    assert slot.rank is not None
+    name = f"{parameter.name.rpartition('.')[0]}.W"
+    return _spectral(name, (slot.d_out, slot.d_in), slot.rank, model.init_std, seed)
+
+
+@functools.lru_cache(maxsize=3)  # the most linears of which the factors A are wanted before the factors B
+def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: int) -> dict[str, Tensor]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # how many there are would show in the last bits, and they differ from mesh to mesh
+    try:
+        factors = factorize(torch.randn(shape, generator=_generator(name, seed)).mul_(std), rank)
+    finally:
+        torch.set_num_threads(threads)
+    a_RI, b_OR = factors.a_RI.float(), factors.b_OR.float()
+    if (
+        missing := rank - factors.rank
+    ) > 0:  # key/value heads may be fewer than the rank: B starts at 0 there, A may not
+        extra = torch.randn((missing, shape[1]), generator=_generator(f"{name}.A", seed)).mul_(std)
+        a_RI, b_OR = torch.cat((a_RI, extra)), torch.cat((b_OR, b_OR.new_zeros(shape[0], missing)), dim=1)
+    return {"A": a_RI, "B": b_OR}
+
+
+def linear_of(name: str, model: ModelConfig) -> tuple[int, Slot]:
+    """(number of the block, linear) that the parameter of this name, `layers.{number}.{linear}.{kind}`, belongs to."""
+    layer, rest = name.split(".", 2)[1:]
+    slot = rest.rpartition(".")[0]
+    return int(layer), next(s for group in groups(model, int(layer)) for s in group.slots if s.name == slot)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _standard_deviation(parameter: Parameter, kind: str, model: ModelConfig) -> float:
+    """The standard deviation of a parameter's draw.
 
     cola: both factors s = r^(-1/4) (d_in + d_out)^(-1/4) of their linear (the official code's initialisation);
-    svd: xavier, sqrt(2 / (fan_in + fan_out)) of each factor by itself; the rest: model.init_std.
+    xavier: sqrt(2 / (fan_in + fan_out)) of each factor by itself; the rest: model.init_std.
     """
-    factor = parameter.role.rpartition(".")[2]
-    if parameter.role in ("norm", "final_norm"):
-        return None
-    if factor not in ("A", "B"):
+    if kind not in ("A", "B"):
         return model.init_std
-    if model.family == "svd":
+    if model.factor_init == "xavier":
         return math.sqrt(2 / sum(parameter.shape))
-    rank = parameter.shape[0 if factor == "A" else 1]
-    return rank**-0.25 * _linear_width(parameter.name, model) ** -0.25
-
-
-def _linear_width(name: str, model: ModelConfig) -> int:
-    """d_in + d_out of the linear that a factor belongs to."""
-    slot = name.split(".", 2)[2].rpartition(".")[0]
-    return next(s.d_in + s.d_out for group in groups(model) for s in group.slots if s.name == slot)
+    _, slot = linear_of(parameter.name, model)
+    assert slot.rank is not None
+    return slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25

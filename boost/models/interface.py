@@ -66,6 +66,8 @@ class Layout(Protocol):
     """p, the number of TP processes."""
     wide: int
     """w, the number of parts into which heads and channels are cut: p, or 1 where every process computes all of them."""
+    grouping: bool
+    """Whether linears of one input share one GEMM and one collective, and so one tensor of latents."""
 
     @property
     def for_inference(self) -> "Layout":

@@ -151,7 +151,7 @@ def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Sta
     for layer in stage.numbers:
         yield [
             replace(crossing, place=group.name, layer=layer)
-            for group in groups(model)
+            for group in groups(model, layer)
             for crossing in block(group, model, parallel, dtype)
         ]
     yield [Crossing(name, model.dim, place="head") for name in head_crossings if stage.predicts]

@@ -3,6 +3,7 @@
 Legend: T tokens of one micro-batch in a TP group, p TP processes; d hidden width, f width of the MLP.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -133,6 +134,12 @@ class Inspection:
         return sum(issued.collective.sent_bytes for issued in self.issued if issued.micro_batch == 0)
 
     @property
+    def layer(self) -> int:
+        """The block that stands for all: the last of the first stage held here. (The first block of a crossing family is
+        unlike the others.)"""
+        return self.stages[0].numbers[-1]
+
+    @property
     def bytes_per_token(self) -> float:
         """Bytes that one process sends for each of the T tokens, forward and backward."""
         return self.bytes_per_micro_batch / self.tokens
@@ -143,7 +150,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     model, parallel, train = config.model, config.parallel, config.train
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     held = stages_of(config, pp_rank)
-    parameters = [*block_parameters(model, 0)]
+    parameters = [*block_parameters(model, held[0].numbers[-1])]
     if held[0].embeds:
         parameters.insert(0, embedding(model))
     if held[-1].predicts:
@@ -173,7 +180,7 @@ def human_bytes(number: float) -> str:
 
 def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
     cut = cut_of(parameter.role, model, parallel)
-    name = parameter.name.replace("layers.0.", "layers.N.", 1)
+    name = re.sub(r"^layers\.\d+\.", "layers.N.", parameter.name)
     words = _words(cut, parallel.tp)
     if parallel.sharded and len(parameter.shape) > 1:
         outer = parallel.shard_outer and cut.partial

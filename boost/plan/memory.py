@@ -102,7 +102,7 @@ def memory(config: Config) -> Memory:
     kept = [
         Kept(item.category, item.what, item.rows, item.columns, item.dtype, item.place, layer)
         for layer, policy in enumerate(train.recompute_by_layer(config.model.layers))
-        for item in block.kept(policy)
+        for item in block.kept(policy, layer)
     ]
     return Memory(states, (*kept, *block.loss()))
 
@@ -121,12 +121,12 @@ class _Block:
         self.casts = train.compute_dtype != train.param_dtype
         self.acts = self.model.latent_act != "none"
 
-    def kept(self, policy: RecomputeName) -> Items:
+    def kept(self, policy: RecomputeName, layer: int) -> Items:
         width = self.model.dim // self.processes if self.layout == "btp" else self.model.dim
         if policy == "full-block":
             yield self._residual(width, "attention")
             return
-        qkv, o, gate_up, down = groups(self.model)
+        qkv, o, gate_up, down = groups(self.model, layer)
         for place, enter, leave in (("attention", qkv, o), ("mlp", gate_up, down)):
             yield self._residual(width, place)
             if policy == "none":

@@ -52,7 +52,7 @@ def printable(name: str) -> str:
 def _summary(inspection: Inspection) -> str:
     sent = dict.fromkeys(("forward", "recompute", "backward"), 0)
     for issued in inspection.issued:
-        if issued.micro_batch == 0 and issued.collective.layer == 0:
+        if issued.micro_batch == 0 and issued.collective.layer == inspection.layer:
             sent[issued.collective.phase] += issued.collective.sent_bytes
     total = sum(sent.values())
     if not total:
@@ -65,7 +65,7 @@ def block_rows(inspection: Inspection) -> Iterator[Row]:
     """What the picture shows, from the residual stream to itself one block later."""
     config = inspection.config
     yield _residual(inspection, "Residual stream")
-    for group in groups(config.model):
+    for group in groups(config.model, inspection.layer):
         if group.side == "enter":
             yield _norm(inspection, group)
             yield from _group(inspection, group)
@@ -79,7 +79,7 @@ def _length(n: int, inspection: Inspection) -> float:
     """Pixels of a width: in proportion up to d, flatter beyond, and never too thin to be seen cut."""
     model, p = inspection.config.model, inspection.config.parallel.tp
     panel = panel_width(p)
-    relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model)[0].slots]
+    relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots]
     unit = min(UNIT if p > 2 else UNIT * 1.15, (panel - 40) / sum(relative))
     return round(unit * _relative(n, model.dim), 2)
 
@@ -186,7 +186,7 @@ def _bars(inspection: Inspection, group: Group) -> dict[str, list[Row]]:
     found: dict[tuple[str, str], list[str]] = {}
     for issued in inspection.issued:
         c = issued.collective
-        if issued.micro_batch == 0 and c.layer == 0 and c.place == group.name:
+        if issued.micro_batch == 0 and c.layer == inspection.layer and c.place == group.name:
             found.setdefault((_position(inspection, group, c), c.phase), []).append(_says(inspection, group, c))
     bars: dict[str, list[Row]] = {}
     for position in ("norm", "entry", "between", "exit"):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from boost.config.architecture import Parameter, embedding, final_norm, groups, head
+from boost.config.architecture import Parameter, crossed, crossing_parameters, embedding, final_norm, groups, head
 from boost.config.cuts import Cut, cut_of, local_shape
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
@@ -64,10 +64,12 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
         prefix = f"layers.{layer}"
         for _ in ("attn_norm", "mlp_norm"):
             yield stored(layer, Parameter(prefix, (model.dim,), "norm"))
-        for group in groups(model):
+        for group in groups(model, layer):
             if model.low_rank:
                 yield stored(layer, *group.parameters(prefix, "A"))
                 yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
+                if crossed(model, layer):
+                    yield from (stored(layer, *each) for each in crossing_parameters(model, group, prefix).values())
             else:
                 weights = group.parameters(prefix, "W")
                 for _, alike in itertools.groupby(weights, lambda weight: cut_of(weight.role, model, parallel)):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.architecture import Slot
+from boost.models.crossing import Crossing
 from boost.models.group import Group
 from boost.models.interface import Latents, Runner
 from boost.parallel import collectives
@@ -44,8 +45,7 @@ class Vanilla(Replicated):
             weights = group.down_weights(group.A.to(x.dtype), self.grouping)
             return [F.linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
 
-        latents = local(down, x)
-        outputs, carried = local(lambda waiting, *latents: group.bend_up(latents, waiting), carried, *latents)
+        outputs, carried = self._bend_up(local(down, x), group, carried, local)
         if self.wide == 1:
             return self._sums(outputs), carried
         shares = [self._by_process(y_TO, slot) for y_TO, slot in zip(outputs, group.shape.slots, strict=True)]
@@ -64,8 +64,41 @@ class Vanilla(Replicated):
         if self.wide > 1:
             whole = collectives.rows_to_features(collectives.gather(closed, self.axis), self.axis)
             closed = local(lambda whole: F.linear(whole, group.A.to(whole.dtype)), whole)
-        (update,), carried = local(lambda u, *waiting: group.bend_up([u], waiting), closed, *carried)
+        (update,), carried = self._bend_up([closed], group, carried, local)
         return collectives.sum_forward(update, self.axis), carried
+
+    def _bend_up(
+        self, latents: Sequence[Tensor], group: Group, carried: Latents, local: Runner
+    ) -> tuple[list[Tensor], Latents]:
+        """act and B. Where latents cross: a gate that mixes them needs all of those of the block before, and LayerNorm sums
+        over all of each."""
+        crossing = group.crossing
+        if crossing is None:
+            return local(lambda waiting, *latents: group.bend_up(latents, waiting), carried, *latents)
+        arrived, carried = group.arrive(latents, carried)
+        slots = crossing.slots_of(latents)
+        if crossing.mixes:
+            arrived = tuple(collectives.gather(h, self.axis) for h in arrived)
+
+        def mix(arrived: Latents, *latents: Tensor) -> list[Tensor]:
+            mixed = crossing.mix(
+                latents, [part for h, s in zip(arrived, slots, strict=True) for part in self._by_slot(h, crossing, s)]
+            )
+            return [*mixed, *(crossing.moments(v, s) for v, s in zip(mixed, slots, strict=True))]
+
+        def settle(carried: Latents, *found: Tensor) -> tuple[list[Tensor], Latents]:
+            pairs = zip(found[: len(slots)], found[len(slots) :], slots, strict=True)
+            bent = group.act([crossing.settle(mixed, moments, s) for mixed, moments, s in pairs])
+            return group.up(bent), group.carry_on(bent, carried)
+
+        found = local(mix, arrived, *latents)
+        sums = [collectives.sum_both(moments, self.axis) for moments in found[len(slots) :]]
+        return local(settle, carried, *found[: len(slots)], *sums)
+
+    def _by_slot(self, h: Tensor, crossing: Crossing, slots: range) -> Sequence[Tensor]:
+        """Latents of the block before as a gate takes them: its own part of each, or each whole."""
+        parts = h.split([crossing.ranks[slot] for slot in slots], dim=-1)
+        return [collectives.rows_to_features(part, self.axis) for part in parts] if crossing.mixes else parts
 
     def _sums(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         return [collectives.sum_forward(y_TO, self.axis) for y_TO in outputs]
