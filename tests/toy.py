@@ -1,7 +1,6 @@
 """Small models for tests: a decoder of any configuration in this process or as one of a TP group."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
-from boost.models.group import Group
 from boost.models.init import initialize
 from boost.models.interface import local_slice
 from boost.models.stored import storages
@@ -128,17 +126,6 @@ def local_parts(model: Model, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         for s in storages(model)
         for piece in s.pieces()
     }
-
-
-def crossing_bend(
-    self: Group, latents: Sequence[Tensor], carried: tuple[Tensor, ...]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """A family whose latents cross: each group adds those of its like in the block before."""
-    (u,) = latents
-    h = torch.nn.functional.silu(u)
-    if len(carried) == 4:
-        h, carried = h + carried[0], carried[1:]
-    return [h], (*carried, h)
 
 
 def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

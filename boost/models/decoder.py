@@ -150,12 +150,21 @@ class Decoder(Stored):
 
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
 
-    def boundary(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """Shapes of what one stage hands to the next for `tokens` tokens: the residual stream, and the latents that cross."""
-        block = self.blocks[-1]
+    def arriving(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
+        """Shapes of what the stage before hands on for `tokens` tokens: the residual stream, and the latents that cross."""
+        return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.crossing is not None])
+
+    def leaving(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
+        """The same of what this stage hands on."""
+        return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.carries])
+
+    def _groups_of(self, place: int) -> tuple[Group, ...]:
+        block = self.blocks[place]
         assert isinstance(block, Block)
-        carried = (shape for group in block.groups for shape in group.carried_shapes(layout, tokens))
-        return [layout.residual_shape(tokens), *carried]
+        return block.groups
+
+    def _boundary(self, layout: Layout, tokens: int, groups: Sequence[Group]) -> list[tuple[int, int]]:
+        return [layout.residual_shape(tokens), *(s for group in groups for s in group.latent_shapes(layout, tokens))]
 
     def _context(self, tokens_BS: Tensor, positions_S: Tensor, document_ids_BS: Tensor | None = None) -> Context:
         model = self.model

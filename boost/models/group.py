@@ -47,7 +47,9 @@ class Group(Stored):
         ]
         arrive = architecture.crossed(model, layer)
         self.crossing = Crossing(model, shape, prefix, layout) if arrive else None
+        """What acts on latents where those of the block before arrive."""
         self.carries = architecture.crossed(model, layer + 1) and layer + 1 < model.layers
+        """Whether latents go on to the next block."""
 
     def down(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
         """A x, one [T, R] for the whole group or one a slot."""
@@ -99,10 +101,8 @@ class Group(Stored):
         """The queue with these latents at its end, if the next block takes them."""
         return (*carried, *bent) if self.carries else carried
 
-    def carried_shapes(self, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
-        """Shapes of the latents that `bend` puts at the end of the queue, on one process: none in families that cross nothing."""
-        if not self.carries:
-            return ()
+    def latent_shapes(self, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Shapes of the latents that `bend` takes from the queue and puts at its end, on one process."""
         rows, columns = layout.latent_shape(self, tokens)
         if layout.grouping or len(self.shape.slots) == 1:
             return ((rows, columns),)

@@ -95,9 +95,11 @@ class Pipeline(nn.Module):
         stages = []
         for part, decoder in zip(self.parts, self.decoders, strict=True):
             stage = decoder.stage
-            shapes = decoder.boundary(decoder.layout, batch * length)
             # On no device: what is to be received, said in advance, so that no stage has to ask the one before.
-            crossing = tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta") for s in shapes)
+            arriving, leaving = (
+                tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
+                for shapes in (of(decoder.layout, batch * length) for of in (decoder.arriving, decoder.leaving))
+            )
             loss = torch.empty((), dtype=statistic_dtype(decoder.compute_dtype), device="meta")
             stages.append(
                 PipelineStage(
@@ -105,8 +107,8 @@ class Pipeline(nn.Module):
                     stage.index,
                     stage.count,
                     self.device,
-                    input_args=() if stage.embeds else tuple(x.requires_grad_() for x in crossing),
-                    output_args=(loss,) if stage.predicts else tuple(x.requires_grad_() for x in crossing),
+                    input_args=() if stage.embeds else arriving,
+                    output_args=(loss,) if stage.predicts else leaving,
                     group=self.axis.group,
                 )
             )
@@ -179,7 +181,7 @@ class Pipeline(nn.Module):
         """What the stage before hands on."""
         if decoder.stage.embeds:
             return
-        for shape in decoder.boundary(layout, tokens):
+        for shape in decoder.arriving(layout, tokens):
             x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
             dist.recv(x, group=self.axis.group, group_src=(decoder.stage.index - 1) % self.axis.size)
             yield x

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from boost.config.architecture import Group, groups
+from boost.config.architecture import Group, crossed, groups
 from boost.config.cuts import TOKEN_SHARDED, cut_of, wide_parts
 from boost.config.schema import Config, LayoutName, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages_of, whole
@@ -107,6 +107,12 @@ def residual_shape(model: ModelConfig, parallel: ParallelConfig, tokens: int) ->
     return (tokens // p if cut == "tokens" else tokens, model.dim // p if cut == "hidden" else model.dim)
 
 
+def latent_shape(parallel: ParallelConfig, tokens: int, rank: int) -> tuple[int, int]:
+    """Shape of latents of a whole width `rank`, as one process holds those that cross to the next block."""
+    p, layout = parallel.tp, parallel.layout
+    return tokens // p if layout in TOKEN_SHARDED and p > 1 else tokens, rank // p if layout == "vanilla" else rank
+
+
 def _forward(
     model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
@@ -116,7 +122,7 @@ def _forward(
         if stage.predicts:
             yield from _loss(model, parallel, tokens, dtype)
     if not stage.predicts:
-        yield _handed_on("forward", model, parallel, tokens, dtype)
+        yield from _handed_on("forward", model, parallel, tokens, dtype, stage.numbers[-1])
 
 
 def _backward_of(
@@ -136,12 +142,19 @@ def _backward_of(
                 yield from _issued(phase, [crossing], tokens, dtype, parallel.tp)
         yield from _issued("backward", embed[::-1], tokens, dtype, parallel.tp)
     if not stage.embeds:
-        yield _handed_on("backward", model, parallel, tokens, dtype)
+        yield from _handed_on("backward", model, parallel, tokens, dtype, stage.numbers[0] - 1)
 
 
-def _handed_on(phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Collective:
-    """What a stage sends to its neighbour: the residual stream, or its gradient, as one process holds it."""
-    return Collective(phase, "send", residual_shape(model, parallel, tokens), dtype, 2, "pipeline")
+def _handed_on(
+    phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, layer: int
+) -> Iterator[Collective]:
+    """What is sent between stages behind block `layer`: the residual stream and latents that cross, or their gradients, as
+    one process holds them."""
+    yield Collective(phase, "send", residual_shape(model, parallel, tokens), dtype, 2, "pipeline")
+    for group in groups(model, layer) if crossed(model, layer + 1) else ():
+        for crossing in _merged("", list(group.ranks), parallel):
+            shape = latent_shape(parallel, tokens, crossing.width)
+            yield Collective(phase, "send", shape, dtype, 2, "pipeline")
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[Crossing]]:
@@ -152,7 +165,7 @@ def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Sta
         yield [
             replace(crossing, place=group.name, layer=layer)
             for group in groups(model, layer)
-            for crossing in block(group, model, parallel, dtype)
+            for crossing in block(group, model, parallel, dtype, crossed(model, layer))
         ]
     yield [Crossing(name, model.dim, place="head") for name in head_crossings if stage.predicts]
 
@@ -205,7 +218,7 @@ def _merged(function: str, widths: list[int], parallel: ParallelConfig) -> Cross
 def _column_row(enter: str, leave: str) -> "_Block":
     """Megatron's cut: one crossing of width d into a group and one out of it."""
 
-    def block(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    def block(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str, crossed: bool) -> Crossings:
         if group.side == "leave":
             yield Crossing(leave, model.dim)
         else:
@@ -214,14 +227,17 @@ def _column_row(enter: str, leave: str) -> "_Block":
     return block
 
 
-def _vanilla(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+def _vanilla(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str, crossed: bool) -> Crossings:
     cut = wide_parts(parallel) > 1
+    arrived = list(_arrived(group, model, parallel, dtype)) if crossed else []
     if group.side == "leave":
         yield Crossing("gather" if cut else "sum_backward", group.slots[0].d_in)
+        yield from arrived
         yield Crossing("sum_forward", model.dim)
         return
     for _ in group.slots[:1] if parallel.grouping else group.slots:
         yield Crossing("sum_backward", model.dim)
+    yield from arrived
     if cut:  # key/value heads fewer than p are sent to every process that uses them
         least = parallel.tp * model.head_dim
         yield from _merged("scatter_sum", [max(s.d_out, least) if s.kv else s.d_out for s in group.slots], parallel)
@@ -229,7 +245,15 @@ def _vanilla(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: 
         yield from (Crossing("sum_forward", slot.d_out) for slot in group.slots)
 
 
-def _btp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+def _arrived(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+    """Of latents that are cut along the rank: those of the block before for a gate that mixes them, and LayerNorm's sums."""
+    if model.gate != "identity":
+        yield from _merged("gather", list(group.ranks), parallel)
+    for crossing in _merged("sum_both", [2] * len(group.slots), parallel):
+        yield replace(crossing, dtype=statistic_dtype(dtype))
+
+
+def _btp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str, crossed: bool) -> Crossings:
     statistic = 0
     if group.side == "enter" and parallel.norm == "sync":
         yield Crossing("sum_both", 1, dtype=statistic_dtype(dtype))
@@ -241,11 +265,11 @@ def _btp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str)
     yield from _merged("sum_backward", list(group.ranks), parallel)
 
 
-def _btp_sp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
+def _btp_sp(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str, crossed: bool) -> Crossings:
     yield from _merged("gather" if group.side == "enter" else "scatter_sum", list(group.ranks), parallel)
 
 
-_Block = Callable[[Group, ModelConfig, ParallelConfig, str], Crossings]
+_Block = Callable[[Group, ModelConfig, ParallelConfig, str, bool], Crossings]
 _LAYOUTS: dict[str, tuple[tuple[str, ...], _Block, tuple[str, ...]]] = {
     "megatron": (("gather_replicated",), _column_row("sum_backward", "sum_forward"), ("sum_backward",)),
     "megatron-sp": (("exchange",), _column_row("gather", "scatter_sum"), ("gather",)),

@@ -41,6 +41,29 @@ CELLS = [
     for tp, choices in KV_HEADS.items()
     for kv_heads, (family, parallel) in itertools.product(choices, FAMILIES)
 ]
+CROSSING = [
+    ({"family": "lax", "over": over, "gate": gate, "rank": 16, "layers": 3}, {**parallel, "tp": 2})
+    for gate in ("identity", "tensor", "dense")
+    for over, parallel in zip(itertools.cycle(("svd", "cola")), LOW_RANK, strict=False)
+] + [
+    ({"family": "lax", "gate": gate, "rank": 16, "kv_heads": 1}, {"layout": layout, "tp": 4})
+    for gate in ("tensor", "dense")
+    for layout in ("btp", "btp-sp", "vanilla")
+]
+"""Latents that cross from block to block; vanilla cuts them, and the four rows of a tensor gate of 16 = 4 x 4."""
+RANKS = [
+    ({"family": "cola", "ranks": {"attn": 10, "mlp": 12}, "mlp_silu": False}, {"layout": "btp", "tp": 2}),
+    (
+        {"family": "svd", "ranks": {"attn": 10, "layers.1.attn.q": 4}, "factor_init": "spectral"},
+        {"layout": "btp-sp", "tp": 2},
+    ),
+    ({"family": "cola", "ranks": {"mlp.gate": 4, "layers.0.mlp.gate": 12}}, {"layout": "vanilla", "tp": 2}),
+    ({"family": "lax", "gate": "tensor", "ranks": {"attn": 9, "attn.v": 6}}, {"layout": "btp-sp", "tp": 2}),
+    ({"family": "lax", "gate": "dense", "ranks": {"attn": 12, "attn.v": 6}}, {"layout": "vanilla", "tp": 2}),
+    ({"family": "lax", "ranks": {"attn.k": 6}}, {"layout": "btp", "tp": 2, "grouping": False}),
+]
+"""Linears of different ranks in one group."""
+EVERY = [*CELLS, *CROSSING, *RANKS]
 ONE_EACH = [
     ({"family": "dense" if parallel in DENSE else "cola", "kv_heads": 4}, parallel)
     for parallel in (*LOW_RANK, *DENSE)
@@ -71,7 +94,7 @@ def keeps_table(config: Config, counted: list[Collective]) -> bool:
     return seen == expected and gradients[0] == gradients[1]
 
 
-@pytest.mark.parametrize(("model", "parallel"), CELLS, ids=ids(CELLS))
+@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids(EVERY))
 def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     tp = parallel["tp"]
     config = config_of(model, parallel, tp, "float64", train={"global_batch": 2})
@@ -92,7 +115,7 @@ def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp
 def configurations(draw: st.DrawFn) -> Config:
     """Any small model under any layout that can carry it, with any recomputation."""
     tp = draw(st.sampled_from((2, 4)))
-    family = draw(st.sampled_from(("svd", "cola", "dense")))
+    family = draw(st.sampled_from(("svd", "cola", "lax", "dense")))
     parallel = draw(st.sampled_from(DENSE if family == "dense" else LOW_RANK))
     multiple = {"vanilla": tp}.get(parallel["layout"], 1)
     heads = tp * draw(st.integers(1, 3))
@@ -111,6 +134,10 @@ def configurations(draw: st.DrawFn) -> Config:
     }
     if family != "dense":
         model["rank"] = multiple * draw(st.integers(1, min(model["dim"], model["ffn_dim"]) // multiple))
+    if family == "lax":
+        model["over"] = draw(st.sampled_from(("svd", "cola")))
+        gates = ("identity", "dense") if parallel["layout"] == "vanilla" else ("identity", "tensor", "dense")
+        model["gate"] = draw(st.sampled_from(gates))
     policies = (
         ["none", "full-block"] if family == "dense" else ["none", "low-rank", "low-rank+attention-output", "full-block"]
     )

@@ -10,8 +10,6 @@ import torch
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.data.batches import Batch
-from boost.models.group import Group
-from boost.models.interface import Layout
 from boost.models.stored import storages
 from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import step_collectives
@@ -173,29 +171,23 @@ def test_replicas_keep_each_row_once() -> None:
     assert [vectors for _, vectors in each] == [norms] * 4
 
 
-def crossing_shapes(self: Group, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
-    return (layout.latent_shape(self, tokens),)
+CROSSING = [
+    ({"gate": "identity"}, {"tp": 1}),
+    ({"gate": "tensor"}, {"layout": "btp", "grouping": False}),
+    ({"gate": "dense"}, {"layout": "btp-sp"}),
+    ({"gate": "dense", "over": "svd"}, {"layout": "vanilla"}),
+    ({"gate": "identity"}, {"layout": "btp-sp", "schedule": "zero-bubble"}),
+    ({"gate": "tensor"}, {"layout": "btp", "schedule": "interleaved-1f1b"}),
+    ({"gate": "tensor"}, {"layout": "btp-sp", "pp": 1, "dp": 2, "shard": "full"}),
+]
 
 
-def compare_crossing(config: Config) -> dict[str, float]:
-    usual = Trained(toy.single(config), 1).numbers
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "bend", toy.crossing_bend)
-        patch.setattr(Group, "carried_shapes", crossing_shapes)
-        crossing = config.model_copy(update={"train": config.train.model_copy(update={"seed": 7})})
-        assert Trained(toy.single(crossing), 1).numbers != usual, "something crosses"
-        return compare(crossing)  # the other seed keeps its reference apart from that without crossing
-
-
-CROSSING = [{"tp": 1}, {"layout": "btp"}, {"layout": "btp-sp"}, {"layout": "vanilla"}]
-CROSSING += [{"layout": "btp-sp", "schedule": "zero-bubble"}, {"layout": "btp", "schedule": "interleaved-1f1b"}]
-
-
-@pytest.mark.parametrize("parallel", CROSSING, ids=str)
-def test_latents_that_cross_blocks_cross_stages(parallel: dict[str, Any]) -> None:
-    config = config_of({"pp": 2, "tp": 2, **parallel})
+@pytest.mark.parametrize(("model", "parallel"), CROSSING, ids=str)
+def test_latents_that_cross_blocks_cross_stages(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    layers = 2 * parallel.get("virtual", 2)
+    config = config_of({"pp": 2, "tp": 2, **parallel}, model={"family": "lax", "layers": layers, **model})
     toy.skip_what_torch_cannot(config)
-    for errors in run_distributed(config.parallel.world_size, compare_crossing, config):
+    for errors in run_distributed(config.parallel.world_size, compare, config):
         assert max(errors.values()) <= 1e-10, errors
 
 
@@ -248,6 +240,8 @@ def counted(config: Config) -> tuple[Counter[Any], Counter[Any]]:
 
 COUNTED = [
     *({"pp": 2, "tp": 2, "layout": layout} for layout in ("btp", "btp-sp", "vanilla")),
+    *({"pp": 2, "tp": 2, "layout": layout, "family": "lax"} for layout in ("btp-sp", "vanilla")),
+    {"pp": 2, "tp": 2, "layout": "btp", "family": "lax", "schedule": "interleaved-1f1b", "grouping": False},
     *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble")),
     {"pp": 2, "dp": 2, "schedule": "zero-bubble", "virtual": 3, "shard": "optimizer"},
     {"pp": 2, "dp": 2, "schedule": "interleaved-1f1b", "virtual": 3, "shard": "full"},
@@ -266,7 +260,9 @@ def test_a_step_sends_what_the_table_says(parallel: dict[str, Any]) -> None:
     recompute = "none" if parallel.get("schedule") == "zero-bubble" else "full-block"
     layers = 2 * parallel.get("virtual", 2)
     train = {"global_batch": 6, "recompute": recompute}
-    config = config_of(parallel, "float32", model={"layers": layers}, train=train)
+    parallel = dict(parallel)
+    family = {"family": "lax", "gate": "dense"} if parallel.pop("family", "") else {}
+    config = config_of(parallel, "float32", model={"layers": layers, **family}, train=train)
     toy.skip_what_torch_cannot(config)
     for seen, table in run_distributed(config.parallel.world_size, counted, config):
         assert seen == table
