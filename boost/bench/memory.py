@@ -31,6 +31,7 @@ OTHER = "other"
 
 _MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
 _MADE_BY |= {"enter.W": WIDE, "kv.W": WIDE, "leave.W": RESIDUAL}
+_MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """What the weights of a role make."""
 
 _MOVES = {"add", "clone", "_to_copy", "copy_", "cat", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}

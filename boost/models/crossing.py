@@ -7,6 +7,7 @@ this process, except that what passes a gate is whole (`rows` of it come out).
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,19 +59,12 @@ class Crossing(Stored):
 
     def moments(self, mixed: Tensor, slots: range) -> Tensor:
         """Sums over this process's part of each latent and of its squares, [T, 2 slots], fp32 or wider."""
-        wide = mixed.to(torch.promote_types(mixed.dtype, torch.float32))
-        parts = wide.split([self.ranks[slot] for slot in slots], dim=-1)
-        return torch.stack([f(v) for v in parts for f in (_sum, _sum_of_squares)], dim=-1)
+        return _Moments.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
     def settle(self, mixed: Tensor, moments: Tensor, slots: range) -> Tensor:
         """LayerNorm of this process's part of latents, by the moments of the whole ones."""
-        wide = mixed.to(moments.dtype)
-        normed = []
-        parts = wide.split([self.ranks[slot] for slot in slots], dim=-1)
-        for place, (slot, v) in enumerate(zip(slots, parts, strict=True)):
-            mean_T1, square_T1 = (moments[:, 2 * place + i, None] / self.whole_ranks[slot] for i in (0, 1))
-            normed.append((v - mean_T1) * torch.rsqrt(square_T1 - mean_T1.square() + EPS))
-        return self._affine(torch.cat(normed, dim=-1).to(mixed.dtype), slots)
+        widths = tuple((self.ranks[slot], self.whole_ranks[slot]) for slot in slots)
+        return _Settle.apply(mixed, moments, *self._norm(slots), widths)
 
     def slots_of(self, latents: Sequence[Tensor]) -> list[range]:
         """Numbers of the slots that each tensor holds: all of them, or one each."""
@@ -91,7 +85,9 @@ class Crossing(Stored):
         if self.gate == "tensor":
             rows_Aa, columns_bb = self._matrix("gate_rows", slot, h_Tr), self._matrix("gate_columns", slot, h_Tr)
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
-            return (rows_Aa @ h_Tab @ columns_bb.T).flatten(1)
+            if rows_Aa.shape[0] < rows_Aa.shape[1]:  # cut: its own rows first, not to multiply those of others
+                return F.linear(rows_Aa @ h_Tab, columns_bb).flatten(1)
+            return (rows_Aa @ F.linear(h_Tab, columns_bb)).flatten(1)
         return h_Tr
 
     def _matrix(self, name: str, slot: int, like: Tensor) -> Tensor:
@@ -107,18 +103,79 @@ class Crossing(Stored):
         else:
             parts = mixed.split(ranks, dim=-1)
             normed = torch.cat([F.layer_norm(v, (r,), eps=EPS) for v, r in zip(parts, ranks, strict=True)], dim=-1)
-        return self._affine(normed, slots)
-
-    def _affine(self, normed: Tensor, slots: range) -> Tensor:
-        weight, bias = self.norm_weight, self.norm_bias
-        if len(slots) < len(self.ranks):
-            weight, bias = (self._vector(name, slots[0]) for name in ("norm_weight", "norm_bias"))
+        weight, bias = self._norm(slots)
         return torch.addcmul(bias.to(normed.dtype), normed, weight.to(normed.dtype))
 
+    def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
+        """Weight and bias of LayerNorm, of all slots or of one."""
+        if len(slots) == len(self.ranks):
+            return self.norm_weight, self.norm_bias
+        return self._vector("norm_weight", slots[0]), self._vector("norm_bias", slots[0])
 
-def _sum(v: Tensor) -> Tensor:
-    return v.sum(dim=-1)
+
+class _Moments(torch.autograd.Function):
+    """forward: v [T, R] -> s [T, 2k], for each of k slots the sums of v and of v^2; dgrad: dv = ds_1 + 2 v ds_2. Local."""
+
+    @staticmethod
+    def forward(ctx: Any, v_TR: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(v_TR)
+        ctx.ranks = ranks
+        parts = _wide(v_TR).split(ranks, dim=-1)
+        return torch.stack([sums for v in parts for sums in (v.sum(-1), v.square().sum(-1))], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, ds_T2k: Tensor) -> tuple[Tensor, None]:
+        (v_TR,) = ctx.saved_tensors
+        first_Tk, second_Tk = ds_T2k[:, ::2], ds_T2k[:, 1::2]
+        parts = _wide(v_TR).split(ctx.ranks, dim=-1)
+        dv = [first_Tk[:, i, None] + 2 * v * second_Tk[:, i, None] for i, v in enumerate(parts)]
+        return torch.cat(dv, dim=-1).to(v_TR.dtype), None
 
 
-def _sum_of_squares(v: Tensor) -> Tensor:
-    return v.square().sum(dim=-1)
+class _Settle(torch.autograd.Function):
+    """forward: y = w (v - m) c + b, with the mean m = s_1 / n and c = (s_2 / n - m^2 + eps)^(-1/2) of a whole latent of width n.
+
+    v, y [T, R]; s [T, 2k]; w, b [R]. dgrad: dv = c w dy; ds from dm = -c <w, dy> + m c^3 <w dy, v - m> and dc = <w dy, v - m>,
+    of this process's part: a term of a sum. wgrad: dw, db complete. Local.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, v_TR: Tensor, s_T2k: Tensor, w_R: Tensor, b_R: Tensor, widths: tuple[tuple[int, int], ...]
+    ) -> Tensor:
+        ctx.save_for_backward(v_TR, s_T2k, w_R)
+        ctx.widths = widths
+        normed = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standing(v_TR, s_T2k, widths)]
+        return torch.addcmul(b_R.to(s_T2k.dtype), torch.cat(normed, dim=-1), w_R.to(s_T2k.dtype)).to(v_TR.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TR: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        v_TR, s_T2k, w_R = ctx.saved_tensors
+        dy_TR = dy_TR.to(s_T2k.dtype)
+        ranks = [rank for rank, _ in ctx.widths]
+        inner = (dy_TR * w_R.to(s_T2k.dtype)).split(ranks, dim=-1)
+        dv, ds, normed = [], [], []
+        for (v, m_T1, c_T1), g, (_, n) in zip(_standing(v_TR, s_T2k, ctx.widths), inner, ctx.widths, strict=True):
+            centred = v - m_T1
+            dvar_T = -0.5 * (g * centred).sum(-1) * c_T1[:, 0] ** 3
+            dmean_T = -g.sum(-1) * c_T1[:, 0] - 2 * m_T1[:, 0] * dvar_T
+            ds += [dmean_T / n, dvar_T / n]
+            dv.append(g * c_T1)
+            normed.append(centred * c_T1)
+        dw_R = (dy_TR * torch.cat(normed, dim=-1)).sum(0).to(w_R.dtype)
+        dv_TR = torch.cat(dv, dim=-1).to(v_TR.dtype)
+        return dv_TR, torch.stack(ds, dim=-1), dw_R, dy_TR.sum(0).to(w_R.dtype), None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _standing(
+    v_TR: Tensor, s_T2k: Tensor, widths: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(latent, its mean, its inverse deviation) of each slot, fp32 or wider."""
+    parts = _wide(v_TR).split([rank for rank, _ in widths], dim=-1)
+    for i, (v, (_, n)) in enumerate(zip(parts, widths, strict=True)):
+        m_T1 = s_T2k[:, 2 * i, None] / n
+        yield v, m_T1, torch.rsqrt(s_T2k[:, 2 * i + 1, None] / n - m_T1.square() + EPS)

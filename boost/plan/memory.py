@@ -5,10 +5,11 @@ Legend: T tokens of one micro-batch, p TP processes, w parts of heads and channe
 "column" is one element for each of some rows (tokens).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from boost.config.architecture import Group, Slot, groups
+from boost.config.architecture import Group, Slot, crossed, crossing_parameters, groups
 from boost.config.cuts import TOKEN_SHARDED, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, RecomputeName
 from boost.config.traffic import ITEMSIZE, statistic_columns, statistic_dtype
@@ -98,19 +99,19 @@ def memory(config: Config) -> Memory:
     stored = list(stored_tensors(config.model, config.parallel))
     weights = sum(tensor.elements for tensor in stored) * ITEMSIZE[train.param_dtype]
     states = {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: 2 * weights + len(stored) * ITEMSIZE["float32"]}
-    block = _Block(config)
+    policies = train.recompute_by_layer(config.model.layers)
     kept = [
         Kept(item.category, item.what, item.rows, item.columns, item.dtype, item.place, layer)
-        for layer, policy in enumerate(train.recompute_by_layer(config.model.layers))
-        for item in block.kept(policy, layer)
+        for layer, policy in enumerate(policies)
+        for item in _Block(config, layer).kept(policy, policies[layer + 1 : layer + 2])
     ]
-    return Memory(states, (*kept, *block.loss()))
+    return Memory(states, (*kept, *_Block(config, 0).loss()))
 
 
 class _Block:
     """What one block keeps. Eager autograd keeps what each operation's derivative asks for; this says what that is."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer: int) -> None:
         self.model, self.parallel, train = config.model, config.parallel, config.train
         p = self.parallel.tp
         self.layout = self.parallel.layout if p > 1 else "single"
@@ -120,19 +121,23 @@ class _Block:
         self.dtype, self.statistic = train.compute_dtype, statistic_dtype(train.compute_dtype)
         self.casts = train.compute_dtype != train.param_dtype
         self.acts = self.model.latent_act != "none"
+        self.groups = groups(self.model, layer)
+        self.crossed = crossed(self.model, layer)
+        self.mixes = self.model.gate in ("tensor", "dense")
 
-    def kept(self, policy: RecomputeName, layer: int) -> Items:
+    def kept(self, policy: RecomputeName, following: Sequence[RecomputeName]) -> Items:
+        """Of a block under `policy`, before one under the policy `following` (none: it is the last)."""
         width = self.model.dim // self.processes if self.layout == "btp" else self.model.dim
-        if policy == "full-block":
-            yield self._residual(width, "attention")
-            return
-        qkv, o, gate_up, down = groups(self.model, layer)
+        qkv, o, gate_up, down = self.groups
         for place, enter, leave in (("attention", qkv, o), ("mlp", gate_up, down)):
-            yield self._residual(width, place)
+            items: Iterable[Kept] = ()
             if policy == "none":
                 items = (*self._entered(enter), *self._between(enter), *self._left(leave), *self._copies(enter, leave))
-            else:
+            elif policy != "full-block":
                 items = (*self._segments(enter, policy), *self._output(enter, policy), *self._behind(leave))
+            if policy != "full-block" or place == "attention":
+                yield self._residual(width, place)
+            items = (*items, *self._carried((enter, leave), policy, following))
             yield from (Kept(i.category, i.what, i.rows, i.columns, i.dtype, place) for i in items if i.columns)
 
     def loss(self) -> Items:
@@ -156,14 +161,14 @@ class _Block:
         if self.layout == "btp":
             if norm == "online":
                 yield self._payload(ranks)
-                yield self._latents("scaled latents", self.tokens, ranks)
+                yield self._latents("scaled latents", self.tokens, ranks * (not self.crossed))
             else:
                 yield self._wide("normed residual", self.tokens, self.model.dim // self.processes)
-                yield self._latents("latents", self.tokens, ranks)
+                yield self._latents("latents", self.tokens, ranks * (not self.crossed))
             # The inverse RMS counts to what it is made of.
             kind = LATENTS if norm == "online" else WIDE
             yield Kept(kind, "inverse RMS", self.tokens, 1, self.statistic)
-            yield self._latents("latents behind act", self.tokens, ranks * self.acts)
+            yield from self._bent(group, self.tokens)
             return
         yield Kept(WIDE, "inverse RMS", self.own_tokens, 1, self.statistic)
         if not self.model.low_rank:
@@ -172,12 +177,14 @@ class _Block:
             return
         yield self._wide("normed residual", self.own_tokens, self.model.dim)
         if self.layout == "btp-sp":
-            yield self._latents("own tokens' latents", self.own_tokens, ranks * self.acts)
+            if self.crossed:
+                yield from self._bent(group, self.own_tokens)
+            else:
+                yield self._latents("own tokens' latents", self.own_tokens, ranks * self.acts)
             yield self._latents("gathered latents", self.tokens, ranks)
         else:
-            held = ranks // self.processes  # cut along the rank under vanilla
-            yield self._latents("latents", self.tokens, held)
-            yield self._latents("latents behind act", self.tokens, held * self.acts)
+            yield self._latents("latents", self.tokens, self._held(group) * (not self.crossed))
+            yield from self._bent(group, self.tokens)
 
     def _between(self, group: Group) -> Items:
         """The wide side: attention, or the gated product."""
@@ -202,9 +209,9 @@ class _Block:
         if self._gathers():
             yield self._wide("gathered heads or channels", self.tokens, slot.d_in)
         if self.model.low_rank:
-            yield from self._left_latents(slot)
-            rows = self.own_tokens if self.layout == "btp-sp" else self.tokens
-            yield self._latents("latents behind act", rows, self._held(slot) * self.acts)
+            if not self.crossed:
+                yield from self._left_latents(group)
+            yield from self._bent(group, self.own_tokens)
 
     def _copies(self, *entering_and_leaving: Group) -> Items:
         """Weights that an operation takes in another form than that in which they are stored."""
@@ -216,6 +223,8 @@ class _Block:
                 merged = factor == "W" and self._concatenates(group)
                 if scaled or merged or self.casts:
                     yield from self._copied(group, factor, merged)
+            if self.crossed and self.casts:
+                yield from self._copied_crossing(group)
 
     def _copied(self, group: Group, factor: str, merged: bool) -> Items:
         for parameter, slot in zip(group.parameters("", factor), group.slots, strict=True):
@@ -223,6 +232,13 @@ class _Block:
             if merged:  # of key/value heads held whole, only the own one's rows
                 rows = min(rows, self._here(slot))
             yield Kept(COPIES, f"{slot.name}.{factor}", rows, columns, self.dtype)
+
+    def _copied_crossing(self, group: Group) -> Items:
+        for name, parameters in crossing_parameters(self.model, group, "").items():
+            used_as_stored = name.endswith("_bias") or (name == "norm_weight" and self.layout == "vanilla")
+            for parameter in () if used_as_stored else parameters:
+                shape = local_shape(parameter, cut_of(parameter.role, self.model, self.parallel), self.processes)
+                yield Kept(COPIES, parameter.name, math.prod(shape), 1, self.dtype)
 
     # With it.
 
@@ -240,10 +256,11 @@ class _Block:
                 yield self._latents("latents", self.tokens, ranks)
         elif self.layout == "btp-sp":
             sharded = policy == "low-rank-sharded"
-            yield self._latents("own tokens' latents", self.own_tokens, ranks * (self.acts or sharded))
+            yield self._latents("own tokens' latents", self.own_tokens, ranks * (self.acts or sharded or self.crossed))
             yield self._latents("gathered latents", self.tokens, ranks * (not sharded))
         else:
             yield self._latents("latents", self.tokens, ranks // self.processes)
+            yield from self._met(group)
             if self.layout == "vanilla":
                 yield self._wide("sums of full width", self.tokens, sum(self._here(slot) for slot in group.slots))
 
@@ -257,12 +274,63 @@ class _Block:
         (slot,) = group.slots
         if self._gathers():
             yield self._wide("gathered heads or channels", self.tokens, slot.d_in)
-        yield from self._left_latents(slot)
+        yield from self._left_latents(group)
+        yield from self._met(group)
 
     # Both.
 
-    def _left_latents(self, slot: Slot) -> Items:
-        yield self._latents("latents", self.own_tokens, self._held(slot))
+    def _left_latents(self, group: Group) -> Items:
+        yield self._latents("latents", self.own_tokens, self._held(group))
+
+    def _met(self, group: Group) -> Items:
+        """Between the collectives of a crossing under vanilla, which cuts latents."""
+        if self.layout == "vanilla" and self.crossed:
+            yield self._latents("gathered latents", self.tokens, sum(group.ranks) * self.mixes)
+            yield self._latents("mixed latents", self.tokens, self._held(group))
+            yield Kept(LATENTS, "sums of LayerNorm", self.tokens, 2 * len(group.slots), self.statistic)
+
+    def _bent(self, group: Group, rows: int) -> Items:
+        """What acts on latents, without recomputation."""
+        held = self._held(group)
+        if self.crossed:
+            yield from self._settled(group, rows)
+            yield self._latents("crossed latents", rows, held * self.acts)
+        behind = "latents behind act" if self.acts else "crossed latents"
+        if not (self.layout == "btp-sp" and group.side == "enter"):  # there, what is gathered of them is kept
+            yield self._latents(behind, rows, held * (self.acts or self.crossed))
+
+    def _settled(self, group: Group, rows: int) -> Items:
+        """Gate and LayerNorm."""
+        held = self._held(group)
+        if self.model.gate == "tensor":
+            yield self._latents("latents in the gate", rows, held)
+            side_by_side = self.parallel.grouping and len(group.slots) > 1  # copied apart for its products
+            if side_by_side and self.layout in ("single", "btp"):
+                yield self._latents("latents for the gate", rows, held)
+        if self.mixes and self.layout == "vanilla":
+            yield self._latents("gathered latents", rows, sum(group.ranks))
+        yield self._latents("mixed latents", rows, held)
+        if self.layout == "vanilla":
+            yield Kept(LATENTS, "sums of LayerNorm", rows, 2 * len(group.slots), self.statistic)
+            return
+        yield self._latents("normed latents", rows, held)
+        # In the dtype of latents on CPUs; in fp32 on GPUs, which is too little to tell apart.
+        yield self._latents("means and deviations", rows, 2 * len(group.slots))
+
+    def _carried(self, met: Sequence[Group], policy: RecomputeName, following: Sequence[RecomputeName]) -> Items:
+        """Latents that the next block takes, where it keeps them and this one does not."""
+        if not self.model.crosses or not following or (following[0] == "none" and not self.mixes):
+            return
+        for group in met:
+            gathered = self.layout == "btp-sp" and group.side == "enter"
+            if policy == "none":
+                kept = not gathered
+            else:  # latents that nothing acts on are those that are carried
+                scaled = self.layout == "btp" and self.parallel.norm == "online" and group.side == "enter"
+                untouched = not (self.acts or self.crossed or scaled or policy == "full-block")
+                kept = untouched and (not gathered or policy == "low-rank-sharded")
+            if not kept:
+                yield self._latents("carried latents", self.own_tokens, self._held(group))
 
     def _payload(self, ranks: int) -> Kept:
         """What online RMSNorm's collective sent stays whole."""
@@ -282,10 +350,9 @@ class _Block:
         """Output width of an entering slot on one process: of key/value heads at least one."""
         return max(slot.d_out // self.wide, self.model.head_dim if slot.kv else 0)
 
-    def _held(self, slot: Slot) -> int:
-        """Width of the latents of a leaving slot on one process."""
-        assert slot.rank is not None
-        return slot.rank // self.processes if self.layout == "vanilla" else slot.rank
+    def _held(self, group: Group) -> int:
+        """Width of the latents of a group on one process."""
+        return sum(group.ranks) // self.processes if self.layout == "vanilla" else sum(group.ranks)
 
     def _merges(self) -> bool:
         """Whether q, k and v are made as one tensor."""

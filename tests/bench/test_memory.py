@@ -52,6 +52,26 @@ def test_every_cell_keeps_what_is_predicted() -> None:
     assert wrong(CELLS, "bfloat16", 2) == []
 
 
+CROSSING = [
+    (gate, over, parallel, policy)
+    for gate, over in (("identity", "svd"), ("tensor", "cola"), ("dense", "cola"))
+    for parallel in ({}, *LOW_RANK)
+    for policy in (*policies("lax", parallel), "none")
+    if parallel.get("grouping", True) or policy == "none"
+]
+
+
+def test_latents_that_cross_are_kept_as_predicted() -> None:
+    """The second of two blocks meets those of the first; every seventh cell, so that all take turns."""
+    found = []
+    for gate, over, parallel, policy in CROSSING[::7]:
+        config = config_of("lax", parallel, policy, "bfloat16", layers=2, kv_heads=2, gate=gate, over=over)
+        actual = measure(config).activations
+        if actual != kept(config):
+            found.append((gate, over, *parallel.values(), policy, actual, kept(config)))
+    assert found == []
+
+
 def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
     assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"], "float32", 8) == []
 

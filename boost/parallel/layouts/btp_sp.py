@@ -48,7 +48,11 @@ class BTPSP(TokenSharded):
         Of the latents before act a block keeps its own tokens' too: act cannot be undone, and to redo it behind the
         gathering would be p times the work.
         """
-        bent, carried = group.bend(self._down(x, gamma, group, local), carried)
+        latents = self._down(x, gamma, group, local)
+        if group.crossing is None:
+            bent, carried = group.bend(latents, carried)
+        else:
+            bent, carried = local(lambda waiting, *u: group.bend(u, waiting), carried, *latents)
         return [collectives.gather(h, self.axis) for h in bent], carried
 
     def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
