@@ -181,7 +181,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         mesh += [f"parallel.grouping = {str(parallel.grouping).lower()}"]
     batches = "1 micro-batch" if inspection.micro_batches == 1 else f"{inspection.micro_batches} micro-batches"
     facts = {
-        "model": f"{name}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}"
+        "model": f"{name}: {model.title}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}"
         + (f", r {model.rank}" if model.rank else ""),
         "parameters": f"{_count(inspection.parameters)}, of which one process holds "
         f"{_count(inspection.parameters_per_process)}",
@@ -224,7 +224,13 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 def _print_weights(console: "Console", inspection: "Inspection") -> None:
     from rich.table import Table
 
-    console.print("\nweights (a block's are the same in every block)", style="bold")
+    model = inspection.config.model
+    alike = "a block's are the same in every block"
+    if model.crosses:
+        alike += " but the first, in which no latents arrive"
+    if any(name.startswith("layers.") for name in model.ranks):
+        alike = f"those of block {inspection.layer}; blocks have linears of other ranks"
+    console.print(f"\nweights ({alike})", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("name")
     table.add_column("global", justify="right")

@@ -53,6 +53,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; the nearest legal value is {best}"
         )
+    yield from _crossing_problems(config)
     if model.family == "dense":
         if model.rank is not None:
             yield f"model.rank = {model.rank} has no meaning for model.family = 'dense'; remove it or take 'svd' or 'cola'"
@@ -66,7 +67,6 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield f"model.rank = {model.rank} is wider than the linears it factors; the largest legal value is {best}"
     elif model.factor_init == "none":
         yield "model.factor_init = 'none' is for model.family = 'dense'; take 'cola', 'xavier' or 'spectral'"
-    yield from _crossing_problems(config)
     yield from _rank_problems(config)
 
 

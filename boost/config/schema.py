@@ -123,6 +123,11 @@ class ModelConfig(Section):
         return self.family != "dense"
 
     @property
+    def title(self) -> str:
+        """The family with what was chosen of it, as 'lax over cola, tensor gate'."""
+        return f"lax over {self.over}, {self.gate} gate" if self.crosses else self.family
+
+    @property
     def crosses(self) -> bool:
         """Whether latents cross from each block to the next."""
         return self.family == "lax"

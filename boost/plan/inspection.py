@@ -10,6 +10,7 @@ from functools import cached_property
 from boost.config.architecture import (
     Parameter,
     block_parameters,
+    crossed,
     embedding,
     final_norm,
     head,
@@ -138,6 +139,11 @@ class Inspection:
         """The block that stands for all: the last of the first stage held here. (The first block of a crossing family is
         unlike the others.)"""
         return self.stages[0].numbers[-1]
+
+    @property
+    def crossed(self) -> bool:
+        """Whether latents of the block before arrive in that block."""
+        return crossed(self.config.model, self.layer)
 
     @property
     def bytes_per_token(self) -> float:

@@ -31,13 +31,15 @@ def block_picture(inspection: Inspection, name: str) -> str:
         title += [parallel.vanilla] * (parallel.layout == "vanilla")
         title += ["ungrouped"] * (not parallel.grouping)
     bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
+    if model.crosses:
+        bottleneck += ", its latents meeting those of the block before"
     words = Words(
         layout=inspection.layout,
         model=" · ".join(title),
         subtitle=f"One of {model.layers} blocks, every linear y = {bottleneck if model.low_rank else 'W x'}; d = {model.dim}, "
         f"f = {model.ffn_dim}{f', r = {model.rank}' if model.low_rank else ''}; T = {inspection.tokens} tokens in a "
         f"micro-batch, {config.train.compute_dtype}",
-        description=f"One block of a {model.family} decoder on {parallel.tp} processes, from top to bottom: which part of "
+        description=f"One block of a {model.title} decoder on {parallel.tp} processes, from top to bottom: which part of "
         "each weight and activation every process holds, and the collectives between them.",
         summary=_summary(inspection),
     )
@@ -149,10 +151,18 @@ def _group(inspection: Inspection, group: Group) -> Iterator[Row]:
     rows, columns = _share("T", p if axis == "y" else 1), _share(width, p if axis == "x" else 1)
     whole = " on every process" if not axis and p > 1 else ""
     title = "Latents" if model.latent_act == "none" else f"{model.latent_act} on the latents"
-    latents = Row(title, (f"{rows} x {columns}{whole}",), pieces)
+    details = [f"{rows} x {columns}{whole}"]
+    if inspection.crossed:
+        title = "Latents that cross"
+        act = "" if model.latent_act == "none" else f"{model.latent_act} "
+        gate = "h" if model.gate == "identity" else f"{model.gate} gate(h)"
+        details.append(f"{act}LayerNorm(u + {gate})")
+    latents = Row(title, tuple(details), pieces)
     yield _weights(inspection, group, "A")
-    # A factor cut along its input leaves partial sums: latents, and what acts on them, come behind the collective.
-    yield from [*bars["between"], latents] if cut_a.dim == 1 else [latents, *bars["between"]]
+    # A factor cut along its input leaves partial sums: latents, and what acts on them, come behind the collective. Of
+    # latents that are cut themselves, what acts on them needs collectives.
+    behind = cut_a.dim == 1 or (inspection.crossed and axis == "x")
+    yield from [*bars["between"], latents] if behind else [latents, *bars["between"]]
     yield _weights(inspection, group, "B")
     yield from bars["exit"]
 
@@ -209,10 +219,18 @@ def _at_bottleneck(inspection: Inspection, group: Group) -> bool:
 def _position(inspection: Inspection, group: Group, c: Collective) -> str:
     if _is_statistic(inspection, group, c.shape[-1]):
         return "norm"
-    if _at_bottleneck(inspection, group):
+    if _at_bottleneck(inspection, group) or _of_crossing(inspection, group, c.shape[-1]):
         return "between"
     leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)
     return "exit" if c.kind in leaves else "entry"
+
+
+def _of_crossing(inspection: Inspection, group: Group, width: int) -> bool:
+    """Whether a collective is of latents that are cut along the rank and meet those of the block before."""
+    model, parallel = inspection.config.model, inspection.config.parallel
+    if not inspection.crossed or cut_of("latent.rows", model, parallel).dim is None:
+        return False
+    return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
 
 
 def _is_statistic(inspection: Inspection, group: Group, width: int) -> bool:
@@ -232,7 +250,10 @@ def _symbol(inspection: Inspection, group: Group, width: int) -> str:
     units = {"d": model.dim, "f": model.ffn_dim}
     if group.name in ("gate_up", "down"):
         units = {"f": model.ffn_dim, "d": model.dim}
-    if _at_bottleneck(inspection, group):
+    crossing = _of_crossing(inspection, group, width)
+    if crossing and width in (2, 2 * len(group.slots)):
+        return "sums"
+    if crossing or _at_bottleneck(inspection, group):
         units = {"r": model.rank or 0}
     if _is_statistic(inspection, group, width):
         return "statistic"

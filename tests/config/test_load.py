@@ -42,6 +42,29 @@ BAD = [
     (["--model.kv_heads", "3"], ["model.kv_heads = 3", "model.heads = 8", "nearest legal value is 4"]),
     (["--model.rank", "9000"], ["model.rank = 9000", "largest legal value is 512"]),
     (["--model.family", "dense", "--model.rank", "8"], ["model.rank = 8", "dense"]),
+    (["--model.family", "dense", "--model.ranks.attn", "8"], ["model.ranks.attn = 8", "dense"]),
+    (["--model.family", "dense", "--model.factor_init", "cola"], ["factor_init = 'cola'", "'none'"]),
+    (["--model.factor_init", "none"], ["factor_init = 'none'", "'spectral'"]),
+    (["--model.gate", "tensor"], ["model.gate = 'tensor'", "'lax'", "'cola'", "legal value is 'none'"]),
+    (["--model.over", "svd"], ["model.over = 'svd'", "'lax'"]),
+    (["--model.family", "lax", "--model.gate", "none"], ["model.gate = 'none'", "'identity'"]),
+    (["--model.family", "lax", "--model.over", "none"], ["model.over = 'none'", "'cola' or 'svd'"]),
+    (["--model.family", "lax", "--model.ranks.layers.1.attn.q", "8"], ["ranks.layers.1.attn.q", "write ranks.attn.q"]),
+    (["--model.ranks.attn.w", "8"], ["model.ranks.attn.w", "attn.q", "layers.0.attn.q"]),
+    (["--model.ranks.layers.8.attn.q", "8"], ["model.ranks.layers.8.attn.q", "layers.7.mlp.down"]),
+    (["--model.ranks.attn", "9000"], ["model.ranks.attn = 9000", "largest legal value is 512"]),
+    (["--model.ranks.attn", "many"], ["model.ranks.attn = 'many'", "integer"]),
+    (["--model.ranks.attn", "0"], ["model.ranks.attn = 0", "smallest legal value is 1"]),
+    (["--model.ranks.attn"], ["--model.ranks.attn has no value", "integer"]),
+    (["--model.ranks", "7"], ["model.ranks = 7", "table of integers", "{ attn = 128, mlp = 256 }"]),
+    (
+        ["--parallel.tp", "2", "--parallel.layout", "vanilla", "--model.ranks.mlp", "31"],
+        ["tp = 2", "model.ranks.mlp = 31", "value is 1"],
+    ),
+    (
+        ["--model.family", "lax", "--model.gate", "tensor", "--parallel.tp", "4", "--parallel.layout", "vanilla", "--model.rank", "40"],
+        ["model.rank = 40", "5 x 8", "parallel.tp = 4", "nearest legal value is 44"],
+    ),
     (["--parallel.tp", "3"], ["parallel.tp = 3", "model.heads = 8", "nearest legal value is 4"]),
     (["--parallel.tp", "2", "--model.ffn_dim", "5461"], ["parallel.tp = 2", "model.ffn_dim = 5461", "nearest legal value is 1"]),
     (["--parallel.tp", "2", "--parallel.layout", "single"], ["parallel.layout = 'single'", "parallel.tp = 2"]),
@@ -168,6 +191,21 @@ def test_defaults_follow_the_family() -> None:
     assert (dense.rank, dense.latent_act) == (None, "none")
     svd = load(None, ["--model.family", "svd", "--model.dim", "64", "--model.heads", "4"]).model
     assert (svd.rank, svd.latent_act, svd.kv_heads, svd.mlp_silu) == (16, "none", 4, True)
+
+
+def test_ranks_of_single_linears(tmp_path: Path) -> None:
+    """The narrowest name counts; a bare dotted name, which TOML takes for tables in tables, is that name."""
+    file = tmp_path / "run.toml"
+    file.write_text('[model.ranks]\nmlp = 96\nattn.q = 64\n"layers.3.attn.q" = 32\n')
+    model = load(str(file), ["--model.ranks.attn.o", "48", "--model.ranks.layers.2.mlp.up=80"]).model
+    ranks = {"mlp": 96, "attn.q": 64, "layers.3.attn.q": 32, "attn.o": 48, "layers.2.mlp.up": 80}
+    assert model.ranks == ranks
+    assert [model.rank_of(3, slot) for slot in ("attn.q", "attn.o", "attn.k", "mlp.up")] == [32, 48, 128, 96]
+    assert [model.rank_of(2, slot) for slot in ("attn.q", "mlp.up")] == [64, 80]
+    again = tmp_path / "again.toml"
+    again.write_text(to_toml(load(str(file))))
+    assert load(str(again)).model.ranks == {"mlp": 96, "attn.q": 64, "layers.3.attn.q": 32}
+    assert load(str(file), ["--model.family", "dense"]).model.ranks == {}
 
 
 def test_overrides_win_and_are_read_as_their_fields_type() -> None:

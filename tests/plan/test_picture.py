@@ -83,10 +83,23 @@ def test_collectives_stand_where_they_are_issued() -> None:
     assert titles(inspected("megatron"))[1:7] == ["RMSNorm", "=", "W of q, k, v", "Attention", "W of o", "="]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+LAX = ("--model.family", "lax", "--model.gate", "tensor")
+
+
+def test_latents_that_cross() -> None:
+    """vanilla cuts them, so that a gate and LayerNorm have collectives; the other layouts have none."""
+    cross = ["A of q, k, v", "=", "Latents that cross", "B of q, k, v"]
+    assert titles(inspected("vanilla", *LAX))[3:7] == titles(inspected("btp", *LAX))[2:6] == cross
+    assert titles(inspected("btp-sp", *LAX))[2:6] == ["A of q, k, v", "Latents that cross", "=", "B of q, k, v"]
+    between = [bar for bar in bars(inspected("vanilla", *LAX)) if "sums" in bar[0] or "r " in bar[0]]
+    assert [bar[0].partition(" ·")[0] for bar in between[:2]] == ["all-gather T x 3r", "all-reduce T x sums"]
+    assert [bar[0] for bar in bars(inspected("btp", *LAX))] == [bar[0] for bar in bars(inspected("btp"))]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "vanilla, lax"])
 def test_every_collective_of_a_block_is_drawn_once(name: str) -> None:
-    inspection = inspected(name)
-    block = [issued.collective for issued in inspection.issued if issued.collective.layer == 0]
+    inspection = inspected("vanilla", *LAX) if name == "vanilla, lax" else inspected(name)
+    block = [issued.collective for issued in inspection.issued if issued.collective.layer == inspection.layer]
 
     def kinds(collectives: list[Collective], phase: str) -> list[str]:
         return sorted(c.kind for c in collectives if c.phase == phase)
