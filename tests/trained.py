@@ -12,7 +12,7 @@ from boost.config.architecture import IGNORED
 from boost.config.traffic import Collective
 from boost.data.batches import Batch
 from boost.models.stored import storages
-from boost.optim.adamw import build_adamw
+from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import Agreement, GradientReducer, agree, clip
 from boost.train.model import backward
@@ -27,7 +27,7 @@ class Trained:
         self.initial = {name: value.clone() for name, value in toy.weights(self.model).items()}
         self.config, self.stored = config, list(storages(self.model))
         self.reducer = GradientReducer(self.stored, self.mesh)
-        self.optimizer = build_adamw(self.stored, config.optim)
+        self.optimizer = build_optimizer(self.stored, config, self.mesh)
         self.gradients: list[dict[str, torch.Tensor]] = []
         """After clipping, of each step."""
         self.numbers = [self.step(step) for step in range(steps)]
@@ -37,7 +37,7 @@ class Trained:
         agreement = self.passes(step)
         clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
         self.gradients.append({name: value.clone() for name, value in toy.gradients(self.model).items()})
-        self.optimizer.step()
+        self.optimizer.step(step, self.config.optim.lr)
         return agreement.loss, agreement.gradient_norm
 
     def passes(self, step: int) -> Agreement:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from boost.config import Config
 from boost.models.decoder import Decoder
 from boost.models.stored import Storage, storages
-from boost.optim.adamw import build_adamw
+from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.memory import COPIES, GRADIENTS, KEPT, LATENTS, LOGITS, OPTIMIZER, RESIDUAL, WEIGHTS, WIDE, WORK
 from boost.train.model import build_decoder
@@ -153,24 +153,25 @@ def measure(config: Config) -> Measured:
     train = config.train
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
     with FakeTensorMode():
-        decoder = build_decoder(config, Mesh(torch.device("cpu"), tp=axis))
+        mesh = Mesh(torch.device("cpu"), tp=axis)
+        decoder = build_decoder(config, mesh)
         for parameter in decoder.parameters() if accumulated > 1 else ():
             parameter.grad = torch.zeros_like(parameter)
         tokens_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.long)
-        return measure_step(decoder, config, (tokens_BS, tokens_BS))
+        return measure_step(decoder, config, (tokens_BS, tokens_BS), mesh)
 
 
-def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor]) -> Measured:
+def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> Measured:
     """The same of a decoder that is there, on any tensors: a micro-batch, which adds to its gradients, and an update."""
     stored = list(storages(decoder))
-    optimizer = build_adamw(stored, config.optim)
+    optimizer = build_optimizer(stored, config, mesh)
     tracker = MemoryTracker()
     for storage in stored:
         tracker.watch(storage.tensor, WEIGHTS, _role(storage))
-        for value in optimizer.state[storage.tensor].values():
-            tracker.watch(value, OPTIMIZER)
         if storage.tensor.grad is not None:
             tracker.watch(storage.tensor.grad, GRADIENTS)
+    for value in optimizer.state_tensors():
+        tracker.watch(value, OPTIMIZER)
     hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in stored]
     usual = decoder.layout.loss
 
@@ -188,7 +189,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor])
             tracker.scope = WORK
             total.backward()
             kept[GRADIENTS] = tracker.live[GRADIENTS]
-            optimizer.step()
+            optimizer.step(0, config.optim.lr)
     finally:
         decoder.layout.loss = usual  # type: ignore[method-assign]
         for hook in hooks:

@@ -99,7 +99,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
     kept, seconds = {}, {policy: list[float]() for policy in policies(config)}
     for policy in seconds:  # also warms up every path
         _choose(decoder, policy)
-        kept[policy] = sum(measure_step(decoder, config, batch).activations.values())
+        kept[policy] = sum(measure_step(decoder, config, batch, mesh).activations.values())
         _step(decoder, batch, mesh)
     for number in range(rounds):
         order = list(seconds)

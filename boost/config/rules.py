@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from boost.config.architecture import SLOTS, tensor_shape
 from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS, TOKEN_SHARDED, wide_parts
+from boost.config.optimizers import optimizer_problems
 from boost.config.schema import Config
 from boost.errors import ConfigError
 
@@ -31,6 +32,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)
     yield from _train_problems(config)
+    yield from optimizer_problems(config)
     yield from _pipeline_problems(config)
 
 

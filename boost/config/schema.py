@@ -222,7 +222,11 @@ class ParallelConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "loro", "muon"] = "adamw"
+    """adamw; loro: AdamW whose steps on the factors follow the low-rank manifold (ICLR 2025), svd only; muon: orthogonalised
+    momentum for the factors, AdamW for the rest."""
 
     lr: Positive = 3e-3
     """Peak learning rate."""
@@ -234,7 +238,7 @@ class OptimConfig(Section):
     """AdamW's decay of the second moment."""
 
     eps: Positive = 1e-8
-    """AdamW's epsilon."""
+    """AdamW's epsilon. Under loro it is added to sqrt(v) before bias correction, as published."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
@@ -242,20 +246,66 @@ class OptimConfig(Section):
     decay_on: Literal["all", "matrices"] = "all"
     """What decays: everything (CoLA's recipe), or the linears' matrices only (not embedding, head, norms)."""
 
+    frobenius_decay: Annotated[float, Field(ge=0)] = 0.0
+    """adamw only: decoupled decay along the gradient of |BA|^2 / 2 of each low-rank linear, instead of weight_decay on its
+    factors (arXiv 2105.01029)."""
+
+    exact_every: Natural
+    """loro only, K: the last of every K steps is the exact one, behind which all moments are cleared. Default: 500 for loro."""
+
+    refresh_only: bool = False
+    """loro only, an ablation: every K steps moments are cleared, but no step is exact. For any low-rank family."""
+
+    muon_lr: Annotated[float, Field(ge=0)] = 0.0
+    """muon only: peak learning rate of the factors, on the same schedule; 0: lr."""
+
+    muon_momentum: Decay = 0.95
+    """muon only: momentum."""
+
+    muon_nesterov: bool = True
+    """muon only: Nesterov's form of it."""
+
+    muon_adjust: Literal["original", "match_rms_adamw"] = "original"
+    """muon only: the rate of a factor of m rows and n columns is multiplied by sqrt(max(1, m / n)), or by 0.2 sqrt(max(m, n)),
+    with which rate and decay tuned for AdamW suit."""
+
+    muon_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """muon only: Newton-Schulz iterations."""
+
     clip: Annotated[float, Field(ge=0)] = 0.5
     """Largest global gradient norm; 0 switches clipping off (the norm is still reported)."""
 
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: cosine falls to min_lr_ratio at the last step; constant stays at lr until the decay."""
+    schedule: Literal["cosine", "constant", "cosine-restarts"] = "cosine"
+    """After the warm-up: cosine falls to min_lr_ratio at the last step; constant stays at lr until the decay;
+    cosine-restarts is loro's, a cosine that dips where moments are cleared."""
 
     warmup_steps: Natural = 0
-    """Steps of linear warm-up from 0 to lr."""
+    """Steps of linear warm-up from 0 (cosine-restarts: from min_lr_ratio) to lr."""
 
     decay_steps: Natural = 0
     """constant only: the last steps, over which the rate falls linearly to min_lr_ratio * lr."""
 
+    restart_warmup_steps: Natural
+    """cosine-restarts only: steps from 0 back to the cosine behind every exact step. Default: 5, as published."""
+
+    restart_delay: Natural = 0
+    """cosine-restarts only: steps by which the cosine, and its dips behind the warm-up, come later; a multiple of exact_every."""
+
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of lr."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        exact_every = 500 if values.get("name") == "loro" else 0
+        warmup = 5 if values.get("schedule") == "cosine-restarts" else 0
+        return {"exact_every": exact_every, "restart_warmup_steps": warmup} | values
+
+    def refreshes(self, step: int) -> bool:
+        """Whether the optimizer's moments are cleared behind step `step` (0-based): the K-th, 2K-th, ... step of training."""
+        return self.exact_every > 0 and (step + 1) % self.exact_every == 0
 
 
 class TrainConfig(Section):
@@ -356,7 +406,7 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
     parallel: ParallelConfig = ParallelConfig()
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
     run: RunConfig = RunConfig()

@@ -1,39 +1,55 @@
 """AdamW over stored parameters: torch's fused implementation, in weight-decay groups, with state that exists from the start."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
+from boost.config.factors import is_factor
 from boost.config.schema import OptimConfig
 from boost.models.stored import Storage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+State = dict[Tensor, dict[str, Tensor]]
+"""Moments of each kept tensor, of its shape, by name."""
+
+
+def decays(storage: Storage, optim: OptimConfig) -> bool:
+    """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms too if
+    optim.decay_on = 'all'. Frobenius decay takes its place on factors."""
+    role = storage.parts[0].parameter.role
+    if is_factor(role) and optim.frobenius_decay:
+        return False
+    return optim.decay_on == "all" or role.startswith(("enter.", "kv.", "leave."))
+
 
 def build_adamw(storages: Sequence[Storage], optim: OptimConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW. Every parameter of a linear decays; embedding, head and norms too if optim.decay_on = 'all'."""
-
-    def decays(storage: Storage) -> bool:
-        return optim.decay_on == "all" or storage.parts[0].parameter.role.startswith(("enter.", "kv.", "leave."))
-
+    """torch's fused AdamW over what is kept of stored tensors."""
+    decaying = [decays(storage, optim) for storage in storages]
     groups = [
-        {"params": [s.tensor for s in storages if decays(s)], "weight_decay": optim.weight_decay},
-        {"params": [s.tensor for s in storages if not decays(s)], "weight_decay": 0.0},
+        {"params": [s.tensor for s, each in zip(storages, decaying, strict=True) if each == which], "weight_decay": decay}
+        for which, decay in ((True, optim.weight_decay), (False, 0.0))
     ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=True,
-    )
-    for storage in storages:  # torch makes state at the first step, too late to load a checkpoint into it
-        parameter = storage.tensor
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
-        }
+    optimizer = fused_adamw([group for group in groups if group["params"]], optim)
+    for storage in storages:
+        optimizer.state[storage.tensor] = fresh_state(storage.tensor, zeros(storage.tensor, MOMENTS))
     return optimizer
+
+
+def fused_adamw(groups: Iterable[dict[str, object]], optim: OptimConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW of these groups, without state."""
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def zeros(kept: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Moments of a tensor before the first step. torch makes them at the first step, too late to load a checkpoint into."""
+    return {name: torch.zeros_like(kept, memory_format=torch.preserve_format, requires_grad=False) for name in names}
+
+
+def fresh_state(kept: Tensor, moments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """torch's state of a parameter: number of updates, and moments."""
+    return {"step": torch.zeros((), dtype=torch.float32, device=kept.device), **moments}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -42,12 +58,40 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def update_count(optimizer: torch.optim.Optimizer) -> int:
-    """Number of updates that the optimizer has made (skipped steps are not among them)."""
-    return int(next(iter(optimizer.state.values()))["step"].item())
+class Optimizer:
+    """What a training step, a checkpoint and a memory count know of an optimizer: AdamW, and what others make of it."""
 
+    name = "adamw"
+    """optim.name."""
 
-def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Sets the number of updates, on which AdamW's bias correction depends."""
-    for state in optimizer.state.values():
-        state["step"].fill_(count)
+    def __init__(self, adamw: torch.optim.AdamW) -> None:
+        self.adamw = adamw
+        self.moments: State = {
+            kept: {name: value for name, value in state.items() if name != "step"}
+            for kept, state in adamw.state.items()
+        }
+        self._updates = 0
+
+    def step(self, number: int, rate: float) -> None:
+        """The update of training step `number` (0-based) at this learning rate."""
+        set_learning_rate(self.adamw, rate)
+        self.adamw.step()
+        self._updates += 1
+
+    @property
+    def updates(self) -> int:
+        """Updates since moments were zero, on which AdamW's bias correction depends (skipped steps are not among them)."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates = count
+        for state in self.adamw.state.values():
+            state["step"].fill_(count)
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Everything that it holds from step to step."""
+        for moments in self.moments.values():
+            yield from moments.values()
+        for state in self.adamw.state.values():
+            yield state["step"]

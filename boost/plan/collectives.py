@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 from boost.config.architecture import Group, crossed, groups
 from boost.config.cuts import TOKEN_SHARDED, cut_of, wide_parts
+from boost.config.factors import needs_whole_factors
 from boost.config.schema import Config, LayoutName, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages_of, whole
 from boost.config.traffic import Collective, chunk_tokens, statistic_columns, statistic_dtype
+from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 
 _KINDS = {
@@ -70,7 +72,7 @@ def micro_batch_collectives(
 
 def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     """Collectives of a whole optimizer step on one process of the first replica: micro-batches, gradients, and what all
-    agree on.
+    agree on. Of LORO it is a usual step: what the exact one adds is in `boost.plan.optimizer`.
 
     Sums of gradients (phase 'step') are under way while the last backward pass goes on; here they stand behind it. With a
     pipeline, in whose order micro-batches are is the schedule's affair; here they come one after the other.
@@ -90,6 +92,8 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     result += gradient_collectives(config, held)
     if parallel.world_size > 1:
         result.append(Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "agreement"))
+    if needs_whole_factors(config.optim):
+        result += optimizer_collectives(config, pp_rank)
     return result
 
 

@@ -13,6 +13,7 @@ from boost.config.architecture import Group, Slot, crossed, crossing_parameters,
 from boost.config.cuts import TOKEN_SHARDED, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, RecomputeName
 from boost.config.traffic import ITEMSIZE, statistic_columns, statistic_dtype
+from boost.plan.optimizer import state_bytes
 from boost.plan.replicas import stored_tensors
 
 WEIGHTS = "weights"
@@ -32,7 +33,7 @@ KEPT = (RESIDUAL, LATENTS, WIDE, COPIES, LOGITS)
 CATEGORIES = {
     WEIGHTS: "as the optimizer changes them",
     GRADIENTS: "of one optimizer step",
-    OPTIMIZER: "two moments a weight",
+    OPTIMIZER: "moments: two a weight (Muon: one of a factor)",
     RESIDUAL: "what enters attention and MLP",
     LATENTS: "width r, with online RMSNorm's statistic",
     WIDE: "normed inputs, q, k, v, gate, up, products",
@@ -98,7 +99,7 @@ def memory(config: Config) -> Memory:
     train = config.train
     stored = list(stored_tensors(config.model, config.parallel))
     weights = sum(tensor.elements for tensor in stored) * ITEMSIZE[train.param_dtype]
-    states = {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: 2 * weights + len(stored) * ITEMSIZE["float32"]}
+    states = {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored)}
     policies = train.recompute_by_layer(config.model.layers)
     kept = [
         Kept(item.category, item.what, item.rows, item.columns, item.dtype, item.place, layer)

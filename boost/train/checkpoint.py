@@ -35,7 +35,7 @@ from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, StorageError
 from boost.models.stored import Piece, Storage, storages
-from boost.optim.adamw import MOMENTS, set_update_count, update_count
+from boost.optim.adamw import Optimizer, State
 from boost.parallel.mesh import Mesh
 from boost.train.chunk import Chunk
 from boost.train.model import Model
@@ -157,7 +157,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def save_checkpoint(
     folder: Path,
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     position: Position,
     config: Config,
     tokenizer: Path,
@@ -180,7 +180,7 @@ def save_checkpoint(
             "torch": torch.__version__,
             "step": position.step,
             "tokens": position.tokens,
-            "updates": update_count(optimizer),
+            "updates": optimizer.updates,
             "next_sample": position.step * config.train.global_batch,
             "processes": mesh.size,
             "data": data,
@@ -201,16 +201,22 @@ def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
     _load(checkpoint, model, _named_parts(model, mesh, {}), mesh)
 
 
-def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: torch.optim.Optimizer, mesh: Mesh) -> Position:
+def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
     """Fills weights, moments and random states; returns where to continue. Raises CheckpointError."""
-    wanted = _named_parts(model, mesh, optimizer.state)
+    saved_by = checkpoint.config.optim.name
+    if saved_by != optimizer.name:
+        raise CheckpointError(
+            f"'{checkpoint.path}' holds the moments of optim.name = '{saved_by}', which mean nothing to '{optimizer.name}'; resume "
+            f"with optim.name = '{saved_by}', or start another run.dir"
+        )
+    wanted = _named_parts(model, mesh, optimizer.moments)
     random_states = _random_states(mesh)
     saved = {key for key in _read_keys(checkpoint.path) if key.startswith("rng.")}
     # A process that the saved mesh did not have keeps the state that its seed gave it.
     random_states = {key: value for key, value in random_states.items() if key in saved}
     _load(checkpoint, model, wanted | random_states, mesh)
     _restore_random_states(random_states)
-    set_update_count(optimizer, checkpoint.updates)
+    optimizer.updates = checkpoint.updates
     return checkpoint.position
 
 
@@ -252,8 +258,8 @@ def _begin(folder: Path, temporary: Path) -> None:
     (temporary / "tensors").mkdir(parents=True)
 
 
-def _write_tensors(temporary: Path, model: Model, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    tensors = _named_parts(model, mesh, optimizer.state) | _random_states(mesh)
+def _write_tensors(temporary: Path, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
+    tensors = _named_parts(model, mesh, optimizer.moments) | _random_states(mesh)
     writer = HuggingFaceStorageWriter(str(temporary / "tensors"), save_distributed=True)
     with _quiet():
         dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
@@ -287,16 +293,15 @@ def _finish(temporary: Path, final: Path, shares: list[dict[str, dict[str, Any]]
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _named_parts(model: Model, mesh: Mesh, state: Any) -> dict[str, Tensor]:
+def _named_parts(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
     """This process's pieces of weights, and of moments where `state` has them, under mathematical names."""
     named: dict[str, Tensor] = {}
     for storage in storages(model):
         for piece in storage.pieces():
             name, offsets = piece.parameter.name, _offsets(storage, piece, mesh)
             named[f"model.{name}"] = Chunk(piece.view(storage.tensor.detach()), piece.parameter.shape, offsets)
-            for moment in MOMENTS if storage.tensor in state else ():
-                moments = piece.view(state[storage.tensor][moment])
-                named[f"optim.{moment}.{name}"] = Chunk(moments, piece.parameter.shape, offsets)
+            for moment, value in state.get(storage.tensor, {}).items():
+                named[f"optim.{moment}.{name}"] = Chunk(piece.view(value), piece.parameter.shape, offsets)
     return named
 
 

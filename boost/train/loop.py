@@ -21,7 +21,7 @@ from boost.data.fit import open_fitting_store
 from boost.data.store import TOKENIZER_FILE
 from boost.errors import CheckpointError, ConfigError, DamagedCheckpointError, StorageError, TrainingError
 from boost.models.stored import storages
-from boost.optim.adamw import build_adamw, set_learning_rate
+from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import Agreement, GradientReducer, agree, clip
 from boost.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ class Trainer:
         self.model: Model = build_model(config, mesh)
         self.storages = list(storages(self.model))
         self.reducer = GradientReducer(self.storages, mesh)
-        self.optimizer = build_adamw(self.storages, config.optim)
+        self.optimizer = build_optimizer(self.storages, config, mesh)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0
@@ -141,8 +141,7 @@ class Trainer:
         agreement = agree(self.storages, loss, targets, tokens, stop, mesh)
         if math.isfinite(agreement.loss) and math.isfinite(agreement.gradient_norm):
             clip((s.tensor for s in self.storages), agreement, self.config.optim.clip)
-            set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
+            self.optimizer.step(self.position.step, rate)
             self.bad_steps = 0
         else:
             self._bad_step(agreement)

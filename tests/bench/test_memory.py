@@ -85,9 +85,9 @@ def test_every_nth_block_recomputes() -> None:
 
 
 def on_real_tensors(config: Config) -> tuple[Measured, int]:
-    decoder, _ = toy.toy_decoder(config)
+    decoder, mesh = toy.toy_decoder(config)
     decoder(*toy.toy_tokens(config, 0)).backward()
-    return measure_step(decoder, config, toy.toy_tokens(config, 1)), sum(
+    return measure_step(decoder, config, toy.toy_tokens(config, 1), mesh), sum(
         p.grad.nbytes for p in decoder.parameters() if p.grad is not None
     )
 

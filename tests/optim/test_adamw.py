@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from boost.models.stored import storages
-from boost.optim.adamw import build_adamw, set_update_count, update_count
+from boost.optim.adamw import Optimizer, build_adamw
 from tests import toy
 
 
@@ -35,6 +35,8 @@ def test_state_that_exists_from_the_start_changes_nothing() -> None:
             decoder(*toy.toy_tokens(config)).backward()
             optimizer.step()
     assert toy.worst_error(toy.weights(ours), toy.weights(plain)) < 1e-10
-    assert update_count(a) == 3
-    set_update_count(a, 7)
-    assert update_count(a) == 7
+    counted = Optimizer(a)
+    counted.updates = 7
+    assert {state["step"].item() for state in a.state.values()} == {7.0}
+    counted.step(0, o.lr)
+    assert counted.updates == 8 and {state["step"].item() for state in a.state.values()} == {8.0}

@@ -98,7 +98,7 @@ def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, 
 
 def state_of(trained: Trained) -> dict[str, torch.Tensor]:
     """Weights and moments of a model on one process, by their names in a checkpoint."""
-    parts = ckpt._named_parts(trained.model, trained.mesh, trained.optimizer.state)
+    parts = ckpt._named_parts(trained.model, trained.mesh, trained.optimizer.moments)
     return {name: chunk.local.clone() for name, chunk in parts.items() if isinstance(chunk, Chunk)}
 
 

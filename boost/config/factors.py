@@ -1,0 +1,79 @@
+"""Factors as the optimizers that need whole ones meet them, and what of them is worked on at once. Arithmetic only.
+
+A factor is tall here: [n, r], B as it is and A transposed; n is the wide side as one TP process holds it, r the whole rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from boost.config.architecture import Parameter
+from boost.config.cuts import Cut
+from boost.config.schema import OptimConfig
+from boost.config.traffic import bucket_lengths
+
+
+@dataclass(frozen=True)
+class FactorShape:
+    """One factor of one linear on one TP process."""
+
+    wide: int
+    """n: d_in of an A, d_out of a B, or this process's part of it."""
+    rank: int
+    """r, whole, even where the rank is cut."""
+    cut: Literal["wide", "rank"] | None
+    """What TP processes share of it; None: each holds all of it."""
+
+    @property
+    def elements(self) -> int:
+        """n r."""
+        return self.wide * self.rank
+
+    def triangle(self, processes: int) -> int:
+        """Elements that an all-gather of the triangles of the QR of [n, 2 r] gathers: nothing where n is not cut."""
+        return processes * min(self.wide, 2 * self.rank) * 2 * self.rank if self.cut == "wide" else 0
+
+    @property
+    def gram(self) -> int:
+        """Elements of the Gram matrix that has to be summed over processes: nothing where n is not cut."""
+        return self.rank**2 if self.cut == "wide" else 0
+
+
+def factor_shape(parameter: Parameter, cut: Cut, processes: int) -> FactorShape:
+    """Of a parameter that is a factor A (r, d_in) or B (d_out, r)."""
+    wide_dim = 0 if parameter.role.endswith(".B") else 1
+    wide, rank = parameter.shape[wide_dim], parameter.shape[1 - wide_dim]
+    if cut.dim is None:
+        return FactorShape(wide, rank, None)
+    return FactorShape(wide // processes, rank, "wide") if cut.dim == wide_dim else FactorShape(wide, rank, "rank")
+
+
+def is_factor(role: str) -> bool:
+    """Whether a parameter of this role is one of the two factors of a linear."""
+    return role.endswith((".A", ".B"))
+
+
+def rate_scale(parameter: Parameter, dim: int) -> float:
+    """What LORO's approximate step multiplies the rate of a factor by: r / d, the smaller side of the factor over the width of
+    the residual stream, for the linears of the MLP too (the published code; its models have r < d_out everywhere)."""
+    return min(parameter.shape) / dim
+
+
+def needs_whole_factors(optim: OptimConfig) -> bool:
+    """Whether every step (not only one of exact_every) looks at whole factors."""
+    return optim.name == "muon" or optim.frobenius_decay > 0
+
+
+def work_dtype(optim: OptimConfig, param_dtype: str) -> str:
+    """Dtype in which whole factors are worked on and sent: LORO's exact step in fp64, others in fp32 at least."""
+    return "float64" if optim.name == "loro" or param_dtype == "float64" else "float32"
+
+
+def copies(optim: OptimConfig) -> int:
+    """Tensors of a factor's shape that are worked on: LORO's exact step looks at factors and directions."""
+    return 2 if optim.name == "loro" else 1
+
+
+def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, itemsize: int) -> list[int]:
+    """How many of `units` (the factors of linears with one input), in order, are worked on at once, in shared collectives."""
+    return bucket_lengths([itemsize * copies(optim) * sum(f.elements for f in unit) for unit in units])

@@ -1,0 +1,74 @@
+"""LORO's exact step: the best matrix of rank r next to W - rate * T, for the tangent vector T that two directions make.
+
+With W = M N^T (M = B, N = A^T), directions dM, dN and pseudo-inverses M+, N+, the published algorithm (ICLR 2025, equation 10
+and its code) goes to the best approximation of rank r of
+
+    M N^T - rate * ((M+)^T dN^T + (I - M M+) dM (N+)^T),
+
+and splits it evenly, M = U sqrt(S), N = V sqrt(S). All of it lies in the columns of [M dM] and [N dN]: with orthonormal
+bases of the two, [M dM] = Q [M' dM'], the same formula holds for the small M', dM', N', dN' of at most 2r rows, and the new
+factors are Q and P times small matrices. Published are the QR of M and of N, and two more of what is orthogonal to them: one QR of
+[M dM] has both. Where M or N has no full rank, its pseudo-inverse takes the place of the inverse.
+
+Everything is in fp64. Legend: N rows of the wide side on this process, K columns of a basis (2r or fewer), R rank.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from boost.optim.factors import Factor
+from boost.parallel.collectives import all_gather
+from boost.parallel.mesh import Axis
+
+
+def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> dict[str, tuple[Tensor, Tensor]]:
+    """(this process's rows [N, K] of an orthonormal basis, the factor and its direction in it [K, 2R]) for [N, R, 2] of each.
+
+    A tall-skinny QR: each process takes that of its own rows; the triangles of all factors whose rows are cut are gathered in
+    one all-gather over TP, and every process takes the QR of the stacked ones, bit by bit the same everywhere. Unlike the
+    Cholesky factor of a Gram matrix this does not square the condition number.
+    """
+    found = {}
+    for factor in factors:
+        t_NR2 = tall[factor.name]
+        found[factor.name] = torch.linalg.qr(t_NR2.transpose(1, 2).flatten(1))
+    cut = [f.name for f in factors if f.shape.cut == "wide" and axis.size > 1]
+    if cut:
+        flat = torch.cat([found[name][1].flatten() for name in cut])
+        gathered = all_gather(flat, axis).view(axis.size, -1)
+        for name, parts in zip(cut, gathered.split([found[name][1].numel() for name in cut], dim=1), strict=True):
+            q_NJ, r_JC = found[name]
+            rows = r_JC.shape[0]
+            outer_PJK, r_KC = torch.linalg.qr(parts.reshape(axis.size * rows, -1))
+            found[name] = (q_NJ @ outer_PJK.narrow(0, axis.rank * rows, rows), r_KC)
+    return found
+
+
+def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The step in coordinates: [M dM] and [N dN] -> new M and N, [K, R] each, of a pair whose factors are multiplied by
+    `decay` first. Columns beyond the numerical rank of the result are zero.
+
+    An SVD leaves the sign of each pair of columns open: it is chosen so that the new column of M points along the old one that
+    it has the largest product with, which no choice of basis changes.
+    """
+    rank = m_K2R.shape[1] // 2
+    m, dm = m_K2R[:, :rank] * decay, m_K2R[:, rank:]
+    n, dn = n_K2R[:, :rank] * decay, n_K2R[:, rank:]
+    m_plus, n_plus = torch.linalg.pinv(m), torch.linalg.pinv(n)  # cut at max(shape) * epsilon of the largest singular value
+    across = dm @ n_plus
+    tangent = m_plus.mT @ dn.mT + across - m @ (m_plus @ across)
+    u, s, vh = torch.linalg.svd(m @ n.mT - rate * tangent, full_matrices=False)
+    u, s, v = u[:, :rank], s[:rank], vh.mT[:, :rank]
+    noise = max(m.shape[0], n.shape[0]) * torch.finfo(s.dtype).eps * s[0]
+    root = torch.where(s > noise, s, 0).sqrt()
+    products = m.mT @ u
+    along = products.gather(0, products.abs().argmax(0, keepdim=True)).squeeze(0)
+    sign = torch.where(along < 0, -1.0, 1.0).to(root)
+    return _widened(u * (root * sign), rank), _widened(v * (root * sign), rank)
+
+
+def _widened(x_KJ: Tensor, rank: int) -> Tensor:
+    """With zero columns up to the rank: a wide side may be narrower than it."""
+    return torch.nn.functional.pad(x_KJ, (0, rank - x_KJ.shape[1]))

@@ -1,0 +1,40 @@
+"""Frobenius decay (Khodak et al., arXiv 2105.01029): the gradient of |B A|_F^2 / 2 of each linear, without the d_out x d_in product.
+
+It is B (A A^T) for B and (B^T B) A for A. With tall factors N = A^T and M = B: M (N^T N) and N (M^T M), so that the small Gram
+matrices are all that processes which share a wide side have to tell each other. Decoupled like AdamW's own decay, times the rate,
+and instead of it on factors.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from boost.config.schema import OptimConfig
+from boost.models.stored import Storage
+from boost.optim.adamw import Optimizer, build_adamw
+from boost.optim.factors import Factors
+from boost.parallel.mesh import Mesh
+
+
+class FrobeniusAdamW(Optimizer):
+    """AdamW whose factors decay along the gradient of |BA|^2 / 2."""
+
+    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, mesh: Mesh) -> None:
+        super().__init__(build_adamw(storages, optim))
+        self.decay = optim.frobenius_decay
+        dtype = torch.float64 if storages[0].tensor.dtype == torch.float64 else torch.float32
+        self.factors = Factors(storages, optim, mesh, dtype)
+
+    @torch.no_grad()
+    def step(self, number: int, rate: float) -> None:
+        """Decay of both factors of each pair, from what both are before it, then AdamW."""
+        for bucket in self.factors.buckets:
+            tall = self.factors.tall(bucket, lambda storage: storage.tensor.detach().unsqueeze(-1))
+            tall = {name: x[..., 0] for name, x in tall.items()}
+            grams = self.factors.grams(tall, bucket)
+            for a, b in (pair for unit in bucket for pair in unit.pairs):
+                for factor, other in ((a, b), (b, a)):
+                    gradient_NR = tall[factor.name] @ grams[other.name]
+                    for view, value in factor.own(factor.storage.tensor, gradient_NR):
+                        view.sub_(value, alpha=rate * self.decay)
+        super().step(number, rate)

@@ -1,0 +1,116 @@
+"""LORO (ICLR 2025): AdamW whose steps on factor pairs follow the manifold of matrices of rank r.
+
+Facts that the paper's algorithm leaves open are those of its published code (repository mzf666/LORO-main):
+- directions are m / (sqrt(v) + eps), without bias correction: the correction belongs to the rate, for all parameters;
+- approximate steps move factors at rate * r / d, everything else at the rate; the exact step is at the whole rate;
+- the exact step is that of every K-th step of training, with that step's gradient in its directions; behind it the moments of
+  all parameters and the number of updates are cleared.
+Weight decay, of which the published runs have none, multiplies the factors by 1 - rate * weight_decay before either step.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from boost.config.factors import is_factor, rate_scale
+from boost.config.schema import OptimConfig
+from boost.models.stored import Piece, Storage
+from boost.optim.adamw import MOMENTS, Optimizer, decays, fresh_state, fused_adamw, zeros
+from boost.optim.exact import bases, retract
+from boost.optim.factors import Factors
+from boost.parallel.mesh import Mesh
+
+
+class Loro(Optimizer):
+    """AdamW, torch's own, whose groups have rates of their own, and an exact step in place of theirs where one is due."""
+
+    name = "loro"
+
+    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, dim: int, mesh: Mesh) -> None:
+        """`dim`: d, width of the residual stream."""
+        self.optim = optim
+        self._parts: list[tuple[Tensor, Storage, Piece]] = []
+        """Views that are updated by themselves: of a stored tensor whose linears have different ranks."""
+        moments = {storage.tensor: zeros(storage.tensor, MOMENTS) for storage in storages}
+        groups: dict[tuple[bool, float], list[Tensor]] = {}
+        states = {}
+        for storage in storages:
+            for scale, piece in _scales(storage, dim):
+                kept = storage.tensor
+                state = moments[storage.tensor]
+                if piece is not None:
+                    kept = piece.view(storage.tensor.detach())
+                    state = {name: piece.view(value) for name, value in state.items()}
+                    self._parts.append((kept, storage, piece))
+                groups.setdefault((decays(storage, optim), scale), []).append(kept)
+                states[kept] = fresh_state(kept, state)
+        adamw = fused_adamw([{"params": params, "place": key} for key, params in groups.items()], optim)
+        adamw.state.update(states)
+        super().__init__(adamw)
+        self.moments = moments
+        self.factors = Factors(storages, optim, mesh, torch.float64)
+
+    @torch.no_grad()
+    def step(self, number: int, rate: float) -> None:
+        """Approximate, or exact and then cleared, as `number` says."""
+        optim = self.optim
+        refresh = optim.refreshes(number)
+        exact = refresh and not optim.refresh_only
+        first, second = (1 - beta ** (self.updates + 1) for beta in (optim.beta1, optim.beta2))
+        for group in self.adamw.param_groups:
+            decaying, scale = group["place"]
+            moved = scale < 0 or not exact  # factors stand still, and only their moments move, before an exact step
+            group["lr"] = rate * abs(scale) if moved else 0.0
+            # Decay is at the rate itself, and torch would scale it too.
+            group["weight_decay"] = optim.weight_decay / abs(scale) if decaying else 0.0
+            group["eps"] = optim.eps / math.sqrt(second)
+        for view, storage, piece in self._parts:
+            assert storage.tensor.grad is not None, "every parameter takes part in every step"
+            view.grad = piece.view(storage.tensor.grad)
+        self.adamw.step()
+        self._updates += 1
+        for view, _, _ in self._parts:
+            view.grad = None
+        if exact:
+            self._exact(rate * math.sqrt(second) / first, 1 - rate * optim.weight_decay)
+        if refresh:
+            self._clear()
+
+    def _exact(self, rate: float, decay: float) -> None:
+        """Moves every pair along its directions, which the moments hold."""
+        for bucket in self.factors.buckets:
+            factors = [factor for unit in bucket for factor in unit.factors]
+            found = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
+            for unit in bucket:
+                for a, b in unit.pairs:
+                    (q_NK, m_K2R), (p_NK, n_K2R) = found[b.name], found[a.name]
+                    new = zip((b, a), (q_NK, p_NK), retract(m_K2R, n_K2R, rate, decay), strict=True)
+                    for factor, basis_NK, x_KR in new:
+                        for view, value in factor.own(factor.storage.tensor, basis_NK @ x_KR):
+                            view.copy_(value)
+
+    def _with_direction(self, storage: Storage) -> Tensor:
+        """A stored tensor and m / (sqrt(v) + eps), side by side, fp64."""
+        m, v = (self.moments[storage.tensor][name].double() for name in MOMENTS)
+        return torch.stack((storage.tensor.double(), m / (v.sqrt() + self.optim.eps)), dim=-1)
+
+    def _clear(self) -> None:
+        for moments in self.moments.values():
+            for value in moments.values():
+                value.zero_()
+        self.updates = 0
+
+
+def _scales(storage: Storage, dim: int) -> Iterator[tuple[float, Piece | None]]:
+    """(r / d, the piece that it is for) of the factors in a stored tensor; None: for all of it. -1: no factor, the whole rate."""
+    if not is_factor(storage.parts[0].parameter.role):
+        yield -1.0, None
+        return
+    scales = {rate_scale(part.parameter, dim) for part in storage.parts}
+    if len(scales) == 1:
+        yield scales.pop(), None
+        return
+    for piece in storage.pieces():
+        yield rate_scale(piece.parameter, dim), piece

@@ -1,0 +1,95 @@
+"""Muon for the factors: momentum, orthogonalised by Newton-Schulz iterations; AdamW for everything else.
+
+The function is torch.optim.Muon's, with its coefficients, of each WHOLE factor: not of a shard, nor of the stack in which
+factors A of one input are stored. torch's own class would take either for a matrix by itself, and iterates in bf16, which is
+another rounding under every cut. An iterate of X is X times a polynomial of X^T X, so the iteration can run on that Gram
+matrix [r, r], summed over the processes that share X once, and everything that is as tall as X is local: X_k = X P_k. It sums
+and iterates in fp32 (fp64 for fp64 weights). Unlike an inverse root, a polynomial does not amplify what rounding did
+to the Gram matrix' small eigenvalues by more than it amplifies them themselves (docs/design.md has figures).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from boost.config.factors import is_factor
+from boost.config.schema import OptimConfig
+from boost.models.stored import Storage
+from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
+from boost.optim.factors import Factor, Factors
+from boost.parallel.mesh import Mesh
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Newton-Schulz, torch.optim.Muon's (Keller Jordan): steep at zero, and not convergent beyond about 0.7 to 1.2."""
+
+EPSILON = 1e-7
+"""Smallest norm that a momentum is divided by, torch.optim.Muon's."""
+
+MOMENTUM = "momentum_buffer"
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for factors, torch's fused AdamW for the rest."""
+
+    name = "muon"
+
+    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, mesh: Mesh) -> None:
+        self.optim = optim
+        pairs = [s for s in storages if is_factor(s.parts[0].parameter.role)]
+        super().__init__(build_adamw([s for s in storages if not is_factor(s.parts[0].parameter.role)], optim))
+        self._decaying = [s.tensor for s in pairs if decays(s, optim)]
+        self.moments |= {s.tensor: zeros(s.tensor, (MOMENTUM,)) for s in pairs}
+        dtype = torch.float64 if pairs[0].tensor.dtype == torch.float64 else torch.float32
+        self.factors = Factors(storages, optim, mesh, dtype)
+
+    @torch.no_grad()
+    def step(self, number: int, rate: float) -> None:
+        """Both kinds of parameters; the factors' rate is `rate` times muon_lr / lr."""
+        super().step(number, rate)
+        optim = self.optim
+        rate *= optim.muon_lr / optim.lr if optim.muon_lr else 1.0
+        if optim.weight_decay and self._decaying:
+            torch._foreach_mul_(self._decaying, 1 - rate * optim.weight_decay)
+        for bucket in self.factors.buckets:
+            tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._update).items()}
+            grams = self.factors.grams(tall, bucket)
+            for factor in (factor for unit in bucket for factor in unit.factors):
+                x_NR = tall[factor.name] @ newton_schulz(grams[factor.name], optim.muon_steps)
+                for view, value in factor.own(factor.storage.tensor, x_NR):
+                    view.sub_(value, alpha=rate * _adjusted(factor, optim))
+
+    def _update(self, storage: Storage) -> Tensor:
+        """The momentum of a stored tensor, moved on and not yet orthogonalised, [rows, columns, 1]."""
+        gradient, momentum = storage.tensor.grad, self.moments[storage.tensor][MOMENTUM]
+        assert gradient is not None, "every parameter takes part in every step"
+        momentum.lerp_(gradient, 1 - self.optim.muon_momentum)
+        update = gradient.lerp(momentum, self.optim.muon_momentum) if self.optim.muon_nesterov else momentum
+        return update.unsqueeze(-1)
+
+
+def newton_schulz(gram_RR: Tensor, steps: int) -> Tensor:
+    """P [R, R] such that X P is what `steps` iterations make of X, given X^T X.
+
+    Each multiplies X by a + b X^T X + c (X^T X)^2, after X was divided by its Frobenius norm.
+    """
+    a, b, c = COEFFICIENTS
+    norm = gram_RR.trace().sqrt().clamp(min=EPSILON)
+    g_RR = gram_RR / norm.square()
+    identity_RR = torch.eye(g_RR.shape[0], dtype=g_RR.dtype, device=g_RR.device)
+    p_RR = identity_RR / norm
+    for step in range(steps):
+        q_RR = torch.addmm(b * g_RR, g_RR, g_RR, alpha=c) + a * identity_RR
+        p_RR = p_RR @ q_RR
+        if step < steps - 1:
+            g_RR = q_RR @ g_RR @ q_RR
+    return p_RR
+
+
+def _adjusted(factor: Factor, optim: OptimConfig) -> float:
+    """What the rate of a factor is multiplied by, for its whole shape."""
+    rows, columns = factor.parameter.shape
+    if optim.muon_adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
