@@ -3,19 +3,20 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load
 from boost.config.stages import Stage, stages
+from boost.config.traffic import Collective
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from boost.bench.memory import Measured
-    from boost.plan.inspection import Inspection
+    from boost.plan.inspection import Inspection, Row
     from boost.plan.memory import Memory
 
 
@@ -142,24 +143,30 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
         "bytes_per_token": inspection.bytes_per_token,
         "bytes_per_micro_batch": inspection.bytes_per_micro_batch,
         "bytes_per_step": inspection.bytes_per_step,
+        "optimizer": config.optim.name,
+        "exact_every": config.optim.exact_every,
+        "bytes_of_exact_step": inspection.bytes_of_exact_step,
         "weights": [
             {"name": w.name, "global": w.shape, "local": w.local, "cut": w.where, "partial": w.cut.partial}
             for w in inspection.weights
         ],
         "collectives": [
-            {
-                "phase": issued.collective.phase,
-                "kind": issued.collective.kind,
-                "shape": issued.collective.shape,
-                "dtype": issued.collective.dtype,
-                "bytes": issued.collective.sent_bytes,
-                "place": issued.collective.place,
-                "layer": issued.collective.layer,
-                "processes": issued.collective.processes,
-                "micro_batch": issued.micro_batch,
-            }
-            for issued in inspection.issued
+            _collective_as_json(issued.collective) | {"micro_batch": issued.micro_batch} for issued in inspection.issued
         ],
+        "exact_step": [_collective_as_json(collective) for collective in inspection.exact],
+    }
+
+
+def _collective_as_json(collective: Collective) -> dict[str, Any]:
+    return {
+        "phase": collective.phase,
+        "kind": collective.kind,
+        "shape": collective.shape,
+        "dtype": collective.dtype,
+        "bytes": collective.sent_bytes,
+        "place": collective.place,
+        "layer": collective.layer,
+        "processes": collective.processes,
     }
 
 
@@ -200,7 +207,8 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         console.print(Text(f"note: {note}"), soft_wrap=True)
     _print_weights(console, inspection)
     for phase, title in _PHASES.items():
-        _print_collectives(console, inspection, phase, title)
+        _print_collectives(console, [row for row in inspection.rows if row.collective.phase == phase], title)
+    _print_collectives(console, inspection.exact_rows, f"every {config.optim.exact_every} steps, for an exact one")
     _print_totals(console, inspection)
 
 
@@ -242,13 +250,12 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     console.print(table)
 
 
-def _print_collectives(console: "Console", inspection: "Inspection", phase: str, title: str) -> None:
+def _print_collectives(console: "Console", rows: "Sequence[Row]", title: str) -> None:
     """Those of one phase of the whole step, blocks and micro-batches added up."""
     from rich.table import Table
 
     from boost.plan.inspection import human_bytes
 
-    rows = [row for row in inspection.rows if row.collective.phase == phase]
     if not rows:
         return
     console.print(f"\ncollectives, {title}", style="bold")
@@ -280,6 +287,8 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
         "a micro-batch": inspection.bytes_per_micro_batch,
         "a step": inspection.bytes_per_step,
     }
+    if inspection.exact:
+        totals["an exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
     for per, sent in totals.items():
         console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
 

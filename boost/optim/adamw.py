@@ -28,7 +28,10 @@ def build_adamw(storages: Sequence[Storage], optim: OptimConfig) -> torch.optim.
     """torch's fused AdamW over what is kept of stored tensors."""
     decaying = [decays(storage, optim) for storage in storages]
     groups = [
-        {"params": [s.tensor for s, each in zip(storages, decaying, strict=True) if each == which], "weight_decay": decay}
+        {
+            "params": [s.tensor for s, each in zip(storages, decaying, strict=True) if each == which],
+            "weight_decay": decay,
+        }
         for which, decay in ((True, optim.weight_decay), (False, 0.0))
     ]
     optimizer = fused_adamw([group for group in groups if group["params"]], optim)

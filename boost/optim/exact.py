@@ -56,7 +56,10 @@ def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tu
     rank = m_K2R.shape[1] // 2
     m, dm = m_K2R[:, :rank] * decay, m_K2R[:, rank:]
     n, dn = n_K2R[:, :rank] * decay, n_K2R[:, rank:]
-    m_plus, n_plus = torch.linalg.pinv(m), torch.linalg.pinv(n)  # cut at max(shape) * epsilon of the largest singular value
+    m_plus, n_plus = (
+        torch.linalg.pinv(m),
+        torch.linalg.pinv(n),
+    )  # cut at max(shape) * epsilon of the largest singular value
     across = dm @ n_plus
     tangent = m_plus.mT @ dn.mT + across - m @ (m_plus @ across)
     u, s, vh = torch.linalg.svd(m @ n.mT - rate * tangent, full_matrices=False)

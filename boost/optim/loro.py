@@ -17,7 +17,7 @@ from torch import Tensor
 from boost.config.factors import is_factor, rate_scale
 from boost.config.schema import OptimConfig
 from boost.models.stored import Piece, Storage
-from boost.optim.adamw import MOMENTS, Optimizer, decays, fresh_state, fused_adamw, zeros
+from boost.optim.adamw import MOMENTS, Optimizer, State, decays, fresh_state, fused_adamw, zeros
 from boost.optim.exact import bases, retract
 from boost.optim.factors import Factors
 from boost.parallel.mesh import Mesh
@@ -33,12 +33,12 @@ class Loro(Optimizer):
         self.optim = optim
         self._parts: list[tuple[Tensor, Storage, Piece]] = []
         """Views that are updated by themselves: of a stored tensor whose linears have different ranks."""
-        moments = {storage.tensor: zeros(storage.tensor, MOMENTS) for storage in storages}
+        moments: State = {storage.tensor: zeros(storage.tensor, MOMENTS) for storage in storages}
         groups: dict[tuple[bool, float], list[Tensor]] = {}
-        states = {}
+        states: State = {}
         for storage in storages:
             for scale, piece in _scales(storage, dim):
-                kept = storage.tensor
+                kept: Tensor = storage.tensor
                 state = moments[storage.tensor]
                 if piece is not None:
                     kept = piece.view(storage.tensor.detach())

@@ -39,7 +39,7 @@ class Muon(Optimizer):
         self.optim = optim
         pairs = [s for s in storages if is_factor(s.parts[0].parameter.role)]
         super().__init__(build_adamw([s for s in storages if not is_factor(s.parts[0].parameter.role)], optim))
-        self._decaying = [s.tensor for s in pairs if decays(s, optim)]
+        self._decaying: list[Tensor] = [s.tensor for s in pairs if decays(s, optim)]
         self.moments |= {s.tensor: zeros(s.tensor, (MOMENTUM,)) for s in pairs}
         dtype = torch.float64 if pairs[0].tensor.dtype == torch.float64 else torch.float32
         self.factors = Factors(storages, optim, mesh, dtype)

@@ -4,6 +4,7 @@ Legend: T tokens of one micro-batch in a TP group, p TP processes; d hidden widt
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
 from boost.plan.collectives import residual_cut, residual_shape, step_collectives
+from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import stored_tensors
 
 
@@ -87,6 +89,9 @@ class Inspection:
     issued: tuple[Issued, ...]
     """Every collective of one optimizer step, in the order in which it is issued."""
 
+    exact: tuple[Collective, ...]
+    """What one of optim.exact_every steps sends on top: LORO's exact one. Empty for other optimizers."""
+
     @property
     def layout(self) -> str:
         """The layout in effect: every layout of one process is `single`."""
@@ -115,19 +120,22 @@ class Inspection:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The collectives of a step, added up over blocks and micro-batches, in the order of their first."""
-        counts: dict[tuple[object, ...], int] = {}
-        first: dict[tuple[object, ...], Collective] = {}
-        for issued in self.issued:
-            c = issued.collective
-            key = (c.phase, c.place, c.kind, c.shape, c.dtype, c.processes)
-            first.setdefault(key, c)
-            counts[key] = counts.get(key, 0) + 1
-        return tuple(Row(first[key], count) for key, count in counts.items())
+        return _added_up([issued.collective for issued in self.issued])
+
+    @cached_property
+    def exact_rows(self) -> tuple[Row, ...]:
+        """The same of what an exact step sends on top."""
+        return _added_up(self.exact)
 
     @cached_property
     def bytes_per_step(self) -> int:
         """Bytes that one process sends in an optimizer step."""
         return sum(issued.collective.sent_bytes for issued in self.issued)
+
+    @cached_property
+    def bytes_of_exact_step(self) -> int:
+        """Bytes that one process sends on top in an exact step."""
+        return sum(collective.sent_bytes for collective in self.exact)
 
     @cached_property
     def bytes_per_micro_batch(self) -> int:
@@ -172,7 +180,18 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         tokens=train.micro_batch * train.seq_len,
         micro_batches=micro_batches,
         issued=tuple(_numbered(step_collectives(config, pp_rank), micro_batches)),
+        exact=tuple(optimizer_collectives(config, pp_rank)) if config.optim.name == "loro" else (),
     )
+
+
+def _added_up(collectives: Sequence[Collective]) -> tuple[Row, ...]:
+    counts: dict[tuple[object, ...], int] = {}
+    first: dict[tuple[object, ...], Collective] = {}
+    for c in collectives:
+        key = (c.phase, c.place, c.kind, c.shape, c.dtype, c.processes)
+        first.setdefault(key, c)
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Row(first[key], count) for key, count in counts.items())
 
 
 def human_bytes(number: float) -> str:

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from boost.config.architecture import Parameter, groups
 from boost.config.cuts import cut_of, local_shape
-from boost.config.factors import FactorShape, copies, factor_buckets, factor_shape, needs_whole_factors, rate_scale, work_dtype
+from boost.config.factors import (
+    FactorShape,
+    copies,
+    factor_buckets,
+    factor_shape,
+    needs_whole_factors,
+    rate_scale,
+    work_dtype,
+)
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
@@ -96,4 +104,3 @@ def _extra_parts(config: Config, stage: Stage) -> int:
             scales = {rate_scale(a, config.model.dim) for a in group.parameters("", "A")}
             extra += len(group.slots) - 1 if len(scales) > 1 else 0
     return extra
-

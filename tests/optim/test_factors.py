@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.config import Config
+from boost.config import Config, load
 from boost.config.traffic import Collective
 from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import step_collectives
@@ -35,8 +35,14 @@ def config_of(optimizer: str, parallel: dict[str, Any], **sections: Any) -> Conf
 def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collective], dict[str, torch.Tensor]]:
     """Errors against one process, what the last step's update sent and what the table says, and weights that are whole here."""
     trained = Trained(config, STEPS - 1)
-    with CollectiveCounter() as counter:
-        trained.numbers.append(trained.step(STEPS - 1))
+    usual, counter = trained.optimizer.step, CollectiveCounter()
+
+    def counted(number: int, rate: float) -> None:
+        with counter:
+            usual(number, rate)
+
+    trained.optimizer.step = counted  # type: ignore[method-assign]
+    trained.numbers.append(trained.step(STEPS - 1))
     whole = {
         piece.parameter.name: piece.view(s.tensor.detach()).clone()
         for s in trained.stored
@@ -44,8 +50,7 @@ def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collec
         if s.cut.dim is None and s.shard is None
     }
     table = optimizer_collectives(config, trained.mesh.pp.rank)
-    seen = counter.collectives[len(counter.collectives) - len(table) :] if table else []
-    return errors_of(trained, STEPS), seen, table, whole
+    return errors_of(trained, STEPS), counter.collectives, table, whole
 
 
 def check(config: Config) -> None:
@@ -60,27 +65,53 @@ def check(config: Config) -> None:
                 assert torch.equal(whole[name], other[name]), name
 
 
-CUTS: list[dict[str, Any]] = [
-    {"tp": 2, "layout": "btp"},
-    {"tp": 4, "layout": "btp", "grouping": False},
-    {"tp": 2, "layout": "btp-sp"},
-    {"tp": 4, "layout": "btp-sp"},
+EVERY = [
+    {"tp": 4, "layout": "btp"},
     {"tp": 2, "layout": "vanilla"},
-    {"tp": 4, "layout": "vanilla"},
-    {"tp": 2, "dp": 2, "layout": "btp"},
     {"pp": 2, "tp": 2, "layout": "btp-sp"},
-    {"tp": 2, "dp": 2, "layout": "btp", "shard": "optimizer"},
-    {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "full"},
     {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
+]
+LORO: list[dict[str, Any]] = [
+    {"tp": 2, "layout": "btp", "grouping": False},
+    {"tp": 4, "layout": "btp-sp"},
+    {"tp": 4, "layout": "vanilla"},
+    {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"},
     {"dp": 3, "shard": "optimizer"},
 ]
+CASES = [*((name, parallel) for name in OPTIMIZERS for parallel in EVERY), *(("loro", parallel) for parallel in LORO)]
 
 
-@pytest.mark.parametrize("parallel", CUTS, ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "parallel"), CASES, ids=str)
 def test_every_cut_is_one_process(optimizer: str, parallel: dict[str, Any]) -> None:
-    """Fewer key/value heads than processes, held whole, at TP 4; ranks of single linears."""
-    kv_heads = 2 if parallel.get("tp") == 4 else 4
+    """At TP 4 fewer key/value heads than processes, held whole; with replicas, ranks of single linears."""
+    model: dict[str, Any] = {"kv_heads": 2} if parallel.get("tp") == 4 else {}
+    if parallel.get("dp"):
+        model |= {"ranks": RANKS}
     train = {"global_batch": 6} if parallel.get("dp") == 3 else {}
-    ranks = {} if parallel.get("tp") == 4 else {"ranks": RANKS} if parallel.get("dp") else {}
-    check(config_of(optimizer, parallel, model={"kv_heads": kv_heads, **ranks}, train=train))
+    check(config_of(optimizer, parallel, model=model, train=train))
+
+
+def test_large_factors_travel_in_several_buckets() -> None:
+    """Each a bounded part of the model: of a 7B model a bucket is the linears of one input, or two."""
+    words = ["--optim.name", "loro", "--model.family", "svd", "--parallel.layout", "btp", "--parallel.tp", "4"]
+    config = load("boost-7b", words)
+    table = optimizer_collectives(config)
+    layers, r, d, f = config.model.layers, 1024, 4096, 11008
+    triangles = 2 * r * (11 * min(d // 4, 2 * r) + 3 * min(f // 4, 2 * r)) * 4 * layers
+    assert layers <= len(table) <= 4 * layers
+    assert {(c.kind, c.dtype, c.processes) for c in table} == {("all-gather", "float64", 4)}
+    assert sum(c.elements for c in table) == triangles
+    whole = optimizer_collectives(load("boost-7b", [*words[:4], "--parallel.layout", "vanilla", "--parallel.tp", "4"]))
+    assert sum(c.elements for c in whole) == 2 * r * (11 * d + 3 * f) * layers, (
+        "factors and directions, cut along the rank"
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_table_of_a_usual_step(optimizer: str) -> None:
+    """Muon and Frobenius decay send in every step; LORO in one of exact_every, which a table of its own shows."""
+    config = config_of(optimizer, {"tp": 2, "layout": "btp"})
+    ours = [c for c in step_collectives(config) if c.place == "optimizer"]
+    assert optimizer_collectives(config)
+    assert ours == ([] if optimizer == "loro" else optimizer_collectives(config))
+    assert optimizer_collectives(toy.single(config)) == []

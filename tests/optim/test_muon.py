@@ -1,0 +1,76 @@
+"""Muon on one process: torch.optim.Muon's function of each whole factor, without its bf16."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import _muon
+
+from boost.config import Config
+from boost.optim.muon import COEFFICIENTS, EPSILON, newton_schulz
+from tests import toy
+from tests.trained import Trained
+
+
+def config_of(**optim: Any) -> Config:
+    settings = {"name": "muon", "weight_decay": 0.1, "muon_lr": 0.02, **optim}
+    return toy.toy_config(model={"family": "cola", "kv_heads": 1, "ranks": {"attn.q": 4}}, optim=settings)
+
+
+def test_constants_are_torchs() -> None:
+    assert COEFFICIENTS == (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+    defaults = torch.optim.Muon([torch.zeros(2, 2)]).defaults
+    optim = Config.model_validate({}).optim
+    ours = (optim.muon_momentum, optim.muon_nesterov, optim.muon_steps, EPSILON)
+    assert ours == tuple(defaults[key] for key in ("momentum", "nesterov", "ns_steps", "eps"))
+
+
+def torchs(config: Config, initial: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.optim.Muon]:
+    """The factors as parameters of torch's Muon, each a matrix by itself."""
+    o = config.optim
+    factors = {name: torch.nn.Parameter(w.clone()) for name, w in initial.items() if name.endswith((".A", ".B"))}
+    options = {"momentum": o.muon_momentum, "nesterov": o.muon_nesterov, "ns_steps": o.muon_steps}
+    adjust = None if o.muon_adjust == "original" else o.muon_adjust
+    return factors, torch.optim.Muon(
+        list(factors.values()), lr=o.muon_lr, weight_decay=o.weight_decay, adjust_lr_fn=adjust, **options
+    )
+
+
+def follow(config: Config, steps: int = 3) -> dict[str, float]:
+    """Relative error (Frobenius) of what our steps added to each factor against what torch's add, given our gradients."""
+    trained = Trained(config, 0)
+    factors, theirs = torchs(config, trained.initial)
+    for number in range(steps):
+        trained.step(number)
+        for name, parameter in factors.items():
+            parameter.grad = trained.gradients[-1][name].clone()
+        theirs.step()
+    ours = toy.weights(trained.model)
+    return {name: ((ours[name] - w).norm() / (w - trained.initial[name]).norm()).item() for name, w in factors.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"muon_nesterov": False, "muon_adjust": "match_rms_adamw", "muon_steps": 3}], ids=str
+)
+def test_steps_are_torchs_without_its_rounding(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = follow(config_of(**options))
+    assert 1e-3 < max(rounded.values()) < 0.1, "torch iterates in bf16"
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    assert max(follow(config_of(**options)).values()) <= 1e-9
+
+
+def test_iterating_on_the_gram_matrix_in_fp32_is_sound() -> None:
+    """Singular values over six decades, as a momentum may have: far nearer to fp64 than bf16, in which torch iterates."""
+    generator = torch.Generator().manual_seed(0)
+    u, _ = torch.linalg.qr(torch.randn(256, 64, generator=generator, dtype=torch.double))
+    v, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.double))
+    x = u * torch.logspace(0, -6, 64, dtype=torch.double) @ v.mT
+    exact = x @ newton_schulz(x.mT @ x, 5)
+
+    def error(of: torch.Tensor) -> float:
+        return ((of.double() - exact).norm() / exact.norm()).item()
+
+    x32 = x.float()
+    ours = error(x32 @ newton_schulz(x32.mT @ x32, 5))
+    theirs = error(_muon._zeropower_via_newtonschulz(x32, COEFFICIENTS, 5, EPSILON))
+    assert ours < 1e-3 and theirs > 100 * ours, (ours, theirs)
