@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from boost.config import rules
-from boost.config.schema import Config, ModelConfig
+from boost.config.optimizers import OWNERS, RESTARTS
+from boost.config.schema import Config, ModelConfig, OptimConfig
 from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
@@ -35,6 +36,8 @@ def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
     changes = dict(parse_overrides(overrides))
     if "model.family" in changes and isinstance(tree.get("model", {}), dict):
         change_family(tree.setdefault("model", {}), changes["model.family"])
+    if isinstance(tree.get("optim", {}), dict):
+        change_optimizer(tree.setdefault("optim", {}), changes)
     for key, value in changes.items():
         *sections, name = key.split(".", 2) if key.startswith(f"{RANKS}.") else key.split(".", 1)
         table = tree
@@ -43,6 +46,22 @@ def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
         if isinstance(table, dict):
             table[name] = value
     return from_tree(tree)
+
+
+def change_optimizer(optim: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Takes from an [optim] table what only its optimizer or schedule before gave a meaning, if `changes` name another."""
+    known = OptimConfig.model_fields
+    name, schedule = (optim.get(field, known[field].default) for field in ("name", "schedule"))
+    if changes.get("optim.name", name) != name:
+        for field in [field for field in optim if field in OWNERS and OWNERS[field] != changes["optim.name"]]:
+            del optim[field]
+        optim.pop("exact_every", None)
+        if schedule == "cosine-restarts" and "optim.schedule" not in changes:
+            changes = {**changes, "optim.schedule": "cosine"}
+            del optim["schedule"]
+    if changes.get("optim.schedule", schedule) != schedule:
+        for field in RESTARTS:
+            optim.pop(field, None)
 
 
 def change_family(model: dict[str, Any], family: str) -> None:

@@ -4,6 +4,21 @@ from collections.abc import Iterator
 
 from boost.config.schema import Config, OptimConfig
 
+OWNERS = {
+    "exact_every": "loro",
+    "refresh_only": "loro",
+    "frobenius_decay": "adamw",
+    "muon_lr": "muon",
+    "muon_momentum": "muon",
+    "muon_nesterov": "muon",
+    "muon_adjust": "muon",
+    "muon_steps": "muon",
+}
+"""Fields that one optimizer only gives a meaning."""
+
+RESTARTS = ("restart_warmup_steps", "restart_delay")
+"""Fields of the schedule cosine-restarts."""
+
 
 def optimizer_problems(config: Config) -> Iterator[str]:
     """The rules that `optim` breaks, each in one line."""
@@ -14,19 +29,15 @@ def optimizer_problems(config: Config) -> Iterator[str]:
 
 def _misplaced(optim: OptimConfig) -> Iterator[str]:
     """Fields of another optimizer or schedule."""
-    owners = {
-        "exact_every": "loro", "refresh_only": "loro", "frobenius_decay": "adamw", "muon_lr": "muon", "muon_momentum": "muon",
-        "muon_nesterov": "muon", "muon_adjust": "muon", "muon_steps": "muon",
-    }  # fmt: skip
     usual = OptimConfig.model_validate({"name": "adamw"})
-    for field, owner in owners.items():
+    for field, owner in OWNERS.items():
         value, legal = getattr(optim, field), getattr(usual, field)
         if optim.name != owner and value != legal:
             yield (
                 f"optim.{field} = {_said(value)} belongs to optim.name = '{owner}', not to '{optim.name}'; the legal value is "
                 f"{_said(legal)}"
             )
-    for field in ("restart_warmup_steps", "restart_delay"):
+    for field in RESTARTS:
         if (value := getattr(optim, field)) and optim.schedule != "cosine-restarts":
             yield (
                 f"optim.{field} = {value} belongs to optim.schedule = 'cosine-restarts', not to '{optim.schedule}'; the legal "

@@ -7,7 +7,7 @@ import torch
 
 from boost.bench.memory import Measured, MemoryTracker, measure, measure_step
 from boost.config import Config
-from boost.config.schema import RecomputeName
+from boost.config.schema import OptimConfig, RecomputeName
 from boost.plan.memory import KEPT, STATES, memory
 from tests import toy
 from tests.distributed import run_distributed
@@ -104,6 +104,16 @@ def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
         assert gradients == memory(config).states["gradients"]
         assert sum(real.peak.values()) == pytest.approx(sum(fake.peak.values()), rel=0.01)
         assert sum(real.peak.values()) > sum(real.kept.values()), "the worst moment is in the backward pass"
+
+
+@pytest.mark.parametrize(
+    "optim", [{"name": "muon"}, {"name": "loro", "refresh_only": True}, {"frobenius_decay": 0.1}], ids=str
+)
+def test_what_other_optimizers_hold(optim: dict[str, Any]) -> None:
+    """Linears of one input with different ranks, of which LORO updates each by itself."""
+    config = config_of("cola", {"layout": "btp"}, "none", "bfloat16", ranks={"attn.q": 8})
+    config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
+    assert measure(config).kept["optimizer"] == memory(config).states["optimizer"]
 
 
 def test_a_tracker_forgets_what_dies() -> None:

@@ -72,6 +72,19 @@ def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "at the peak" in table and "residual stream" in table
 
 
+def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["boost-1b", "--tp", "2", "--layout", "btp", "--model.family", "svd"]
+    loro, usual = facts(capsys, *words, "--optim.name", "loro"), facts(capsys, *words)
+    assert (loro["optimizer"], loro["exact_every"], usual["exact_every"]) == ("loro", 500, 0)
+    assert loro["collectives"] == usual["collectives"] and usual["exact_step"] == []
+    assert loro["bytes_of_exact_step"] == sum(c["bytes"] for c in loro["exact_step"]) > 0
+    out = say(capsys, *words, "--optim.name", "loro")[1]
+    assert "collectives, every 500 steps, for an exact one" in out and "an exact step" in out
+    muon = facts(capsys, *words, "--optim.name", "muon")
+    assert next(c["kind"] for c in muon["collectives"] if c["place"] == "optimizer") == "all-reduce"
+    assert muon["exact_step"] == []
+
+
 def test_what_full_blocks_send_again_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     again = facts(capsys, "demo", "--train.recompute", "full-block")
     usual = facts(capsys, "demo")

@@ -131,6 +131,28 @@ BAD = [
         ["shard_outer = true", "'btp-sp'", "'btp' has none"],
     ),
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
+    (["--optim.name", "loro"], ["optim.name = 'loro'", "latent_act = 'silu'", "model.family = 'svd'"]),
+    (["--optim.name", "loro", "--model.family", "lax", "--model.over", "svd"], ["model.family = 'lax'", "refresh_only = true"]),
+    (["--optim.name", "loro", "--model.family", "svd", "--optim.exact_every", "0"], ["exact_every = 0", "500 and 200"]),
+    (["--optim.name", "muon", "--model.family", "dense"], ["optim.name = 'muon'", "dense", "'svd'"]),
+    (["--optim.frobenius_decay", "0.1", "--model.family", "dense"], ["frobenius_decay = 0.1", "legal value is 0"]),
+    (["--optim.frobenius_decay", "0.1", "--optim.name", "muon"], ["frobenius_decay = 0.1", "'adamw'", "legal value is 0.0"]),
+    (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "legal value is true"]),
+    (["--optim.exact_every", "5"], ["exact_every = 5", "'loro'", "legal value is 0"]),
+    (["--optim.schedule", "cosine-restarts"], ["'cosine-restarts'", "optim.name = 'loro'"]),
+    (["--optim.restart_delay", "500"], ["restart_delay = 500", "'cosine-restarts'", "legal value is 0"]),
+    (
+        ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1300"],
+        ["restart_delay = 1300", "exact_every = 500", "nearest legal value is 1500"],
+    ),
+    (
+        ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.exact_every", "4"],
+        ["restart_warmup_steps = 5", "exact_every = 4", "largest legal value is 4"],
+    ),
+    (
+        ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.warmup_steps", "1000"],
+        ["warmup_steps = 1000", "largest legal value is 999"],
+    ),
     (["--train.compute_dtype", "float16"], ["train.compute_dtype = 'float16'", "bfloat16"]),
 ]  # fmt: skip
 
@@ -183,6 +205,7 @@ def test_a_resolved_preset_is_a_configuration_of_the_same_run(preset: str, tmp_p
 def test_presets_of_the_issue_exist() -> None:
     paper = {f"boost-{size}" for size in ("1b", "3b", "7b", "13b", "30b")}
     recipes = {f"cola-{size}" for size in ("60m", "130m", "350m", "1b", "7b")}
+    recipes |= {f"loro-{size}" for size in ("60m", "130m", "350m", "1b")}
     assert paper | recipes | {"demo"} <= set(presets())
 
 
@@ -228,6 +251,17 @@ def test_another_family_takes_its_own_defaults_unless_told_otherwise(tmp_path: P
         assert load(source, ["--model.family", "cola"]) == load("demo")
     assert load("cola-1b").model.mlp_silu is False
     assert load("cola-1b", ["--model.family", "dense"]).model.mlp_silu is True
+
+
+def test_another_optimizer_takes_its_own_defaults_unless_told_otherwise(tmp_path: Path) -> None:
+    plain = load("loro-60m", ["--optim.name", "adamw"]).optim
+    assert (plain.exact_every, plain.schedule, plain.restart_delay, plain.lr) == (0, "cosine", 0, 1e-2)
+    cosine = load("loro-60m", ["--optim.schedule", "cosine"]).optim
+    assert (cosine.exact_every, cosine.restart_delay, cosine.restart_warmup_steps) == (500, 0, 0)
+    (tmp_path / "resolved.toml").write_text(to_toml(load("demo")))
+    loro = load(str(tmp_path / "resolved.toml"), ["--optim.name", "loro", "--model.family", "svd"]).optim
+    assert (loro.exact_every, loro.schedule) == (500, "cosine")
+    assert load("loro-60m", ["--optim.name", "loro"]) == load("loro-60m")
 
 
 def test_every_field_is_documented() -> None:
@@ -276,6 +310,10 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
         "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 2 --parallel.dp 2 --parallel.shard optimizer",
         "--parallel.pp 2 --parallel.schedule zero-bubble --parallel.virtual 4",
         "--parallel.schedule interleaved-1f1b",
+        "--optim.name loro --optim.refresh_only true",
+        "--optim.name loro --model.family lax --optim.refresh_only true --optim.schedule cosine-restarts",
+        "--optim.name muon --model.family lax --parallel.tp 2 --parallel.dp 2 --parallel.shard full",
+        "--optim.frobenius_decay 0.1 --parallel.tp 2 --parallel.layout vanilla",
     ],
 )
 def test_what_a_layout_can_carry_is_legal(overrides: str) -> None:

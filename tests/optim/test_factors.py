@@ -91,6 +91,14 @@ def test_every_cut_is_one_process(optimizer: str, parallel: dict[str, Any]) -> N
     check(config_of(optimizer, parallel, model=model, train=train))
 
 
+@pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
+def test_an_exact_step_of_linears_narrower_than_their_rank_is_one_process(layout: str) -> None:
+    """Key/value heads of 8 rows for ranks 12 and 16, of which spectral factors leave columns of B at zero: no factor of full
+    rank there, and fewer rows than columns on every process."""
+    model = {"kv_heads": 2, "ranks": {"attn.k": 12, "attn.v": 16}, "factor_init": "spectral"}
+    check(config_of("loro", {"tp": 2, "layout": layout}, model=model))
+
+
 def test_large_factors_travel_in_several_buckets() -> None:
     """Each a bounded part of the model: of a 7B model a bucket is the linears of one input, or two."""
     words = ["--optim.name", "loro", "--model.family", "svd", "--parallel.layout", "btp", "--parallel.tp", "4"]

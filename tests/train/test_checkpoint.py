@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from boost.config import Config
 from boost.config.architecture import parameters
+from boost.config.schema import OptimConfig
 from boost.errors import CheckpointError, DamagedCheckpointError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
@@ -138,6 +139,47 @@ def test_another_mesh_loads_the_same_bits_and_gives_them_back(
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
         assert torch.equal(value, actual[name]), name
+
+
+RANKS = {"attn.q": 4, "mlp.down": 12}
+OTHERS = {
+    "loro": ({"name": "loro", "exact_every": 2}, {"family": "svd", "ranks": RANKS}),
+    "muon": ({"name": "muon"}, {"ranks": RANKS}),
+}
+
+
+def optimizer_config(name: str, parallel: dict[str, Any], dtype: str = "float32") -> Config:
+    optim, model = OTHERS[name]
+    config = config_on(dtype, parallel, **model)
+    optimizer = OptimConfig.model_validate({**optim, "weight_decay": 0.01})
+    return config.model_copy(update={"optim": optimizer})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_optimizer_goes_on_bitwise_and_on_another_mesh(tmp_path: Path, name: str) -> None:
+    """Saved in the midst of a cycle of LORO's exact steps, of which the next ones follow."""
+    config = optimizer_config(name, {"tp": 2, "layout": "btp"})
+    expected = on_mesh(save_and_continue, tmp_path / "one", 3, config)
+    actual = on_mesh(load_and_continue, tmp_path / "one", 3, config)
+    assert [losses for losses, _ in actual] == expected
+    there = optimizer_config(name, {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"})
+    on_mesh(load_and_save, tmp_path / "one", tmp_path / "two", there)
+    before, after = (state_of(load(tmp_path / folder, toy.single(config))[0]) for folder in ("one", "two"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+    assert any(value.any() for key, value in before.items() if key.startswith("optim."))
+
+
+def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    config = optimizer_config("loro", {"tp": 1})
+    save(tmp_path, config)
+    other = config.model_copy(update={"optim": OptimConfig.model_validate({})})
+    with pytest.raises(
+        CheckpointError, match=r"of optim.name = 'loro', which mean nothing to 'adamw'; resume with"
+    ) as error:
+        load(tmp_path, other)
+    assert "\n" not in str(error.value)
 
 
 def three_dimensions(parallel: dict[str, Any]) -> Config:
