@@ -8,8 +8,10 @@ import torch
 
 from boost.config import Config
 from boost.config.architecture import IGNORED
+from boost.config.schema import OptimConfig
 from boost.data.batches import Batch, Batches
 from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
+from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.parallel.pipeline import Pipeline
@@ -200,6 +202,38 @@ def test_resume_takes_the_newest_sound_checkpoint(
     assert f"{shard.name} has changed" in caplog.text
     again, step, _ = fit(config, "auto")
     assert (again, step) == (seen, 6), "the lost steps are repeated to the bit"
+
+
+def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Path, tmp_path: Path) -> None:
+    """Which step is exact, and the rate, follow from the step; the number of updates is in the checkpoint."""
+    optim = {"name": "loro", "lr": RATE, "exact_every": 3, "schedule": "cosine-restarts", "restart_warmup_steps": 2}
+    config = make_config(store, tmp_path / "run", model={"family": "svd"}, train={"steps": 8})
+    config = config.model_copy(update={"optim": OptimConfig.model_validate({**optim, "warmup_steps": 4})})
+    trainer = make_trainer(config)
+    trainer.start([])
+
+    def steps(trainer: Trainer, count: int) -> list[int]:
+        counts = []
+        for _ in range(count):
+            rate = learning_rate(config.optim, trainer.position.step, config.train.steps)
+            trainer.step(rate, stop=False)
+            counts.append(trainer.optimizer.updates)
+        return counts
+
+    assert steps(trainer, 2) == [1, 2]
+    assert not isinstance(trainer.model, Pipeline)
+    handle = trainer.model.blocks[0].mlp_norm.register_hook(lambda gradient: gradient * float("nan"))
+    assert steps(trainer, 1) == [2], "the third step would have been exact"
+    handle.remove()
+    assert steps(trainer, 2) == [3, 4]
+    trainer.save()
+    assert steps(trainer, 3) == [0, 1, 2]
+    again = make_trainer(config)
+    again.start(resume_candidates("auto", again.run))
+    assert again.optimizer.updates == 4
+    assert steps(again, 3) == [0, 1, 2]
+    expected = toy.weights(trainer.model)
+    assert all(torch.equal(value, expected[name]) for name, value in toy.weights(again.model).items())
 
 
 @pytest.mark.parametrize(
