@@ -10,7 +10,7 @@ from typing import Literal
 from boost.config.architecture import Parameter
 from boost.config.cuts import Cut
 from boost.config.schema import OptimConfig
-from boost.config.traffic import bucket_lengths
+from boost.config.traffic import BUCKET_BYTES, bucket_lengths
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class FactorShape:
     def elements(self) -> int:
         """n r."""
         return self.wide * self.rank
+
+    def basis(self, processes: int) -> int:
+        """Columns of an orthonormal basis of what the columns of [n, 2 r] span, of all processes together."""
+        return min(self.wide * (processes if self.cut == "wide" else 1), 2 * self.rank)
 
     def triangle(self, processes: int) -> int:
         """Elements that an all-gather of the triangles of the QR of [n, 2 r] gathers: nothing where n is not cut."""
@@ -74,6 +78,16 @@ def copies(optim: OptimConfig) -> int:
     return 2 if optim.name == "loro" else 1
 
 
+EXACT_BUCKET_BYTES = 8 * BUCKET_BYTES
+"""A bucket of LORO's exact step: enough pairs in it that each process has some to solve."""
+
+
 def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, itemsize: int) -> list[int]:
     """How many of `units` (the factors of linears with one input), in order, are worked on at once, in shared collectives."""
-    return bucket_lengths([itemsize * copies(optim) * sum(f.elements for f in unit) for unit in units])
+    full = EXACT_BUCKET_BYTES if optim.name == "loro" else BUCKET_BYTES
+    return bucket_lengths([itemsize * copies(optim) * sum(f.elements for f in unit) for unit in units], full)
+
+
+def dealt(sizes: Sequence[int], processes: int) -> int:
+    """The most elements that one of `processes` has when results of `sizes` elements are dealt out to them in turn."""
+    return max(sum(sizes[process::processes]) for process in range(processes))

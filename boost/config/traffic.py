@@ -70,11 +70,11 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(CHUNK_ELEMENTS // vocabulary, 1)
 
 
-def bucket_lengths(sizes: Sequence[int]) -> list[int]:
-    """How many of the tensors of `sizes` bytes, in order, share each bucket."""
-    lengths, filled = [], BUCKET_BYTES
+def bucket_lengths(sizes: Sequence[int], full: int = BUCKET_BYTES) -> list[int]:
+    """How many of the tensors of `sizes` bytes, in order, share each bucket. `full`: bytes of a bucket that takes no more."""
+    lengths, filled = [], full
     for size in sizes:
-        if filled >= BUCKET_BYTES:
+        if filled >= full:
             lengths.append(0)
             filled = 0
         lengths[-1] += 1

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from boost.config.factors import dealt
 from boost.optim.factors import Factor
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
@@ -44,6 +45,31 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
             outer_PJK, r_KC = torch.linalg.qr(parts.reshape(axis.size * rows, -1))
             found[name] = (q_NJ @ outer_PJK.narrow(0, axis.rank * rows, rows), r_KC)
     return found
+
+
+def retract_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
+) -> list[tuple[Tensor, Tensor]]:
+    """`retract` of every pair, of which all processes of an axis know all: dealt out to them in turn, each solves its own.
+
+    One all-gather over the axis, to which each process gives as much as the one with the most; none for one process.
+    """
+    own = [retract(*pair, rate, decay) for pair in pairs[axis.rank :: axis.size]]
+    if axis.size == 1:
+        return own
+    shapes = [[(x_K2R.shape[0], x_K2R.shape[1] // 2) for x_K2R in pair] for pair in pairs]
+    sizes = [sum(rows * rank for rows, rank in both) for both in shapes]
+    flat = pairs[0][0].new_zeros(dealt(sizes, axis.size))
+    filled = torch.cat([x_KR.flatten() for both in own for x_KR in both]) if own else flat[:0]
+    flat[: filled.numel()] = filled
+    gathered = all_gather(flat, axis).view(axis.size, -1)
+    solved, taken = [], [0] * axis.size
+    for number, ((m_rows, rank), (n_rows, _)) in enumerate(shapes):
+        process = number % axis.size
+        both = gathered[process].narrow(0, taken[process], sizes[number]).view(m_rows + n_rows, rank)
+        taken[process] += sizes[number]
+        solved.append((both[:m_rows], both[m_rows:]))
+    return solved
 
 
 def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tuple[Tensor, Tensor]:

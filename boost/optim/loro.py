@@ -18,7 +18,7 @@ from boost.config.factors import is_factor, rate_scale
 from boost.config.schema import OptimConfig
 from boost.models.stored import Piece, Storage
 from boost.optim.adamw import MOMENTS, Optimizer, State, decays, fresh_state, fused_adamw, zeros
-from boost.optim.exact import bases, retract
+from boost.optim.exact import bases, retract_all
 from boost.optim.factors import Factors
 from boost.parallel.mesh import Mesh
 
@@ -82,14 +82,14 @@ class Loro(Optimizer):
         """Moves every pair along its directions, which the moments hold."""
         for bucket in self.factors.buckets:
             factors = [factor for unit in bucket for factor in unit.factors]
+            pairs = [pair for unit in bucket for pair in unit.pairs]
             found = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
-            for unit in bucket:
-                for a, b in unit.pairs:
-                    (q_NK, m_K2R), (p_NK, n_K2R) = found[b.name], found[a.name]
-                    new = zip((b, a), (q_NK, p_NK), retract(m_K2R, n_K2R, rate, decay), strict=True)
-                    for factor, basis_NK, x_KR in new:
-                        for view, value in factor.own(factor.storage.tensor, basis_NK @ x_KR):
-                            view.copy_(value)
+            small = [(found[b.name][1], found[a.name][1]) for a, b in pairs]
+            solved = retract_all(small, rate, decay, self.factors.mesh.replicas)
+            for (a, b), new in zip(pairs, solved, strict=True):
+                for factor, x_KR in zip((b, a), new, strict=True):
+                    for view, value in factor.own(factor.storage.tensor, found[factor.name][0] @ x_KR):
+                        view.copy_(value)
 
     def _with_direction(self, storage: Storage) -> Tensor:
         """A stored tensor and m / (sqrt(v) + eps), side by side, fp64."""

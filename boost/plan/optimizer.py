@@ -8,6 +8,7 @@ from boost.config.cuts import cut_of, local_shape
 from boost.config.factors import (
     FactorShape,
     copies,
+    dealt,
     factor_buckets,
     factor_shape,
     needs_whole_factors,
@@ -26,8 +27,14 @@ PLACE = "optimizer"
 class _Unit:
     """The factors of the linears of one input: the A's are one stored tensor, each B one."""
 
-    shapes: tuple[FactorShape, ...]
+    pairs: tuple[tuple[FactorShape, FactorShape], ...]
+    """(A, B) of each linear."""
     stored: tuple[StoredTensor, ...]
+
+    @property
+    def shapes(self) -> tuple[FactorShape, ...]:
+        """Of all factors."""
+        return tuple(shape for pair in self.pairs for shape in pair)
 
 
 def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
@@ -57,6 +64,9 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
         kind = "all-gather" if optim.name == "loro" else "all-reduce"
         if small := sum(shape.triangle(tp) if optim.name == "loro" else shape.gram for shape in shapes):
             result.append(Collective("step", kind, (small,), dtype, tp, PLACE))
+        if optim.name == "loro" and (p := tp * parallel.dp) > 1:
+            solved = [a.basis(tp) * a.rank + b.basis(tp) * b.rank for unit in bucket for a, b in unit.pairs]
+            result.append(Collective("step", "all-gather", (p * dealt(solved, p),), dtype, p, PLACE))
     return result
 
 
@@ -87,7 +97,7 @@ def _units(config: Config, stage: Stage) -> Iterator[_Unit]:
         for group in groups(model, layer):
             downs, ups = (group.parameters(f"layers.{layer}", factor) for factor in "AB")
             stored = (_stored(config, layer, *downs), *(_stored(config, layer, up) for up in ups))
-            yield _Unit(tuple(map(shape, (*downs, *ups))), stored)
+            yield _Unit(tuple((shape(a), shape(b)) for a, b in zip(downs, ups, strict=True)), stored)
 
 
 def _stored(config: Config, layer: int, *parameters: Parameter) -> StoredTensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from boost.config import load, presets, to_toml
+from boost.config.architecture import parameter_count
 from boost.config.load import fields, from_tree, read_source
 from boost.errors import ConfigError
 
@@ -207,6 +208,22 @@ def test_presets_of_the_issue_exist() -> None:
     recipes = {f"cola-{size}" for size in ("60m", "130m", "350m", "1b", "7b")}
     recipes |= {f"loro-{size}" for size in ("60m", "130m", "350m", "1b")}
     assert paper | recipes | {"demo"} <= set(presets())
+
+
+def test_loro_recipes_are_the_published_scripts() -> None:
+    """scripts/loro_c4 of repository mzf666/LORO-main: rate, K, warm-up, delay, steps; parameters as in its log and the paper."""
+    published = {
+        "60m": (0.01, 500, 1000, 1000, 10_000, 42.77),
+        "130m": (0.01, 500, 2000, 2000, 20_000, 94.00),
+        "350m": (0.01, 500, 2000, 6000, 60_000, 185.22),
+        "1b": (0.005, 200, 10_000, 10_000, 100_000, 609.31),
+    }
+    for size, facts in published.items():
+        config = load(f"loro-{size}")
+        o, parameters = config.optim, parameter_count(config.model) / 1e6
+        assert (o.lr, o.exact_every, o.warmup_steps, o.restart_delay, config.train.steps, round(parameters, 2)) == facts
+        assert (o.eps, o.weight_decay, o.clip, o.min_lr_ratio, o.restart_warmup_steps) == (1e-6, 0, 0, 0.1, 5)
+        assert (config.model.family, config.model.factor_init, config.model.mlp_silu) == ("svd", "xavier", True)
 
 
 def test_defaults_follow_the_family() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from boost.config import Config, load
+from boost.config import Config, factors, load
 from boost.config.traffic import Collective
 from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import step_collectives
@@ -53,9 +53,9 @@ def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collec
     return errors_of(trained, STEPS), counter.collectives, table, whole
 
 
-def check(config: Config) -> None:
+def check(config: Config, function: Any = run) -> None:
     toy.skip_what_torch_cannot(config)
-    results = run_distributed(config.parallel.world_size, run, config)
+    results = run_distributed(config.parallel.world_size, function, config)
     for errors, seen, table, _ in results:
         assert max(errors.values()) <= 1e-9, errors
         assert [c.on_the_wire[1:] for c in seen] == [c.on_the_wire[1:] for c in table]
@@ -99,18 +99,34 @@ def test_an_exact_step_of_linears_narrower_than_their_rank_is_one_process(layout
     check(config_of("loro", {"tp": 2, "layout": layout}, model=model))
 
 
-def test_large_factors_travel_in_several_buckets() -> None:
-    """Each a bounded part of the model: of a 7B model a bucket is the linears of one input, or two."""
+def run_bit_by_bit(config: Config) -> Any:
+    """The same with a bucket for the linears of each input."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(factors, "EXACT_BUCKET_BYTES", 1)
+        assert len(optimizer_collectives(config)) == 2 * 4 * config.model.layers
+        return run(config)
+
+
+def test_small_buckets_are_the_same_step() -> None:
+    check(config_of("loro", {"tp": 2, "layout": "btp"}), run_bit_by_bit)
+
+
+def test_what_large_factors_send() -> None:
+    """A 7B model: triangles of every factor whose wide side is cut, and results of every pair, dealt out to four processes."""
     words = ["--optim.name", "loro", "--model.family", "svd", "--parallel.layout", "btp", "--parallel.tp", "4"]
     config = load("boost-7b", words)
     table = optimizer_collectives(config)
     layers, r, d, f = config.model.layers, 1024, 4096, 11008
     triangles = 2 * r * (11 * min(d // 4, 2 * r) + 3 * min(f // 4, 2 * r)) * 4 * layers
-    assert layers <= len(table) <= 4 * layers
+    assert 2 * layers <= len(table) <= 4 * layers
     assert {(c.kind, c.dtype, c.processes) for c in table} == {("all-gather", "float64", 4)}
-    assert sum(c.elements for c in table) == triangles
+    assert sum(c.elements for c in table[::2]) == triangles
+    results = 7 * layers * 2 * (2 * r) * r
+    assert results <= sum(c.elements for c in table[1::2]) <= 1.2 * results, (
+        "few processes wait for the one with the most"
+    )
     whole = optimizer_collectives(load("boost-7b", [*words[:4], "--parallel.layout", "vanilla", "--parallel.tp", "4"]))
-    assert sum(c.elements for c in whole) == 2 * r * (11 * d + 3 * f) * layers, (
+    assert sum(c.elements for c in whole[::2]) == 2 * r * (11 * d + 3 * f) * layers, (
         "factors and directions, cut along the rank"
     )
 
