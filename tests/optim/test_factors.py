@@ -99,7 +99,7 @@ def test_an_exact_step_of_linears_narrower_than_their_rank_is_one_process(layout
     check(config_of("loro", {"tp": 2, "layout": layout}, model=model))
 
 
-def run_bit_by_bit(config: Config) -> Any:
+def run_in_small_buckets(config: Config) -> Any:
     """The same with a bucket for the linears of each input."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factors, "EXACT_BUCKET_BYTES", 1)
@@ -108,7 +108,7 @@ def run_bit_by_bit(config: Config) -> Any:
 
 
 def test_small_buckets_are_the_same_step() -> None:
-    check(config_of("loro", {"tp": 2, "layout": "btp"}), run_bit_by_bit)
+    check(config_of("loro", {"tp": 2, "layout": "btp"}), run_in_small_buckets)
 
 
 def test_what_large_factors_send() -> None:
