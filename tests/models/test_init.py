@@ -1,10 +1,13 @@
 """Initial weights are a function of seed and name, with the published spreads."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from boost.config import Config
 from boost.config.architecture import parameter_count, parameters
 from boost.config.load import load
 from boost.models.init import initial_value
@@ -42,9 +45,98 @@ def test_spread_of_each_factor(family: str) -> None:
         assert value.std().item() == pytest.approx(expected, rel=0.05), p.name
 
 
-@pytest.mark.parametrize(
-    ("preset", "millions"),
-    [("cola-60m", 42.77), ("cola-130m", 94.00), ("cola-350m", 185.22), ("cola-1b", 609.31), ("cola-7b", 2820.94)],
-)
+def draws(**model: Any) -> tuple[Config, dict[str, Tensor]]:
+    """Every initial weight of a model of 128 x 352 with key/value heads of 32 columns, fp64."""
+    config = toy.toy_config(model={"dim": 128, "ffn_dim": 352, "rank": 32, **model})
+    return config, {p.name: initial_value(p, config.model, 0).double() for p in parameters(config.model)}
+
+
+def test_spectral_factors_are_the_best_of_their_rank_for_the_dense_weights() -> None:
+    config, factors = draws(family="svd", factor_init="spectral", ranks={"mlp.down": 48, "attn.v": 40})
+    _, whole = draws(family="dense", rank=None)
+    for name in [name.removesuffix(".W") for name in whole if name.endswith(".W")]:
+        a, b = factors[f"{name}.A"], factors[f"{name}.B"]
+        rank = config.model.rank_of(0, name.split(".", 2)[2])
+        assert a.shape[0] == b.shape[1] == rank
+        u, s, vt = torch.linalg.svd(whole[f"{name}.W"], full_matrices=False)
+        s[rank:] = 0
+        torch.testing.assert_close(b @ a, u @ s.diag() @ vt, rtol=0, atol=1e-6 * s[0].item())
+        # Balanced: the factors share the singular values, so that their Gram matrices are equal and diagonal.
+        kept = min(rank, len(s))
+        gram = s[:kept].diag()
+        for product in (b.T @ b, a @ a.T):
+            torch.testing.assert_close(product[:kept, :kept], gram, rtol=0, atol=1e-5 * s[0].item())
+        if kept < rank:  # key/value heads have 32 columns, and their rank here is 40
+            assert not b[:, kept:].any() and a[kept:].std().item() == pytest.approx(config.model.init_std, rel=0.1)
+    assert torch.equal(factors["embed"], whole["embed"]), "all else is as in the dense model"
+
+
+@pytest.mark.parametrize(("init", "over"), [("xavier", "svd"), ("cola", "cola"), ("spectral", "svd")])
+def test_products_start_with_the_spread_that_their_factors_say(init: str, over: str) -> None:
+    """A product of r independent terms has the variance r var(A) var(B): what a block is at its first step."""
+    config, factors = draws(family="lax", over=over, factor_init=init, kv_heads=8)
+    for name in ("layers.0.attn.q", "layers.1.mlp.up", "layers.1.mlp.down"):
+        a, b = factors[f"{name}.A"], factors[f"{name}.B"]
+        wide, tall, r = a.shape[1], b.shape[0], 32
+        expected = {
+            "xavier": math.sqrt(r * 2 / (wide + r) * 2 / (r + tall)),
+            "cola": math.sqrt(r / r / (wide + tall)),
+            "spectral": torch.linalg.svdvals(torch.randn(tall, wide, dtype=torch.double))[:r]
+            .square()
+            .sum()
+            .sqrt()
+            .item()
+            * config.model.init_std
+            / math.sqrt(wide * tall),
+        }[init]
+        assert (b @ a).std().item() == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize("gate", ["identity", "tensor", "dense"])
+def test_gates_start_as_linears_of_torch_and_norms_as_nothing(gate: str) -> None:
+    _, weights = draws(family="lax", gate=gate)
+    kinds = {"identity": set(), "tensor": {"gate_rows", "gate_columns"}, "dense": {"gate_weight", "gate_bias"}}[gate]
+    assert {name.rpartition(".")[2] for name in weights if "gate_" in name} == kinds
+    assert not any(name.startswith("layers.0.") for name in weights if "gate_" in name or "norm_" in name)
+    for name, value in weights.items():
+        kind = name.rpartition(".")[2]
+        if kind in ("norm_weight", "attn_norm", "mlp_norm", "final_norm"):
+            assert bool((value == 1).all()), name
+        elif kind == "norm_bias":
+            assert not value.any(), name
+        elif kind.startswith("gate_"):
+            fan_in = {"gate_rows": 4, "gate_columns": 8, "gate_weight": 32, "gate_bias": 32}[kind]  # 32 = 4 x 8
+            assert value.shape[-1] == fan_in
+            assert value.abs().max() <= fan_in**-0.5, name
+    for kind in kinds:  # uniform up to the bound: the mean square is a third of its square
+        every = torch.cat([value.flatten() for name, value in weights.items() if name.endswith(kind)])
+        bound = every.new_tensor({"gate_rows": 4, "gate_columns": 8}.get(kind, 32)) ** -0.5
+        assert every.square().mean().item() == pytest.approx(bound.item() ** 2 / 3, rel=0.25)
+        assert every.abs().max() > 0.9 * bound
+
+
+COLA = [("cola-60m", 42.77), ("cola-130m", 94.00), ("cola-350m", 185.22), ("cola-1b", 609.31), ("cola-7b", 2820.94)]
+LLAMA = [("llama-60m", 58), ("llama-130m", 134), ("llama-350m", 368), ("llama-1b", 1339), ("llama-7b", 6738)]
+
+
+@pytest.mark.parametrize(("preset", "millions"), COLA)
 def test_parameter_counts_of_the_published_recipes(preset: str, millions: float) -> None:
-    assert round(parameter_count(load(preset).model) / 1e6, 2) == pytest.approx(millions, abs=0.011)
+    config = load(preset)
+    assert config.parallel.world_size == 1
+    assert config.model.ffn_dim == {"1b": 5461}.get(preset.partition("-")[2], config.model.ffn_dim)
+    assert round(parameter_count(config.model) / 1e6, 2) == pytest.approx(millions, abs=0.011)
+
+
+@pytest.mark.parametrize(("preset", "millions"), LLAMA)
+def test_parameter_counts_of_the_full_rank_baselines(preset: str, millions: int) -> None:
+    """As the literature prints them (ReLoRA, GaLore, CoLA): 58M, 134M, 368M, 1339M, 6.7B."""
+    assert round(parameter_count(load(preset).model) / 1e6) == millions
+
+
+@pytest.mark.parametrize("size", ["60m", "130m", "350m", "1b", "7b"])
+def test_a_baseline_is_trained_on_what_the_recipe_is(size: str) -> None:
+    low_rank, full = load(f"cola-{size}"), load(f"llama-{size}")
+    shape = ("vocab_size", "dim", "ffn_dim", "layers", "heads", "kv_heads", "norm_eps", "rope_theta", "init_std")
+    assert [getattr(full.model, field) for field in shape] == [getattr(low_rank.model, field) for field in shape]
+    assert full.train == low_rank.train and full.data == low_rank.data
+    assert full.model.family == "dense" and full.run.dir != low_rank.run.dir
