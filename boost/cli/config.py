@@ -6,7 +6,7 @@ from typing import Any
 
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
-from boost.config.load import fields, type_name
+from boost.config.load import fields, summary, type_name
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -67,6 +67,7 @@ def _print_presets(as_json: bool) -> None:
                 "tp": parallel.tp,
                 "pp": parallel.pp,
                 "seq_len": config.train.seq_len,
+                "what": summary(name),
             }
         )
     rows.sort(key=lambda row: (row["preset"] != "demo", row["preset"].partition("-")[0], row["parameters"]))
@@ -78,14 +79,18 @@ def _print_presets(as_json: bool) -> None:
 
     table = Table(box=None, header_style="bold")
     short = {"parameters": "params", "seq_len": "seq"}  # to fit 80 columns
-    for column in rows[0]:
+    columns = [column for column in rows[0] if column != "what"]
+    for column in columns:
         table.add_column(
             short.get(column, column), justify="left" if column in ("preset", "family") else "right", no_wrap=True
         )
     for row in rows:
         cells = {**row, "parameters": f"{row['parameters'] / 1e6:.1f}M"}
-        table.add_row(*(str(cell) for cell in cells.values()))
+        table.add_row(*(str(cells[column]) for column in columns))
     Console().print(table)
+    print()
+    for row in rows:
+        print(f"{row['preset']:{max(len(row['preset']) for row in rows)}}  {row['what']}")
 
 
 def _print_fields(as_json: bool) -> None:

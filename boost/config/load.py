@@ -1,6 +1,7 @@
 """From a preset name or a TOML file, and dotted overrides, to a checked `Config`; and back to TOML."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -24,6 +25,12 @@ RANKS = "model.ranks"
 def presets() -> list[str]:
     """Names that stand where a configuration file is expected."""
     return sorted(item.name.removesuffix(".toml") for item in _PRESETS.iterdir() if item.name.endswith(".toml"))
+
+
+def summary(preset: str) -> str:
+    """What a preset is, in a few words: its file's first comment, up to the first colon or full stop."""
+    first = (_PRESETS / f"{preset}.toml").read_text(encoding="utf-8").partition("\n")[0]
+    return re.split(r"[:.] |[:.]$", first.removeprefix("# "))[0]
 
 
 def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
