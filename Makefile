@@ -6,6 +6,7 @@
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
+#   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (half an hour on two idle cores; goes on where it stopped)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,7 +26,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check curves recompute fit clean
+.PHONY: setup train test check curves recompute fit families clean
 
 setup: $(READY)
 
@@ -70,6 +71,14 @@ recompute: setup
 
 fit: setup
 	$(BIN)/boost bench fit boost-7b --tp 4 --memory-gb 80
+
+# Twenty runs of the sweep, fifteen of the comparison, each on one core.
+FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
+	--train.seq_len 128 --train.global_batch 8 --train.micro_batch 8 --train.steps 400 --train.eval_every 100
+
+families: setup
+	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/boost bench families demo $(FAMILIES)
 
 clean:
 	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache

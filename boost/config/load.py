@@ -28,9 +28,10 @@ def presets() -> list[str]:
 
 
 def summary(preset: str) -> str:
-    """What a preset is, in a few words: its file's first comment, up to the first colon or full stop."""
+    """What a preset is, in a few words: its file's first comment, up to the first colon, semicolon or full stop."""
     first = (_PRESETS / f"{preset}.toml").read_text(encoding="utf-8").partition("\n")[0]
-    return re.split(r"[:.] |[:.]$", first.removeprefix("# "))[0]
+    words = re.split(r"[:;.] |[:;.]$", first.removeprefix("# "))[0]
+    return words + ")" * (words.count("(") - words.count(")"))
 
 
 def load(source: str | None, overrides: Sequence[str] = ()) -> Config:

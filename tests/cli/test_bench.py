@@ -12,6 +12,16 @@ BAD = [
     (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest legal value"]),
     (["fit", "--memory-gb", "0"], ["--memory-gb = 0", "80"]),
     (["fit", "--train.step", "3"], ["train.step", "did you mean"]),
+    (["families", "--contenders", "dense", "colla"], ["--contenders", "'colla'", "cola, lax"]),
+    (["families", "--contenders", "cola", "cola"], ["--contenders", "'cola'", "twice"]),
+    (["families", "--seeds", "1", "1"], ["--seeds = 1 1", "name each once"]),
+    (["families", "--seeds", "-1"], ["--seeds = -1", "smallest legal value is 0"]),
+    (["families", "--rounds", "3"], ["--rounds = 3", "smallest legal value is 4"]),
+    (["families", "--jobs", "0"], ["--jobs = 0", "smallest legal value is 1"]),
+    (["families", "--sweep-steps", "-5"], ["--sweep-steps = -5", "smallest legal value is 1"]),
+    (["families", "--seeds", "7", "--sweep-seed", "7"], ["--sweep-seed = 7", "--seeds", "take another"]),
+    (["families", "--sweep", "1e-3", "0"], ["--sweep = 0.001 0", "above 0"]),
+    (["families", "--contenders", "cola", "--data.store", "/nowhere"], ["/nowhere", "no token store"]),
 ]  # fmt: skip
 
 
@@ -31,7 +41,7 @@ def test_an_experiment_must_be_named(words: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("experiment", ["curves", "recompute", "fit"])
+@pytest.mark.parametrize("experiment", ["curves", "recompute", "fit", "families"])
 def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["bench", experiment, "--help"])

@@ -1,0 +1,372 @@
+"""The families side by side: the same shape, tokens, order of the data and schedule, several seeds each, on one machine.
+
+Peak learning rates differ between methods in every paper, so each contender may choose its own in a small sweep on a seed
+of its own. Every run is one process with one thread, so that how many run at once changes nothing but the time; the time of
+a step is therefore measured by itself, all contenders in turns. What is finished is kept: the command goes on where it stopped.
+"""
+
+import functools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boost.bench.families_report import as_markdown, draw
+from boost.bench.results import Facts, facts_of, save
+from boost.config import Config
+from boost.config.architecture import flops_per_token, parameter_count
+from boost.config.load import change_family, from_tree
+from boost.config.schema import Family
+from boost.data.fit import open_fitting_store
+from boost.errors import ConfigError, TrainingError
+from boost.optim.schedule import learning_rate
+from boost.parallel.mesh import Mesh, choose_device
+from boost.train.evaluate import Evaluation, evaluate
+from boost.train.loop import Trainer
+from boost.train.model import initialize_model
+from boost.train.rundir import RunDirectory, git_state, storage_errors
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to make and train the linears, as changes to a configuration."""
+
+    linear: str
+    family: Family
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+
+
+# LORO as published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips behind each exact step.
+LORO = {"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"}
+EXACT_STEPS = 8
+"""Exact steps of a LORO run. Published runs make 20 (60M) to 500 (1B), 500 and 200 steps apart; a run of some hundred steps
+cannot have both so many and so far apart, and Adam needs tens of steps behind each, since its moments are cleared."""
+RESTART_WARMUP = 5
+"""Steps of warm-up behind each, as published."""
+
+CONTENDERS = {
+    "dense": Contender("W x", "dense"),
+    "svd": Contender("B (A x)", "svd"),
+    "cola": Contender("B silu(A x)", "cola"),
+    "lax": Contender("B silu(LN(A x + h before))", "lax", {"over": "cola", "gate": "identity"}),
+    "loro": Contender("B (A x), LORO", "svd", optim=LORO),
+    "svd-spectral": Contender("B (A x), spectral start", "svd", {"factor_init": "spectral"}),
+    "lax-svd": Contender("B LN(A x + h before)", "lax", {"over": "svd", "gate": "identity"}),
+    "lax-tensor": Contender("B silu(LN(A x + R h C))", "lax", {"over": "cola", "gate": "tensor"}),
+    "lax-dense": Contender("B silu(LN(A x + G h + g))", "lax", {"over": "cola", "gate": "dense"}),
+}
+USUAL = ("dense", "svd", "cola", "lax", "loro")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, and how."""
+
+    contenders: tuple[str, ...]
+    seeds: tuple[int, ...]
+    sweep: tuple[float, ...]
+    """Peak learning rates to choose from; empty: optim.lr for all."""
+    sweep_seed: int
+    sweep_steps: int
+    rounds: int
+    """Of the timing."""
+    jobs: int
+    """Runs at once."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training run."""
+
+    contender: str
+    seed: int
+    lr: float
+    config: Config
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one training run gave."""
+
+    contender: str
+    seed: int
+    lr: float
+    losses: list[float]
+    """Of every step whose loss was finite."""
+    heldout: list[tuple[int, float]]
+    """(step, held-out loss) of the evaluations on the way."""
+    loss: float | None
+    """On all held-out text behind the last step, nats a token; None: it diverged."""
+    bits_per_byte: float | None
+    seconds: float
+    """Of this run, beside whatever else ran: not what a step costs."""
+    git: dict[str, Any] | None
+
+
+def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -> Config:
+    """The run of `config` as a contender on one process. Raises ConfigError where that is not legal.
+
+    Of a run of other length warm-up is the same share.
+    """
+    contender, tree = CONTENDERS[name], config.model_dump()
+    if config.optim.name != "adamw":
+        raise ConfigError(
+            f"optim.name = '{config.optim.name}' is a contender by itself; give families a configuration with 'adamw'"
+        )
+    change_family(tree["model"], contender.family)
+    if tree["model"].get("rank") is None:
+        tree["model"].pop("rank", None)
+    tree["model"] |= contender.model
+    warmup = round(config.optim.warmup_steps * steps / config.train.steps)
+    tree["optim"] |= {**contender.optim, "lr": lr, "warmup_steps": warmup}
+    if contender.optim.get("name") == "loro":
+        every = max(steps // EXACT_STEPS, 1)
+        tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
+    tree["train"] |= {"seed": seed, "steps": steps, "recompute": "none", "recompute_every": 1}
+    tree["parallel"] = {}
+    return from_tree(tree)
+
+
+def train(task: Task) -> Trained:
+    """Trains and evaluates. A run whose loss is no longer finite ends there and has no held-out loss."""
+    config, begun = task.config, time.perf_counter()
+    trainer = _trainer(config)
+    steps, every = config.train.steps, config.train.eval_every
+    losses: list[float] = []
+    heldout: list[tuple[int, float]] = []
+    last: Evaluation | None = None
+    try:
+        for step in range(steps):
+            agreement = trainer.step(learning_rate(config.optim, step, steps), stop=False)
+            if math.isfinite(agreement.loss):
+                losses.append(round(agreement.loss, 5))
+            if every and (step + 1) % every == 0 and step + 1 < steps:
+                heldout.append((step + 1, round(_heldout(trainer, config.train.eval_tokens or None).loss, 5)))
+        last = _heldout(trainer, None)
+    except TrainingError:
+        pass  # it said that several steps in a row were not finite: no held-out loss says the same
+    sound = last is not None and math.isfinite(last.loss)
+    return Trained(
+        task.contender, task.seed, task.lr, losses, heldout,
+        last.loss if last and sound else None, last.bits_per_byte if last and sound else None,
+        round(time.perf_counter() - begun, 1), git_state(),
+    )  # fmt: skip
+
+
+def compare(config: Config, plan: Plan, out: Path) -> int:
+    """The experiment: the sweep, the runs, the timing. Writes `out`.json, .md and .svg, the first of them as it goes on.
+
+    Raises ConfigError if `out` holds results of other settings, TrainingError if a process of a run is lost.
+    """
+    facts = _begin(config, plan, out)
+    run = functools.partial(_run_all, facts=facts, out=out, plan=plan)
+    steps = config.train.steps
+    swept = [
+        Task(name, plan.sweep_seed, lr, configuration(config, name, plan.sweep_seed, lr, plan.sweep_steps))
+        for lr in plan.sweep
+        for name in plan.contenders
+    ]
+    run(swept, "sweep")
+    rates = {name: best_rate(facts["sweep"], name) if plan.sweep else config.optim.lr for name in plan.contenders}
+    tasks = [
+        Task(name, seed, rates[name], configuration(config, name, seed, rates[name], steps))
+        for place, seed in enumerate(plan.seeds)
+        for name in _rotated(plan.contenders, place)
+    ]
+    run(tasks, "runs")
+    facts["contenders"] = {task.contender: _describe(task, plan) for task in tasks}
+    facts["seeds"] = list(plan.seeds)
+    if set(facts["timing"].get("seconds", {})) != set(plan.contenders) or facts["timing"]["rounds"] != plan.rounds:
+        alone = {task.contender: task.config for task in tasks}
+        facts["timing"] = {"rounds": plan.rounds, "seconds": time_steps(alone, plan.rounds)}
+    facts["complete"] = True
+    save(out, facts, as_markdown, draw)
+    print(as_markdown(facts))
+    return 0
+
+
+def best_rate(sweep: Iterable[Facts], contender: str) -> float:
+    """The rate of the lowest held-out loss. Raises TrainingError if none of them trained."""
+    sound = [(row["loss"], row["lr"]) for row in sweep if row["contender"] == contender and row["loss"] is not None]
+    if not sound:
+        raise TrainingError(f"{contender} diverged at every rate of --sweep; give it lower ones")
+    return float(min(sound)[1])
+
+
+def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of optimizer steps, contenders in turns, each round begun by another: {"usual": [...], "exact": [...]} of each.
+
+    Exact steps of LORO are few and long, and are told apart; there are at least `rounds` // 8 of them.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the runs; and where others work too, threads that wait for each other time those
+    trainers, seconds = {}, {name: {"usual": list[float](), "exact": list[float]()} for name in configs}
+    for name, config in configs.items():
+        trainers[name] = _trainer(_with_frequent_exact_steps(config, rounds))
+        for _ in range(2):  # the first steps allocate
+            trainers[name].step(config.optim.lr / 100, stop=False)
+    for number in range(rounds):
+        for name in _rotated(tuple(configs), number):
+            trainer = trainers[name]
+            every = trainer.config.optim.exact_every
+            kind = "exact" if every and (trainer.position.step + 1) % every == 0 else "usual"
+            _wait(trainer)
+            begun = time.perf_counter()
+            trainer.step(trainer.config.optim.lr / 100, stop=False)
+            _wait(trainer)
+            seconds[name][kind].append(time.perf_counter() - begun)
+    torch.set_num_threads(usual)
+    return seconds
+
+
+def _with_frequent_exact_steps(config: Config, rounds: int) -> Config:
+    every = config.optim.exact_every
+    if not every:
+        return config
+    tree = config.model_dump()
+    every = max(min(every, rounds // 4), 2)
+    tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
+    return from_tree(tree)
+
+
+def _trainer(config: Config) -> Trainer:
+    trainer = Trainer(config, Mesh(choose_device(config.run.device)), RunDirectory(config.run.dir))
+    initialize_model(trainer.model, config.train.seed)  # not `start`, which would put checkpoints of a run there aside
+    return trainer
+
+
+def _heldout(trainer: Trainer, tokens: int | None) -> Evaluation:
+    train, isolate = trainer.config.train, trainer.config.data.isolate_documents
+    return evaluate(trainer.model, trainer.heldout, train.seq_len, train.micro_batch, isolate, trainer.mesh, tokens)
+
+
+def _wait(trainer: Trainer) -> None:
+    if trainer.mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def _describe(task: Task, plan: Plan) -> Facts:
+    contender, config = CONTENDERS[task.contender], task.config
+    return {
+        **asdict(contender),
+        "lr": task.lr,
+        "at_edge": len(plan.sweep) > 1 and task.lr in (min(plan.sweep), max(plan.sweep)),
+        "exact_every": config.optim.exact_every,
+        "parameters": parameter_count(config.model),
+        "flops_per_token": flops_per_token(config.model, config.train.seq_len),
+    }
+
+
+def _begin(config: Config, plan: Plan, out: Path) -> Facts:
+    """Facts without a number, or those of an earlier call with the same settings."""
+    store = open_fitting_store(config)
+    # Where things lie makes no difference, and what lies there is asked for below.
+    described = config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}})
+    settings = json.loads(
+        json.dumps(
+            {
+                "config": described,
+                "tokenizer": store.fingerprint,
+                "text": [store.content(split) for split in ("train", "heldout")],
+                "device": choose_device(config.run.device).type,
+                "torch": str(torch.__version__),
+                "sweep": [plan.sweep, plan.sweep_seed, plan.sweep_steps],
+                "contenders": {name: asdict(contender) for name, contender in CONTENDERS.items()},
+                "exact_steps": EXACT_STEPS,
+            }
+        )
+    )
+    fresh = facts_of("families", config, settings=settings, sweep=[], runs=[], timing={}, complete=False)
+    try:
+        kept = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return fresh
+    except ValueError:
+        raise ConfigError(
+            f"--out = '{out}': {out.with_suffix('.json')} is not JSON; remove it or choose another --out"
+        ) from None
+    before = kept.get("settings", {}) if isinstance(kept, dict) else {}
+    if (different := next(_differences(before, settings), None)) is not None:
+        raise ConfigError(
+            f"--out = '{out}' holds results of other settings: {different}; go on with those, choose another --out, "
+            f"or remove {out.with_suffix('.json')}"
+        )
+    return {**fresh, **{name: kept[name] for name in ("sweep", "runs", "timing")}}
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """'config.train.steps is 300 there and 400 here' of each setting that is another."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif before != now:
+        yield f"{name} is {json.dumps(before)} there and {json.dumps(now)} here"
+
+
+def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: Plan) -> None:
+    """Trains what facts[kind] has not yet, and keeps each result as it comes."""
+    done = {_key(row) for row in facts[kind]}
+    waiting = [task for task in tasks if _key(asdict(task)) not in done]
+    for number, trained in enumerate(each_trained(waiting, min(plan.jobs, len(waiting))), start=1):
+        facts[kind].append(asdict(trained))
+        _keep(out, facts)
+        said = "diverged" if trained.loss is None else f"held-out loss {trained.loss:.4f}"
+        print(
+            f"{kind} {number}/{len(waiting)}: {trained.contender}, seed {trained.seed}, lr {trained.lr:g}: {said}, "
+            f"{trained.seconds:.0f} s",
+            flush=True,
+        )
+
+
+def _key(row: Facts) -> tuple[str, int, float]:
+    return row["contender"], row["seed"], row["lr"]
+
+
+def _keep(out: Path, facts: Facts) -> None:
+    """Writes the numbers so far; whoever reads them at any time finds a whole file."""
+    with storage_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_suffix(".json.partial")
+        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        os.replace(partial, out.with_suffix(".json"))
+
+
+def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], Trained] = train) -> Iterator[Trained]:
+    """Results as they come, of `jobs` processes with one thread each. Raises TrainingError if one of them is lost."""
+    if not tasks:
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet_single_thread) as pool:
+        futures: list[Future[Trained]] = [pool.submit(work, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise TrainingError(
+                "a process was lost in the middle of a run (killed, or out of memory); what had finished is kept: run the "
+                "command again, with fewer --jobs if memory is short"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _quiet_single_thread() -> None:
+    """A process of the pool: one thread, since threads would change sums; the parent speaks for all."""
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

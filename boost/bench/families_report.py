@@ -1,0 +1,179 @@
+"""What the comparison of families says: a row a contender, a table, a picture."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from boost.bench.results import Facts, markdown
+
+
+def rows(facts: Facts) -> list[Facts]:
+    """One a contender, in their order. Spreads are standard deviations over seeds, None of one seed.
+
+    `paired`: held-out loss less that of the first contender with the same seed, so with the same order of the data.
+    """
+    first = next(iter(facts["contenders"]))
+    baseline = _losses(facts, first)
+    result = []
+    for name, contender in facts["contenders"].items():
+        losses = _losses(facts, name)
+        sound = {seed: loss for seed, loss in losses.items() if loss is not None}
+        whole = len(sound) == len(losses)
+        paired = [loss - base for seed, loss in sound.items() if (base := baseline[seed]) is not None]
+        seconds = step_seconds(facts["timing"]["seconds"][name], contender["exact_every"])
+        result.append(
+            {
+                "contender": name,
+                **{key: contender[key] for key in ("linear", "lr", "at_edge", "parameters", "flops_per_token")},
+                "seeds": len(losses),
+                "diverged": len(losses) - len(sound),
+                "loss": _mean_and_spread(list(sound.values())) if whole else None,
+                "perplexity": _mean_and_spread([math.exp(loss) for loss in sound.values()]) if whole else None,
+                "paired": _mean_and_spread(paired) if whole and len(paired) == len(losses) and name != first else None,
+                "step_s": seconds,
+            }
+        )
+    return result
+
+
+def step_seconds(seconds: dict[str, list[float]], exact_every: int) -> tuple[float, float, float]:
+    """(median, lower, upper quartile) of a step; of a LORO step with its share of the exact one in K."""
+    low, middle, high = _quartiles(seconds["usual"])
+    added = 0.0
+    if exact_every:
+        added = (statistics.median(seconds["exact"]) - middle) / exact_every
+    return middle + added, low + added, high + added
+
+
+def as_markdown(facts: Facts) -> str:
+    """The table."""
+    config, settings, timing = facts["config"], facts["settings"], facts["timing"]
+    train, model = config["train"], config["model"]
+    table = rows(facts)
+    first = table[0]
+    sweep, seed, steps = settings["sweep"]
+    chosen = "lr: optim.lr for all. "
+    if sweep:
+        grid = ", ".join(f"{lr:g}" for lr in sweep)
+        chosen = (
+            f"lr: that of {grid} with the lowest held-out loss after {steps} steps on seed {seed} (* at their edge). "
+        )
+    if every := next((c["exact_every"] for c in facts["contenders"].values() if c["exact_every"]), 0):
+        chosen += f"LORO: an exact step in {every}, behind which its rate dips. "
+    commits = sorted({(row["git"] or {}).get("commit") or "unknown" for row in facts["runs"]})
+    tokens = train["global_batch"] * train["seq_len"]
+    caption = (
+        f"Width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}; "
+        f"{train['steps']} steps of {tokens} tokens ({train['steps'] * tokens / 1e6:.2f}M), seeds "
+        f"{', '.join(str(s) for s in facts['seeds'])}; all contenders of a seed see the same tokens in the same order, on the same "
+        f"schedule. {chosen}Loss in nats a token on all held-out text, ± the standard deviation over seeds. Against "
+        f"{first['contender']}: the difference in loss, paired by seed. ms: median step with its quartiles, {timing['rounds']} "
+        f"interleaved rounds on one thread. Commit {', '.join(commit[:10] for commit in commits)}."
+    )
+    headings = ["model", "linear", "parameters, M:", "FLOPs a token, M:", "lr:", "held-out loss:", "perplexity:"]
+    headings += [f"against {first['contender']}:", "ms a step:"]
+    return markdown(facts, "Families side by side", caption, headings, [_cells(row, first) for row in table])
+
+
+def _cells(row: Facts, first: Facts) -> list[str]:
+    def share(key: str) -> str:
+        return f"{row[key] / 1e6:.2f} ({row[key] / first[key]:.0%})"
+
+    middle, low, high = (1e3 * s for s in row["step_s"])
+    diverged = f"diverged, {row['diverged']} of {row['seeds']}"
+    return [
+        row["contender"], row["linear"], share("parameters"), share("flops_per_token"),
+        f"{row['lr']:g}{' *' if row['at_edge'] else ''}",
+        _plus_minus(row["loss"], ".4f") or diverged, _plus_minus(row["perplexity"], ".2f") or diverged,
+        _plus_minus(row["paired"], "+.4f"), f"{middle:.0f} ({low:.0f} - {high:.0f})",
+    ]  # fmt: skip
+
+
+def _plus_minus(numbers: Sequence[float | None] | None, form: str) -> str:
+    if numbers is None or numbers[0] is None:
+        return ""
+    mean, spread = numbers
+    return f"{mean:{form}}" + ("" if spread is None else f" ± {spread:{form.lstrip('+')}}")
+
+
+def _losses(facts: Facts, name: str) -> dict[int, float | None]:
+    """Final held-out loss by seed, of the runs that this comparison is of: others may be kept from an earlier one."""
+    lr = facts["contenders"][name]["lr"]
+    every = {row["seed"]: row["loss"] for row in facts["runs"] if (row["contender"], row["lr"]) == (name, lr)}
+    return {seed: every[seed] for seed in facts["seeds"]}
+
+
+def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float | None]:
+    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None
+
+
+def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
+    if len(numbers) < 2:
+        return numbers[0], numbers[0], numbers[0]
+    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return low, middle, high
+
+
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """Means over the last `window` steps, fewer at the beginning."""
+    return [statistics.fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """Loss over steps with a band over seeds; final perplexity over parameters, FLOPs and time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
+    colours = pyplot.get_cmap("tab10")
+    table = rows(facts)
+    _draw_curves(axes[0][0], facts, colours)
+    panels = (
+        (axes[0][1], "parameters, M", lambda row: [row["parameters"] / 1e6] * 3),
+        (axes[1][0], "FLOPs a token, M", lambda row: [row["flops_per_token"] / 1e6] * 3),
+        (axes[1][1], "ms a step", lambda row: [1e3 * s for s in row["step_s"]]),
+    )
+    for axis, label, place in panels:
+        for number, row in enumerate(table):
+            if row["perplexity"] is None:
+                continue
+            (mean, spread), (x, low, high) = row["perplexity"], place(row)
+            axis.errorbar(
+                x, mean, yerr=spread, xerr=[[x - low], [high - x]], marker="o", capsize=3, color=colours(number),
+                label=row["contender"],
+            )  # fmt: skip
+        axis.set(xlabel=label, ylabel="held-out perplexity", xlim=(0, None))
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.2)
+        axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _draw_curves(axis: Any, facts: Facts, colours: Any) -> None:
+    steps = facts["config"]["train"]["steps"]
+    window = max(steps // 20, 1)
+    for number, (name, contender) in enumerate(facts["contenders"].items()):
+        curves = [
+            smooth(row["losses"], window)
+            for row in facts["runs"]
+            if (row["contender"], row["lr"]) == (name, contender["lr"]) and row["seed"] in facts["seeds"]
+        ]
+        length = min(len(curve) for curve in curves)
+        at = list(zip(*(curve[:length] for curve in curves), strict=True))
+        axis.plot(range(1, length + 1), [statistics.fmean(losses) for losses in at], color=colours(number), label=name)
+        axis.fill_between(
+            range(1, length + 1), [min(losses) for losses in at], [max(losses) for losses in at],
+            color=colours(number), alpha=0.2, linewidth=0,
+        )  # fmt: skip
+    shown = sorted(loss for row in facts["runs"] for loss in smooth(row["losses"], window)[steps // 10 :])
+    if shown:  # without the fall of the first steps, beside which nothing else would be seen
+        axis.set_ylim(shown[0] - 0.1, shown[-1] + 0.1)
+    axis.set(xlabel="step", ylabel=f"training loss, mean of {window} steps; band: all seeds")
