@@ -63,7 +63,7 @@ BAD = [
         ["tp = 2", "model.ranks.mlp = 31", "value is 1"],
     ),
     (
-        ["--model.family", "lax", "--model.gate", "tensor", "--model.rank", "40", "--parallel.layout", "vanilla", "--parallel.tp=4"],
+        ["--model.family", "lax", "--model.gate", "tensor", "--model.rank=40", "--parallel.layout", "vanilla", "--parallel.tp=4"],
         ["model.rank = 40", "5 x 8", "parallel.tp = 4", "nearest legal value is 44"],
     ),
     (["--parallel.tp", "3"], ["parallel.tp = 3", "model.heads = 8", "nearest legal value is 4"]),
