@@ -49,7 +49,7 @@ def evaluate_process(args: argparse.Namespace) -> int:
 
     checkpoint, config, mesh, decoder = open_model(args)
     store = TokenStore.open(Path(args.store or config.data.store))
-    store.require_tokenizer(checkpoint.data["tokenizer"], f"'{checkpoint.path}'")
+    store.require_tokenizer(checkpoint.require_tokenizer(), f"'{checkpoint.path}'")
     check_vocabulary(config, store)
     split = store.split(args.split)
     result = evaluate(

@@ -57,8 +57,13 @@ def generate_process(args: argparse.Namespace) -> int:
     from boost.train.generate import generate
 
     checkpoint, config, mesh, decoder = open_model(args)
+    checkpoint.require_tokenizer()
     tokenizer, eos = load_tokenizer(checkpoint.tokenizer), checkpoint.data["eos"]
-    prompt = tokenizer.encode(args.prompt, add_special_tokens=False).ids or [eos]
+    start = checkpoint.data.get("bos")  # of imported weights; ours begin a document behind the end of another
+    prompt = ([] if start is None else [start]) + tokenizer.encode(args.prompt, add_special_tokens=False).ids
+    prompt = prompt or ([] if eos is None else [eos])
+    if not prompt:
+        raise ConfigError("--prompt is empty, and how a document begins is not known of these weights; give some text")
     if max(prompt) >= config.model.vocab_size:
         raise ConfigError(f"--prompt has token {max(prompt)}, but the model knows {config.model.vocab_size}; reword it")
     tokens: list[int] = []

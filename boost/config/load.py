@@ -34,13 +34,16 @@ def summary(preset: str) -> str:
     return words + ")" * (words.count("(") - words.count(")"))
 
 
-def load(source: str | None, overrides: Sequence[str] = ()) -> Config:
+def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig | None = None) -> Config:
     """The checked configuration of `source` (preset name, TOML path, or None for the defaults) under `overrides`.
 
-    `overrides` are the command line's `--section.key value` (or `--section.key=value`) words.
+    `model` takes the place of a [model] section where `source` has none. `overrides` are the command line's
+    `--section.key value` (or `--section.key=value`) words.
     Raises ConfigError: one line with the field, the value and the nearest legal one.
     """
     tree = {} if source is None else read_source(source)
+    if model is not None and "model" not in tree:
+        tree["model"] = model.model_dump()
     changes = dict(parse_overrides(overrides))
     if "model.family" in changes and isinstance(tree.get("model", {}), dict):
         change_family(tree.setdefault("model", {}), changes["model.family"])

@@ -33,6 +33,7 @@ from boost import __version__
 from boost.config import Config
 from boost.config.architecture import parameters
 from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, StorageError
 from boost.models.stored import Piece, Storage, storages
 from boost.optim.adamw import Optimizer, State
@@ -41,6 +42,8 @@ from boost.train.chunk import Chunk
 from boost.train.model import Model
 
 FORMAT = 1
+INITIAL_ONLY = ("factor_init", "init_std")
+"""Fields of [model] that only weights not yet trained depend on."""
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -63,12 +66,21 @@ class Checkpoint:
     config: Config
     updates: int
     data: dict[str, Any]
-    """What the run was trained on: fingerprints of the token store and its tokenizer."""
+    """What the run was trained on: fingerprints of the token store and its tokenizer. Imported weights: what came with them."""
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer file that belongs to the weights."""
+        """The tokenizer file that belongs to the weights; imported weights may have none."""
         return self.path / "tokenizer.json"
+
+    def require_tokenizer(self) -> str:
+        """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
+        if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
+            raise CheckpointError(
+                f"'{self.path}' has no tokenizer, and without it what its tokens mean is not known; import the weights again "
+                "with --tokenizer PATH (a token store will do)"
+            )
+        return str(self.data["tokenizer"])
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -197,7 +209,7 @@ def save_checkpoint(
 
 
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
-    """Fills a model of any mesh and layout from a checkpoint. Raises CheckpointError."""
+    """Fills a model of any mesh, layout and dtype from a checkpoint. Raises CheckpointError."""
     _load(checkpoint, model, _named_parts(model, mesh, {}), mesh)
 
 
@@ -261,13 +273,18 @@ def _begin(folder: Path, temporary: Path) -> None:
 def _write_tensors(temporary: Path, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
     tensors = _named_parts(model, mesh, optimizer.moments) | _random_states(mesh)
     writer = HuggingFaceStorageWriter(str(temporary / "tensors"), save_distributed=True)
-    with _quiet():
+    with quiet():
         dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
 
 
 def _write_facts(temporary: Path, state: dict[str, Any], tokenizer: Path) -> None:
     (temporary / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
     shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+
+
+def seal(temporary: Path, final: Path) -> None:
+    """Completes a checkpoint that one process has written: digests of its files, and its name. An earlier one gives way."""
+    _finish(temporary, final, [_sealed_share(temporary, Mesh(torch.device("cpu")))])
 
 
 def _sealed_share(temporary: Path, mesh: Mesh) -> dict[str, dict[str, Any]]:
@@ -330,21 +347,21 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 def _load(checkpoint: Checkpoint, model: Model, wanted: dict[str, Tensor], mesh: Mesh) -> None:
-    _together(mesh, lambda: _check_fits(checkpoint, model), CheckpointError)
+    _together(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     verify(checkpoint.path, mesh)
     missing = wanted.keys() - _read_keys(checkpoint.path)
     if missing:
         raise CheckpointError(f"'{checkpoint.path}' has no tensor '{min(missing)}' ({len(missing)} are missing)")
     reader = HuggingFaceStorageReader(str(checkpoint.path / "tensors"))
-    with _quiet():
+    with quiet():
         dcp.load(wanted, storage_reader=reader, no_dist=mesh.size == 1)
 
 
-def _check_fits(checkpoint: Checkpoint, model: Model) -> None:
-    """The saved model must be the one that is to be filled: same family, same shapes."""
-    saved, wanted = checkpoint.config.model, model.model
+def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
+    """The saved model must be the one that is to be filled: same function, same shapes. Raises CheckpointError."""
+    saved = checkpoint.config.model
     for field in type(wanted).model_fields:
-        if getattr(saved, field) != getattr(wanted, field):
+        if field not in INITIAL_ONLY and getattr(saved, field) != getattr(wanted, field):
             raise CheckpointError(
                 f"'{checkpoint.path}' is of another model: model.{field} = {getattr(saved, field)!r} there, "
                 f"{getattr(wanted, field)!r} here; take model.{field} = {getattr(saved, field)!r} or another checkpoint"
@@ -406,7 +423,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch warns that one process is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

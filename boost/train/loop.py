@@ -18,7 +18,7 @@ from boost.config import Config
 from boost.config.architecture import IGNORED, flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
-from boost.data.store import TOKENIZER_FILE
+from boost.data.store import TOKENIZER_FILE, TokenStore
 from boost.errors import CheckpointError, ConfigError, DamagedCheckpointError, StorageError, TrainingError
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
@@ -75,12 +75,14 @@ class Trainer:
         self.position = Position(0, 0)
         self.bad_steps = 0
         self.resumed_from: Path | None = None
+        self.started_from: Path | None = None
         self.warnings: list[str] = []
         """What a person should be told before the first step."""
         self._metrics_lost = False
 
-    def start(self, resume_from: list[Path]) -> None:
-        """Takes the first sound checkpoint of `resume_from`; initial weights if there is none to take.
+    def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
+        """Takes the first sound checkpoint of `resume_from`; if there is none to take, begins at step 0 with the weights of
+        `start_from`, or initial ones.
 
         Raises CheckpointError if the checkpoint is of another model, of other data, or if all are damaged.
         """
@@ -99,8 +101,18 @@ class Trainer:
                 log.info("resumed from %s at step %d", found.path, self.position.step)
                 break
         else:
-            initialize_model(self.model, self.config.train.seed)
+            self._begin(start_from)
         ckpt.supersede(self.run.checkpoints, self.position.step, self.mesh)
+
+    def _begin(self, start_from: str | None) -> None:
+        """Weights of step 0."""
+        if start_from is None:
+            initialize_model(self.model, self.config.train.seed)
+            return
+        found = check_start(start_from, self.config, self.store)
+        ckpt.load_weights(found, self.model, self.mesh)
+        self.started_from = found.path
+        log.info("started from the weights of %s", found.path)
 
     def fit(self, console: Console, writer: MetricsWriter | None, peak: float) -> Outcome:
         """Trains from the current position to the last step, or until a signal; saves; evaluates at the end.
@@ -270,6 +282,17 @@ class Trainer:
                 f"'{found.path}' was trained on other text than data.store = '{self.config.data.store}' holds; "
                 "resume with the store it was trained on"
             )
+
+
+def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoint:
+    """The checkpoint whose weights a run begins with.
+
+    Raises CheckpointError or DataError if it is of another model or another tokenizer.
+    """
+    found = ckpt.open_checkpoint(Path(start_from))
+    ckpt.require_fits(found, config.model)
+    store.require_tokenizer(found.require_tokenizer(), f"'{found.path}'")
+    return found
 
 
 def resume_candidates(resume: str | None, run: RunDirectory) -> list[Path]:

@@ -26,7 +26,7 @@ STOPPED_ELSEWHERE = 75
 """Exit code of a process whose run was stopped and saved because another node was told to leave: EX_TEMPFAIL, try again."""
 
 
-def train_process(config: Config, resume: str | None) -> int:
+def train_process(config: Config, resume: str | None, start_from: str | None = None) -> int:
     """Trains as one process of the mesh; returns the exit code. Raises BoostError."""
     import torch
 
@@ -41,7 +41,7 @@ def train_process(config: Config, resume: str | None) -> int:
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run)
     trainer = Trainer(config, mesh, run)
-    trainer.start(candidates)
+    trainer.start(candidates, start_from)
     peak = peak_flops(mesh.device, getattr(torch, config.train.compute_dtype), config.run.peak_tflops)
     start = trainer.position.step
     writer = MetricsWriter(run, config, resumed_step=start) if mesh.is_main else None
@@ -80,6 +80,8 @@ def _introduce(config: Config, trainer: Trainer, console: Console) -> None:
     )
     for warning in trainer.warnings:
         console.note(f"warning: {warning}")
+    if trainer.started_from:
+        console.note(f"begins with the weights of {trainer.started_from}")
     if trainer.resumed_from:
         console.note(f"resumed at step {trainer.position.step} of {config.train.steps} from {trainer.resumed_from}")
 

@@ -1,0 +1,73 @@
+"""`boost export`: a checkpoint as a Hugging Face folder."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from boost.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder",
+        description="Writes weights, configuration, tokenizer and a model card that transformers reads by\n"
+        "AutoModelForCausalLM.from_pretrained. dense, and svd with its factors multiplied, are stock LlamaForCausalLM; cola\n"
+        "is the official CoLA format; everything else comes with a modelling file (trust_remote_code=True).",
+        epilog="examples:\n"
+        "  boost export runs/demo --out exported/demo\n"
+        "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
+        "  boost export runs/svd --out exported/svd --no-merge      keep the factors, with our modelling file",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="run directory (its newest checkpoint) or step-... folder"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as stored)")
+    parser.add_argument("--no-merge", action="store_true", help="svd: keep A and B instead of W = B A")
+    add_file_size(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def add_file_size(parser: argparse.ArgumentParser) -> None:
+    """--shard-gb."""
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest file of weights, and so the memory needed (default 5)",
+    )
+
+
+def file_bytes(args: argparse.Namespace) -> int:
+    """--shard-gb in bytes. Raises ConfigError."""
+    if not 0 < args.shard_gb < 1e6:
+        raise ConfigError(f"--shard-gb = {args.shard_gb} is not a size of files; the usual value is 5")
+    return max(int(args.shard_gb * 1e9), 1)
+
+
+def run(args: argparse.Namespace) -> int:
+    limit = file_bytes(args)
+
+    from boost.cli.inference import dump
+    from boost.convert.export import export
+    from boost.train.checkpoint import open_checkpoint
+
+    done = export(open_checkpoint(Path(args.checkpoint)), Path(args.out), args.dtype, not args.no_merge, limit)
+    facts = {
+        "folder": str(done.path),
+        "format": {"llama": "LlamaForCausalLM", "merged": "LlamaForCausalLM", "cola": "ColaForCausalLM"}.get(
+            done.form, "BoostForCausalLM"
+        ),
+        "trust_remote_code": done.form in ("cola", "boost"),
+        "parameters": done.parameters,
+        "bytes": done.bytes,
+        "files": done.files,
+        "dtype": done.dtype,
+        "tokenizer": done.tokenizer,
+    }
+    dump(facts, args.json)
+    return 0

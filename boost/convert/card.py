@@ -1,0 +1,58 @@
+"""The model card of an exported folder: what it is and how to load it."""
+
+from boost import __version__
+from boost.convert.names import Form
+from boost.train.checkpoint import Checkpoint
+
+_WHAT = {
+    "llama": "A LLaMA decoder with dense linears: transformers' own `LlamaForCausalLM`.",
+    "merged": "Trained as low-rank factors, exported with each pair multiplied to W = B A: transformers' own `LlamaForCausalLM`.",
+    "cola": "CoLA, y = B silu(A x), under the names and shapes of the official `ColaForCausalLM`, which reads these weights too.",
+    "boost": "A low-rank decoder, y = B act(A x), with its modelling file beside the weights.",
+}
+
+
+def card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, context: int) -> str:
+    """README.md."""
+    model = checkpoint.config.model
+    family = model.family + (f" over {model.over}, gate {model.gate}" if model.crosses else "")
+    rows = {
+        "family": family,
+        "parameters": f"{parameters:,}",
+        "dim / ffn_dim / layers": f"{model.dim} / {model.ffn_dim} / {model.layers}",
+        "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
+        "vocabulary": f"{model.vocab_size:,}",
+        "sequence length": f"{context:,}",
+        "dtype": dtype,
+        "trained": f"{checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens",
+    }
+    if model.low_rank:
+        rows["rank"] = f"{model.rank}" + (
+            f", and {len(model.ranks)} of single linears in config.json" if model.ranks else ""
+        )
+    if not model.mlp_silu:
+        rows["gated product"] = "down(gate(x) * up(x)), without silu"
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    trust = ", trust_remote_code=True" if form in ("cola", "boost") else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {checkpoint.path.name}
+
+{_WHAT[form]}
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("."{trust})
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
+```
+
+Exported by boost {__version__}.
+"""

@@ -1,0 +1,109 @@
+"""A checkpoint of ours as a Hugging Face folder, in one stream: no more in memory than one output file and one linear."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boost.config.architecture import parameter_count
+from boost.convert.card import card
+from boost.convert.formats import MODELING_FILE, config_json
+from boost.convert.names import Entry, Form, entries, form_of
+from boost.convert.tensors import INDEX, TensorWriter, dtype_name
+from boost.convert.vocabulary import generation_config, tokenizer_config
+from boost.data.tokenizer import load_tokenizer
+from boost.errors import ConfigError, StorageError
+from boost.train.checkpoint import Checkpoint
+from boost.train.console import progress
+from boost.train.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    form: Form
+    parameters: int
+    bytes: int
+    files: int
+    dtype: str
+    tokenizer: bool
+
+
+def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, file_bytes: int) -> Exported:
+    """Writes `out`, which must not exist or be empty. `dtype`: None keeps the stored one. `merge`: see `form_of`.
+
+    The folder appears under its name when it is complete. Raises ConfigError, CheckpointError, StorageError.
+    """
+    require_free(out, "--out")
+    model = checkpoint.config.model
+    form = form_of(model, merge)
+    reader = WeightReader(checkpoint)
+    target = getattr(torch, dtype) if dtype else None
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        writer = TensorWriter(temporary, "model", file_bytes)
+        for entry in progress(list(entries(model, form)), "exporting"):
+            tensor = _tensor(entry, [reader.read(parameter.name) for parameter in entry.parameters])
+            writer.add(entry.name, tensor.to(target or reader.dtype(entry.parameters[0].name)))
+        places = writer.close()
+        stored = dtype or dtype_name(reader.dtype("embed"))
+        for name, text in _texts(checkpoint, form, stored, writer, places):
+            (temporary / name).write_text(text, encoding="utf-8")
+        temporary.rename(out)
+    except OSError as error:
+        raise StorageError(f"--out = '{out}' cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    files = len(set(places.values()))
+    has_tokenizer = (out / "tokenizer.json").is_file()
+    return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer)
+
+
+def require_free(out: Path, flag: str) -> None:
+    """Raises ConfigError if something stands where a folder is to be written."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{flag} = '{out}' exists and is not an empty folder; choose another, or remove it")
+
+
+def _tensor(entry: Entry, parts: list[Tensor]) -> Tensor:
+    """What a folder holds of these parameters. A product is formed in fp64, or a merged model would differ in fp32."""
+    if len(parts) == 2:
+        a_RI, b_OR = parts
+        return b_OR.double() @ a_RI.double()
+    return parts[0].T if entry.transposed else parts[0]
+
+
+def _texts(
+    checkpoint: Checkpoint, form: Form, dtype: str, writer: TensorWriter, places: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The other files of the folder: (name, content)."""
+    model, data = checkpoint.config.model, checkpoint.data
+    context = int(data.get("context") or checkpoint.config.train.seq_len)
+    eos, bos = data.get("eos"), data.get("bos")
+    bos = eos if bos is None else bos  # a document begins behind the end of the one before
+    if len(set(places.values())) > 1:
+        yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": places})
+    yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))
+    yield "generation_config.json", _json(generation_config(eos, bos))
+    if form in ("cola", "boost"):
+        yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
+    if checkpoint.tokenizer.is_file():
+        text = checkpoint.tokenizer.read_text(encoding="utf-8")
+        yield "tokenizer.json", text
+        yield "tokenizer_config.json", _json(tokenizer_config(load_tokenizer(checkpoint.tokenizer), eos, bos, context))
+    assert form == "merged" or writer.parameters == parameter_count(model)
+    yield "README.md", card(checkpoint, form, writer.parameters, dtype, context)
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

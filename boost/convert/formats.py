@@ -1,0 +1,200 @@
+"""A model's configuration as others write it: `config.json` to our [model] section and back."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from boost import __version__
+from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
+from boost.convert.names import Form
+from boost.errors import BoostError, ConfigError
+
+MODELING_FILE = "modeling_boost.py"
+
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+}
+"""Ours and LLaMA's names of what both always have."""
+_OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
+"""What a folder with our modelling file says under our names."""
+_CLASSES = {"cola": "Cola", "boost": "Boost"}
+MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What the configuration of a folder says of the weights beside it."""
+
+    model: ModelConfig
+    form: Form
+    tied: bool
+    """The head is the embedding, and not stored."""
+    context: int
+    """Tokens of the longest sequence that it was trained on, as far as it says."""
+    eos: int | None
+    bos: int | None
+
+
+def config_json(
+    model: ModelConfig, form: Form, dtype: str, context: int, eos: int | None, bos: int | None
+) -> dict[str, Any]:
+    """The content of `config.json` for a folder of this form.
+
+    rope_theta and torch_dtype are written as transformers 4 does; 5 reads both, and so does CoLA's own class. No pad token: LLaMA's embedding would take
+    its row out of training.
+    """
+    own = form in _CLASSES
+    prefix = _CLASSES.get(form, "Llama")
+    content: dict[str, Any] = {"architectures": [f"{prefix}ForCausalLM"], "model_type": MODEL_TYPES[form]}
+    if own:
+        stem = MODELING_FILE.removesuffix(".py")
+        content["auto_map"] = {
+            "AutoConfig": f"{stem}.{prefix}Config",
+            "AutoModelForCausalLM": f"{stem}.{prefix}ForCausalLM",
+        }
+    content |= {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
+    content |= {
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": context,
+        "rope_theta": model.rope_theta,
+        "initializer_range": model.init_std,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": dtype,
+        "boost_version": __version__,
+    }
+    if form in ("llama", "merged"):
+        content["hidden_act"] = "silu" if model.mlp_silu else "linear"
+    elif form == "cola":
+        content |= {
+            "hidden_act": "silu",
+            "rank": model.rank,
+            "lr_act_type": "silu",
+            "only_lr_act": not model.mlp_silu,
+        }
+    else:
+        content |= {field: getattr(model, field) for field in _OWN}
+    return content
+
+
+def read_folder(path: Path) -> Folder:
+    """The configuration of a folder. Raises ConfigError, naming the field, if our decoder is not that function."""
+    content = read_json(path / "config.json", "a Hugging Face folder has a config.json")
+    if not content:
+        raise ConfigError(f"'{path}' has no config.json; name a Hugging Face folder with safetensors weights")
+    kind = content.get("model_type")
+    if kind not in ("llama", "cola", "boost"):
+        raise ConfigError(
+            f"model_type = {kind!r} in '{path}/config.json' is not a model that boost imports; the legal values are "
+            "'llama', 'cola' (the official class) and 'boost' (our own exports)"
+        )
+    where = f"'{path}/config.json'"
+    _refuse_what_ours_has_not(content, where)
+    table = _model_table(content, where)
+    try:
+        table |= {"dense": _dense, "cola": _cola, "boost": _boost}["dense" if kind == "llama" else kind](content, where)
+        model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
+        context = int(content.get("max_position_embeddings") or 2048)
+    except KeyError as error:
+        raise ConfigError(f"{where} has no {error.args[0]}; mend the file, or save the model again") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
+    except BoostError as error:
+        raise ConfigError(f"{where} is not a model that boost can train: {error}") from None
+    return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_ends(path, content))
+
+
+def read_json(path: Path, advice: str) -> dict[str, Any]:
+    """A JSON object; empty if there is no file. Raises ConfigError if it is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"'{path}' cannot be read ({error}); {advice}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"'{path}' holds no JSON object; {advice}")
+    return content
+
+
+def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
+    missing = [theirs for theirs in _FIELDS.values() if theirs not in content and theirs != "rms_norm_eps"]
+    if missing:
+        raise ConfigError(f"{where} has no {missing[0]}; mend the file, or save the model again")
+    table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
+    table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
+    table["rope_theta"] = _rope(content).get("rope_theta") or content.get("rope_theta") or 10000.0
+    table["init_std"] = content.get("initializer_range") or 0.02
+    return table
+
+
+def _rope(content: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes rope_parameters with everything in it; 4 writes rope_theta, and rope_scaling if there is one."""
+    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    return found if isinstance(found, dict) else {"rope_type": str(found)}
+
+
+def _refuse_what_ours_has_not(content: dict[str, Any], where: str) -> None:
+    rope = _rope(content)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(
+            f"rope_type = {kind!r} in {where}: our decoder has plain rotary only; the legal value is 'default'"
+        )
+    for field in ("attention_bias", "mlp_bias"):
+        if content.get(field):
+            raise ConfigError(
+                f"{field} = true in {where}: our decoder's linears have no bias; the legal value is false"
+            )
+    width, heads = content.get("head_dim"), content.get("num_attention_heads")
+    if width and isinstance(heads, int) and width * heads != content.get("hidden_size"):
+        legal = f"hidden_size / num_attention_heads = {content.get('hidden_size')} / {heads}"
+        raise ConfigError(f"head_dim = {width} in {where}: our decoder's heads are as wide as {legal}")
+    if quantization := content.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(f"quantization_config ({method}) in {where}: import the weights that were quantised")
+
+
+def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:
+    act = content.get("hidden_act", "silu")
+    if act not in ("silu", "swish", "linear"):
+        raise ConfigError(f"hidden_act = {act!r} in {where}: our MLP has 'silu' or 'linear'")
+    return {"family": "dense", "mlp_silu": act != "linear"}
+
+
+def _cola(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """The official class takes hidden_act for the latents if lr_act_type is missing, and only_lr_act for true."""
+    for field, act in (("hidden_act", "silu"), ("lr_act_type", content.get("hidden_act", "silu"))):
+        if (value := content.get(field) or act) not in ("silu", "swish"):
+            raise ConfigError(f"{field} = {value!r} in {where}: boost trains CoLA with 'silu'")
+    rank = content.get("rank") or content["hidden_size"] // 4
+    return {"family": "cola", "rank": rank, "mlp_silu": not content.get("only_lr_act", True)}
+
+
+def _boost(content: dict[str, Any], where: str) -> dict[str, Any]:
+    return {field: content[field] for field in _OWN}
+
+
+def _ends(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Tokens that end and begin a document: the first one where there are several (chat models name the end of a turn too)."""
+    generation = read_json(path / "generation_config.json", "mend or remove it")
+
+    def token(name: str) -> int | None:
+        for value in (content.get(name), generation.get(name)):
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(first, int) and not isinstance(first, bool):
+                return first
+        return None
+
+    return token("eos_token_id"), token("bos_token_id")

@@ -1,0 +1,211 @@
+"""Weights of others as a checkpoint of ours at step 0, in one stream; or dense weights as the start of a low-rank model."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from boost.config import Config
+from boost.config.architecture import Parameter, parameters
+from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
+from boost.convert.export import require_free
+from boost.convert.formats import read_folder
+from boost.convert.names import entries
+from boost.convert.spectrum import Factorizer, Truncation
+from boost.convert.tensors import TensorFolder, TensorWriter, dtype_name
+from boost.convert.vocabulary import Vocabulary, read_vocabulary
+from boost.errors import ConfigError, StorageError
+from boost.train.checkpoint import find_checkpoint, open_checkpoint
+from boost.train.console import progress
+from boost.train.weights import PREFIX, WeightReader, begin_weights, finish_weights, weights_state
+
+LONGEST = 2048
+"""Tokens of a sequence in evaluation, where a model was made for more; a run sets its own train.seq_len."""
+
+
+class Weights(Protocol):
+    """Weights to import, one parameter at a time."""
+
+    model: ModelConfig
+    context: int
+    eos: int | None
+    bos: int | None
+    tokenizer: Path | None
+
+    def dtype(self) -> torch.dtype:
+        """That of the embedding, in which all are kept."""
+        ...
+
+    def read(self, parameter: Parameter) -> Tensor:
+        """The whole of a parameter, on the CPU."""
+        ...
+
+
+class FolderWeights:
+    """Those of a Hugging Face folder."""
+
+    def __init__(self, path: Path) -> None:
+        """Checks names and shapes of all tensors. Raises ConfigError, CheckpointError."""
+        folder = read_folder(path)
+        self.model, self.context, self.eos, self.bos = folder.model, folder.context, folder.eos, folder.bos
+        self._tensors = TensorFolder(path)
+        self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, folder.form)}
+        self._tied = folder.tied
+        self._tensors.check(self._entries.values(), frozenset({self._entries["head"].name} if folder.tied else ()))
+        self.tokenizer = path if (path / "tokenizer.json").is_file() else None
+
+    def dtype(self) -> torch.dtype:
+        return self._tensors.read(self._entries["embed"].name).dtype
+
+    def read(self, parameter: Parameter) -> Tensor:
+        entry = self._entries["embed" if self._tied and parameter.name == "head" else parameter.name]
+        tensor = self._tensors.read(entry.name)
+        return tensor.T if entry.transposed else tensor
+
+
+class CheckpointWeights:
+    """Those of a checkpoint of ours."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = open_checkpoint(path)
+        self.model = checkpoint.config.model
+        self.context = int(checkpoint.data.get("context") or checkpoint.config.train.seq_len)
+        self.eos, self.bos = checkpoint.data.get("eos"), checkpoint.data.get("bos")
+        self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
+        self._reader = WeightReader(checkpoint)
+
+    def dtype(self) -> torch.dtype:
+        return self._reader.dtype("embed")
+
+    def read(self, parameter: Parameter) -> Tensor:
+        return self._reader.read(parameter.name)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    path: Path
+    model: ModelConfig
+    dtype: str
+    bytes: int
+    tokenizer: bool
+    report: dict[str, Any] | None
+    """Of the truncated SVD, if it was asked for."""
+
+
+def import_weights(
+    source: Path, out: Path, dtype: str | None, tokenizer: Path | None, truncation: Truncation | None, file_bytes: int
+) -> Imported:
+    """Writes the checkpoint `out`, which must not exist or be empty. With `truncation` dense weights become svd factors.
+
+    `dtype`: None keeps the stored one (float16 becomes float32, factors of a truncation are float32 or wider).
+    `tokenizer`: a tokenizer.json or its folder, in place of the one beside the weights. The checkpoint appears under its
+    name when it is complete. Raises BoostError.
+    """
+    require_free(out, "--out")
+    weights = open_weights(source, truncation)
+    factorizer = Factorizer(weights.model, truncation) if truncation else None
+    vocabulary = _vocabulary(weights, tokenizer)
+    target = getattr(torch, dtype) if dtype else _kept(weights.dtype(), truncation is not None)
+    temporary = begin_weights(out)
+    try:
+        writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
+        for name, tensor in _converted(weights, factorizer, target):
+            writer.add(f"{PREFIX}{name}", tensor)
+        writer.close()
+        table = factorizer.model() if factorizer else weights.model.model_dump()
+        config = _config(table, dtype_name(target), weights.context)
+        report = factorizer.report() if factorizer else None
+        texts = [("report.json", json.dumps(report, indent=2))] if report else []
+        texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
+        finish_weights(temporary, out, weights_state(config, _data(weights, vocabulary)), texts)
+    except OSError as error:
+        raise StorageError(f"--out = '{out}' cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, report)
+
+
+def open_weights(source: Path, truncation: Truncation | None) -> Weights:
+    """The weights of a Hugging Face folder, or of a checkpoint of ours. Raises BoostError."""
+    if not source.is_dir():
+        raise ConfigError(f"no folder at '{source}'; name a Hugging Face folder with safetensors weights")
+    if (source / "config.json").is_file() or not _is_ours(source):
+        weights: Weights = FolderWeights(source)
+    elif truncation is None:
+        raise ConfigError(
+            f"'{source}' is a checkpoint of boost already; start a run from it by: boost train --start-from {source}, or "
+            "factor it by --family svd"
+        )
+    else:
+        weights = CheckpointWeights(find_checkpoint(source))
+    if truncation is not None and weights.model.family != "dense":
+        raise ConfigError(
+            f"--family svd factors dense weights, but '{source}' is of model.family = '{weights.model.family}'; leave it out"
+        )
+    return weights
+
+
+def _is_ours(source: Path) -> bool:
+    return any(
+        (source / name).exists() for name in ("state.json", "manifest.json", "checkpoints", "config.toml")
+    ) or any(source.glob("step-*"))
+
+
+def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of the checkpoint, named."""
+    description = "factoring" if factorizer else "importing"
+    for parameter in progress(list(parameters(weights.model)), description):
+        if factorizer and parameter.role.endswith(".W"):
+            yield from factorizer.factor(parameter, weights.read(parameter), dtype)
+        else:
+            yield parameter.name, weights.read(parameter).to(dtype)
+
+
+def _kept(stored: torch.dtype, factored: bool) -> torch.dtype:
+    """The dtype of the checkpoint: runs know no float16, and factors are to be trained, so they lose nothing."""
+    if stored == torch.float16 or (factored and stored == torch.bfloat16):
+        return torch.float32
+    if stored not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ConfigError(f"the weights are {dtype_name(stored)}; import those that they were made from")
+    return stored
+
+
+def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
+    if named is None and weights.tokenizer is None:
+        return None
+    if named is not None and not named.exists():
+        raise ConfigError(f"--tokenizer = '{named}' does not exist; name a tokenizer.json or its folder")
+    path = named or weights.tokenizer
+    assert path is not None
+    return read_vocabulary(path, path if path.is_dir() else path.parent)
+
+
+def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    """What generation, evaluation and a run that starts here ask of a checkpoint's tokenizer."""
+    eos = weights.eos
+    if eos is None and vocabulary is not None:
+        eos = vocabulary.eos
+    return {
+        "tokenizer": vocabulary.fingerprint if vocabulary else None,
+        "content": None,
+        "eos": eos,
+        "bos": weights.bos,
+        "context": weights.context,
+    }
+
+
+def _config(model: dict[str, Any], dtype: str, context: int) -> Config:
+    """A configuration around a model: one process, and sequences of a length that evaluation can take at once."""
+    length = min(context, LONGEST)
+    micro = max(1, min(8, math.floor(8 * 256 / length)))
+    train = {"param_dtype": dtype, "compute_dtype": dtype, "seq_len": length, "micro_batch": micro}
+    return from_tree({"model": model, "parallel": {"layout": "single"}, "train": train})

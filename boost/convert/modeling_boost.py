@@ -1,0 +1,414 @@
+"""Low-rank decoders of BOOST for Hugging Face transformers: every linear of a LLaMA block is y = B act(A x).
+
+One file for three families. svd: no activation; cola: silu; lax: the latents of a block meet those of the same linears of the
+block before, u = LayerNorm(A x + G(h of the block before)), and G is the identity, two small matrices, or a linear
+(arXiv 2502.10940, 2505.21732). It needs torch and transformers only:
+
+    AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
+
+Legend: B sequences, S tokens of each, D width of the residual stream, I and O widths of a linear, r rank, a x b its most
+balanced factors, H query heads, E width of a head.
+"""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+LATENT_EPS = 1e-6
+"""Added to the variance by the LayerNorm of crossing latents."""
+
+
+class BoostConfig(PretrainedConfig):
+    """LLaMA's fields under LLaMA's names, and the bottleneck.
+
+    rank: r of every linear; ranks: other ranks by name (attn, mlp.down, layers.3.attn.q; the narrower name counts);
+    latent_act: silu or none; gate: what crossing latents pass (none: nothing crosses); mlp_silu: SwiGLU's own silu.
+    """
+
+    model_type = "boost"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers reads a plain list)
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 512,
+        intermediate_size: int = 1376,
+        num_hidden_layers: int = 8,
+        num_attention_heads: int = 8,
+        num_key_value_heads: int | None = None,
+        max_position_embeddings: int = 2048,
+        rms_norm_eps: float = 1e-6,
+        rope_theta: float = 10000.0,
+        initializer_range: float = 0.02,
+        rank: int | None = None,
+        ranks: dict[str, int] | None = None,
+        latent_act: str = "silu",
+        gate: str = "none",
+        mlp_silu: bool = True,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.max_position_embeddings = max_position_embeddings
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.initializer_range = initializer_range
+        self.rank = rank or max(hidden_size // 4, 1)
+        self.ranks = ranks or {}
+        self.latent_act = latent_act
+        self.gate = gate
+        self.mlp_silu = mlp_silu
+        self.use_cache = use_cache
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    def rank_of(self, layer: int, slot: str) -> int:
+        """Rank of the linear `slot` (attn.q, ...) of block `layer`."""
+        names = (f"layers.{layer}.{slot}", slot, slot.partition(".")[0])
+        return next((self.ranks[name] for name in names if name in self.ranks), self.rank)
+
+
+class ColaConfig(BoostConfig):
+    """The official CoLA fields: one rank, silu in every bottleneck, and `only_lr_act` if SwiGLU's own silu is dropped."""
+
+    model_type = "cola"
+
+    def __init__(self, only_lr_act: bool = True, lr_act_type: str = "silu", **kwargs: Any) -> None:
+        if lr_act_type != "silu":
+            raise ValueError(f"lr_act_type = {lr_act_type!r}: this file knows 'silu' only")
+        self.only_lr_act, self.lr_act_type = only_lr_act, lr_act_type
+        super().__init__(**kwargs | {"latent_act": "silu", "mlp_silu": not only_lr_act})
+
+
+class BoostRMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square in fp32 or wider."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        wide = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * inverse).to(x_BSD.dtype)
+
+
+class BoostBottleneck(nn.Module):
+    """y = B act(A x), with A [r, I] and B [O, r]; in CoLA's own format cola_a [I, r] and cola_b [r, O], their transposes.
+
+    Behind the first block of a crossing family, the latents h of the same linear of the block before enter.
+    """
+
+    def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
+        super().__init__()
+        rank = config.rank_of(layer, slot)
+        self.silu = config.latent_act == "silu"
+        self.gate = config.gate if layer > 0 else "none"
+        self.transposed = config.model_type == "cola"
+        if self.transposed:
+            self.cola_a = nn.Parameter(torch.empty(d_in, rank))
+            self.cola_b = nn.Parameter(torch.empty(rank, d_out))
+        else:
+            self.A = nn.Parameter(torch.empty(rank, d_in))
+            self.B = nn.Parameter(torch.empty(d_out, rank))
+        if self.gate != "none":
+            self.norm_weight = nn.Parameter(torch.ones(rank))
+            self.norm_bias = nn.Parameter(torch.zeros(rank))
+        if self.gate == "dense":
+            self.gate_weight = nn.Parameter(torch.empty(rank, rank))
+            self.gate_bias = nn.Parameter(torch.empty(rank))
+        elif self.gate == "tensor":
+            a = next(a for a in range(math.isqrt(rank), 0, -1) if rank % a == 0)
+            self.gate_rows = nn.Parameter(torch.empty(a, a))
+            self.gate_columns = nn.Parameter(torch.empty(rank // a, rank // a))
+
+    def forward(self, x_BSI: Tensor, arrived_BSr: Tensor | None) -> tuple[Tensor, Tensor]:
+        """y [B, S, O], and the latents h [B, S, r] for the next block."""
+        u_BSr = x_BSI @ self.cola_a if self.transposed else F.linear(x_BSI, self.A)
+        if self.gate != "none":
+            u_BSr = u_BSr + self._gated(arrived_BSr)
+            u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], self.norm_weight, self.norm_bias, LATENT_EPS)
+        h_BSr = F.silu(u_BSr) if self.silu else u_BSr
+        return h_BSr @ self.cola_b if self.transposed else F.linear(h_BSr, self.B), h_BSr
+
+    def _gated(self, h_BSr: Any) -> Tensor:
+        if self.gate == "dense":
+            return F.linear(h_BSr, self.gate_weight, self.gate_bias)
+        if self.gate == "tensor":
+            h_BSab = h_BSr.unflatten(-1, (self.gate_rows.shape[0], self.gate_columns.shape[0]))
+            return (self.gate_rows @ h_BSab @ self.gate_columns.T).flatten(-2)
+        return h_BSr
+
+
+def eager_attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T scaling + mask) v in plain operations, for attn_implementation="eager": [B, S, H, E] and its weights."""
+    k, v = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v).transpose(1, 2).contiguous(), weights
+
+
+def rotate(x_BHSE: Tensor, cos_BSE: Tensor, sin_BSE: Tensor) -> Tensor:
+    """Rotary embedding; the two halves of a head are its pairs."""
+    first, second = x_BHSE.chunk(2, dim=-1)
+    return x_BHSE * cos_BSE[:, None] + torch.cat((-second, first), dim=-1) * sin_BSE[:, None]
+
+
+# Not named ...Attention: for such classes transformers 5 looks for a call in this text that 4.56 does not have, and without
+# it lets nobody choose the implementation.
+class BoostHeads(nn.Module):
+    """Rotary causal attention of one block, on whatever implementation transformers was asked for."""
+
+    def __init__(self, config: BoostConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        d, kv = config.hidden_size, config.num_key_value_heads * self.head_dim
+        self.q_proj = BoostBottleneck(config, layer, "attn.q", d, d)
+        self.k_proj = BoostBottleneck(config, layer, "attn.k", d, kv)
+        self.v_proj = BoostBottleneck(config, layer, "attn.v", d, kv)
+        self.o_proj = BoostBottleneck(config, layer, "attn.o", d, d)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        arrived: tuple[Tensor | None, ...],
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Any,
+        cache: Cache | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """The update [B, S, D], latents of q, k, v, o, and attention's weights where the implementation has them."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        made = [linear(x_BSD, h) for linear, h in zip(projections, arrived[:3], strict=True)]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in made)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        name = self.config._attn_implementation
+        attend = eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        a_BSHE, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        update_BSD, h_o = self.o_proj(a_BSHE.flatten(2), arrived[3])
+        return update_BSD, (*(h for _, h in made), h_o), weights
+
+
+class BoostMLP(nn.Module):
+    """down(act(gate x) * up x), act silu or nothing."""
+
+    def __init__(self, config: BoostConfig, layer: int) -> None:
+        super().__init__()
+        self.silu = config.mlp_silu
+        d, f = config.hidden_size, config.intermediate_size
+        self.gate_proj = BoostBottleneck(config, layer, "mlp.gate", d, f)
+        self.up_proj = BoostBottleneck(config, layer, "mlp.up", d, f)
+        self.down_proj = BoostBottleneck(config, layer, "mlp.down", f, d)
+
+    def forward(self, x_BSD: Tensor, arrived: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        gate, h_gate = self.gate_proj(x_BSD, arrived[0])
+        up, h_up = self.up_proj(x_BSD, arrived[1])
+        update_BSD, h_down = self.down_proj((F.silu(gate) if self.silu else gate) * up, arrived[2])
+        return update_BSD, (h_gate, h_up, h_down)
+
+
+class BoostDecoderLayer(nn.Module):
+    """Attention and gated MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: BoostConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = BoostHeads(config, layer)
+        self.mlp = BoostMLP(config, layer)
+        self.input_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x_BSD: Tensor, arrived: tuple[Tensor | None, ...], **kwargs: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """The residual stream behind this block, its seven latents, attention's weights."""
+        update, of_attention, weights = self.self_attn(self.input_layernorm(x_BSD), arrived[:4], **kwargs)
+        x_BSD = x_BSD + update
+        update, of_mlp = self.mlp(self.post_attention_layernorm(x_BSD), arrived[4:])
+        return x_BSD + update, of_attention + of_mlp, weights
+
+
+class BoostPreTrainedModel(PreTrainedModel):
+    """What transformers asks of every model class."""
+
+    config_class: Any = BoostConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["BoostDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """For models made from a configuration; what a checkpoint holds is never drawn."""
+        if isinstance(module, BoostBottleneck):
+            a, b = (module.cola_a, module.cola_b) if module.transposed else (module.A.T, module.B.T)
+            std = a.shape[1] ** -0.25 * (a.shape[0] + b.shape[1]) ** -0.25
+            for name, weight in module.named_parameters(recurse=False):
+                if name.startswith("norm_"):
+                    nn.init.constant_(weight, float(name == "norm_weight"))
+                elif name.startswith("gate_"):
+                    nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+                else:
+                    nn.init.normal_(weight, std=std)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, BoostRMSNorm):
+            nn.init.ones_(module.weight)
+
+
+class BoostModel(BoostPreTrainedModel):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, config: BoostConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(BoostDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Hidden states [B, S, D] of tokens [B, S]; attention_mask [B, tokens so far], 0 for padding on either side."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, not both and not neither")
+        config = self.config
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
+            past_key_values = DynamicCache()
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        places_S = torch.arange(x_BSD.shape[1], device=x_BSD.device) + seen
+        position_ids = places_S[None] if position_ids is None else position_ids
+        mask = _causal_mask(config, x_BSD, attention_mask, places_S, past_key_values, position_ids)
+        shared = {"rotary": _rotary(config, position_ids, x_BSD.dtype), "attention_mask": mask}
+        kwargs.pop("cache_position", None)
+        latents: tuple[Tensor | None, ...] = (None,) * 7
+        states: list[Tensor] = []
+        attentions: list[Tensor | None] = []
+        for block in self.layers:
+            states += [x_BSD] if output_hidden_states else []
+            x_BSD, latents, weights = block(x_BSD, latents, **shared, cache=past_key_values, **kwargs)
+            attentions += [weights] if output_attentions else []
+        x_BSD = self.norm(x_BSD)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x_BSD,
+            past_key_values=past_key_values,
+            hidden_states=(*states, x_BSD) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+
+def _causal_mask(
+    config: BoostConfig, x_BSD: Tensor, mask: Tensor | None, places_S: Tensor, cache: Cache | None, positions: Tensor
+) -> Any:
+    """The mask in the form that the chosen attention implementation takes; transformers 4 and 5 name arguments differently."""
+    known = inspect.signature(create_causal_mask).parameters
+    given = {"attention_mask": mask, "past_key_values": cache, "position_ids": positions}
+    given["inputs_embeds" if "inputs_embeds" in known else "input_embeds"] = x_BSD
+    if "cache_position" in known:
+        given["cache_position"] = places_S
+    return create_causal_mask(config=config, **given)
+
+
+def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, S, E] in `dtype`. Angles are made from the configuration each time: no buffer to lose on the way."""
+    head_dim = config.hidden_size // config.num_attention_heads
+    wide = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=wide) / head_dim
+    angles_BSE = (position_ids_BS[..., None].to(wide) * config.rope_theta**-exponents).repeat(1, 1, 2)
+    return angles_BSE.cos().to(dtype), angles_BSE.sin().to(dtype)
+
+
+class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
+    """The decoder with its head, which is not tied to the embedding."""
+
+    def __init__(self, config: BoostConfig) -> None:
+        super().__init__(config)
+        self.model = BoostModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits [B, S, V], of the last `logits_to_keep` tokens if it is not 0; with `labels` [B, S] also the mean
+        cross-entropy of each token's successor, -100 left out."""
+        for_loss = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        hidden = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden.last_hidden_state[:, last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **for_loss)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=hidden.past_key_values,
+            hidden_states=hidden.hidden_states,
+            attentions=hidden.attentions,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+
+class ColaForCausalLM(BoostForCausalLM):
+    """The same for checkpoints in the format of the official CoLA class."""
+
+    config_class = ColaConfig

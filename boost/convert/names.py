@@ -1,0 +1,87 @@
+"""What each parameter is called elsewhere: the tensors of a folder as data, in three forms.
+
+llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same, of svd, with W = B A
+cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
+boost   our own modelling file: factors and crossings as they are, inside LLaMA's module names
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from boost.config.architecture import SLOTS, Parameter, embedding, final_norm, groups, head, parameters
+from boost.config.schema import ModelConfig
+
+Form = Literal["llama", "merged", "cola", "boost"]
+
+_ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
+_MODULES = {
+    slot: f"{'self_attn' if slot.startswith('attn') else 'mlp'}.{slot.partition('.')[2]}_proj" for slot in SLOTS
+}
+_LLAMA, _COLA = {"W": "weight"}, {"A": "cola_a", "B": "cola_b"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a folder, and the parameters of ours that it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    """One; or A and B, of which it is the product B A."""
+    transposed: bool = False
+
+
+def form_of(model: ModelConfig, merge: bool) -> Form:
+    """The form in which a model is exported. `merge`: factors of a linear without activation become one matrix.
+
+    The official CoLA class knows one rank and silu in every bottleneck; what it cannot say takes our own file.
+    """
+    if model.family == "dense":
+        return "llama"
+    if model.family == "svd" and model.latent_act == "none" and merge:
+        return "merged"
+    if model.family == "cola" and model.latent_act == "silu" and not model.ranks:
+        return "cola"
+    return "boost"
+
+
+def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
+    """Every tensor of a folder of this form, in the order in which a token meets them."""
+    if form == "merged":
+        yield from _merged(model)
+        return
+    for parameter in parameters(model):
+        transposed = form == "cola" and parameter.name.endswith((".A", ".B"))
+        shape = parameter.shape[::-1] if transposed else parameter.shape
+        yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
+
+
+def _merged(model: ModelConfig) -> Iterator[Entry]:
+    def plain(parameter: Parameter) -> Entry:
+        return Entry(_name(parameter.name, "llama"), parameter.shape, (parameter,))
+
+    yield plain(embedding(model))
+    for layer in range(model.layers):
+        for norm in _NORMS:
+            yield plain(Parameter(f"layers.{layer}.{norm}", (model.dim,), "norm"))
+        for group in groups(model, layer):
+            pairs = zip(*(group.parameters(f"layers.{layer}", factor) for factor in "AB"), strict=True)
+            for a, b in pairs:
+                name = _name(a.name.removesuffix("A") + "W", "llama")
+                yield Entry(name, (b.shape[0], a.shape[1]), (a, b))
+    yield plain(final_norm(model))
+    yield plain(head(model))
+
+
+def _name(name: str, form: Form) -> str:
+    """The name of a parameter of ours in a folder of this form."""
+    if name in _ENDS:
+        return _ENDS[name]
+    layer, rest = name.split(".", 2)[1:]
+    if rest in _NORMS:
+        return f"model.layers.{layer}.{_NORMS[rest]}"
+    slot, _, kind = rest.rpartition(".")
+    kinds = {"llama": _LLAMA, "cola": _COLA}.get(form, {})
+    return f"model.layers.{layer}.{_MODULES[slot]}.{kinds.get(kind, kind)}"

@@ -1,0 +1,131 @@
+"""Safetensors in a folder: read one tensor at a time, written one file at a time. Nothing is ever unpickled."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from boost.convert.formats import read_json
+from boost.convert.names import Entry
+from boost.errors import CheckpointError, StorageError
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class TensorFolder:
+    """The tensors of a Hugging Face folder: one safetensors file, or several with an index."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads every header and no tensor. Raises CheckpointError, naming the file."""
+        self.path = path
+        self._places: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in self._files():
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                        self._places[name] = file
+                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"'{file}' is damaged or no safetensors file: {error}") from None
+
+    def _files(self) -> list[Path]:
+        index = read_json(self.path / INDEX, "mend it, or save the model again")
+        if index:
+            weight_map = index.get("weight_map")
+            names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+            for name in names:
+                if Path(name).name != name or not (self.path / name).is_file():
+                    raise CheckpointError(f"'{self.path / INDEX}' names '{name}', which is no file beside it; fetch it")
+            return [self.path / name for name in names]
+        found = sorted(self.path.glob("*.safetensors"))
+        if found:
+            return found
+        if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
+            raise CheckpointError(
+                f"'{self.path}' holds its weights as a pickle ({pickles[0]}), which could run anything when it is read; save "
+                "them as safetensors where you trust them: model.save_pretrained(PATH, safe_serialization=True)"
+            )
+        raise CheckpointError(f"'{self.path}' holds no safetensors file; name a Hugging Face folder with weights")
+
+    def check(self, wanted: Iterable[Entry], may_miss: frozenset[str]) -> None:
+        """Raises CheckpointError unless the folder holds exactly these tensors in these shapes.
+
+        `may_miss`: names that need not be there. Rotary frequencies, which old checkpoints store, are not asked for.
+        """
+        expected = {entry.name: entry.shape for entry in wanted}
+        if missing := [name for name in expected if name not in self.shapes and name not in may_miss]:
+            raise CheckpointError(
+                f"'{self.path}' has no tensor '{missing[0]}'{_more(missing)}; is config.json its own?"
+            )
+        strangers = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+        if strangers:
+            raise CheckpointError(
+                f"'{self.path}' has a tensor '{min(strangers)}' that its model does not{_more(strangers)}; is config.json its own?"
+            )
+        for name, shape in expected.items():
+            if (found := self.shapes.get(name, shape)) != shape:
+                raise CheckpointError(
+                    f"'{self.path}': tensor '{name}' is {list(found)}, but config.json says {list(shape)}; is it its own?"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU. The file is opened for it alone: what stays mapped would count as memory."""
+        with safe_open(self._places[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+
+def _more(names: list[str]) -> str:
+    return f" ({len(names)} of them)" if len(names) > 1 else ""
+
+
+class TensorWriter:
+    """Writes tensors in the order in which they come, into files of at most `limit` bytes (or one tensor): what is held in
+    memory is one file's. After `close` the files are `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
+
+    def __init__(self, folder: Path, stem: str, limit: int) -> None:
+        self._folder, self._stem, self._limit = folder, stem, limit
+        self._waiting: dict[str, Tensor] = {}
+        self._waiting_bytes = 0
+        self._written: list[tuple[Path, list[str]]] = []
+        self.total_bytes = 0
+        self.parameters = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises StorageError if a file that is full cannot be written."""
+        size = tensor.numel() * tensor.element_size()
+        if self._waiting and self._waiting_bytes + size > self._limit:
+            self._flush()
+        self._waiting[name] = tensor.contiguous()
+        self._waiting_bytes += size
+        self.total_bytes += size
+        self.parameters += tensor.numel()
+
+    def close(self) -> dict[str, str]:
+        """Writes what is left and gives the files their names; returns the file of each tensor. Raises StorageError."""
+        self._flush()
+        count = len(self._written)
+        places: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._written, start=1):
+            part = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+            final = path.rename(self._folder / f"{self._stem}{part}.safetensors")
+            places |= dict.fromkeys(names, final.name)
+        return places
+
+    def _flush(self) -> None:
+        path = self._folder / f".{self._stem}-{len(self._written):05d}.part"
+        try:
+            save_file(self._waiting, path, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"'{self._folder}' cannot be written: {error}") from None
+        self._written.append((path, list(self._waiting)))
+        self._waiting, self._waiting_bytes = {}, 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,99 @@
+"""Checkpoints of weights, tensor by tensor and without a model: what conversions to and from other formats stand on."""
+
+import functools
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from boost import __version__
+from boost.config import Config
+from boost.errors import DamagedCheckpointError, StorageError
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint import FORMAT, Checkpoint, quiet, seal, verify
+
+PREFIX = "model."
+"""Of weights, among the tensors of a checkpoint."""
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Looks into the headers of all files once, not at each read."""
+
+    @functools.cached_property
+    def _headers(self) -> Metadata:
+        return super().read_metadata()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._headers
+
+
+class WeightReader:
+    """Whole weights of a checkpoint, one at a time, whatever mesh saved them. Every file is checked first.
+
+    Raises DamagedCheckpointError if a file is not what was saved.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        verify(checkpoint.path, Mesh(torch.device("cpu")))
+        self._path = checkpoint.path
+        self._reader = _Reader(str(checkpoint.path / "tensors"))
+        self._known = self._reader.read_metadata().state_dict_metadata
+
+    def _facts(self, name: str) -> TensorStorageMetadata:
+        facts = self._known.get(f"{PREFIX}{name}")
+        if not isinstance(facts, TensorStorageMetadata):
+            raise DamagedCheckpointError(f"'{self._path}' has no tensor '{PREFIX}{name}'")
+        return facts
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter was saved."""
+        return self._facts(name).properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """The whole parameter of this name, on the CPU."""
+        facts = self._facts(name)
+        whole = torch.empty(facts.size, dtype=facts.properties.dtype)
+        with quiet():
+            dcp.load({f"{PREFIX}{name}": whole}, storage_reader=self._reader, no_dist=True)
+        return whole
+
+
+def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
+    """`state.json` of weights at step 0: no optimizer has touched them."""
+    return {
+        "format": FORMAT,
+        "boost": __version__,
+        "torch": torch.__version__,
+        "step": 0,
+        "tokens": 0,
+        "updates": 0,
+        "next_sample": 0,
+        "processes": 1,
+        "data": data,
+        "config": config.model_dump(),
+    }
+
+
+def begin_weights(final: Path) -> Path:
+    """The empty folder in which a checkpoint of weights is written, beside where it is to stand. Raises StorageError."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "tensors").mkdir(parents=True)
+    except OSError as error:
+        raise StorageError(f"'{final}' cannot be written: {error.strerror or error}") from None
+    return temporary
+
+
+def finish_weights(temporary: Path, final: Path, state: dict[str, Any], texts: Iterable[tuple[str, str]]) -> None:
+    """Adds state and further files, checks sums, and puts the complete checkpoint where it is to stand."""
+    for name, text in (("state.json", json.dumps(state, indent=2)), *texts):
+        (temporary / name).write_text(text, encoding="utf-8")
+    seal(temporary, final)
