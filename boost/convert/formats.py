@@ -47,8 +47,8 @@ def config_json(
 ) -> dict[str, Any]:
     """The content of `config.json` for a folder of this form.
 
-    rope_theta and torch_dtype are written as transformers 4 does; 5 reads both, and so does CoLA's own class. No pad token: LLaMA's embedding would take
-    its row out of training.
+    rope_theta and torch_dtype are written as transformers 4 does; 5 reads both, and so does CoLA's own class. No pad token:
+    LLaMA's embedding would take its row out of training.
     """
     own = form in _CLASSES
     prefix = _CLASSES.get(form, "Llama")

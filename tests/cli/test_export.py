@@ -1,0 +1,45 @@
+"""`boost export` as a person meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import toy
+from tests.cli.test_main import say
+from tests.convert.toys import save
+
+
+def test_a_checkpoint_becomes_a_folder(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = toy.toy_config("float32", model={"family": "svd"})
+    save(tmp_path / "run" / "checkpoints", config, store / "tokenizer.json")
+    code, out, _ = say(capsys, "export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert (facts["format"], facts["trust_remote_code"], facts["files"]) == ("LlamaForCausalLM", False, 1)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md",
+    }  # fmt: skip
+    words = ["export", str(tmp_path / "run"), "--no-merge", "--dtype", "bfloat16", "--shard-gb", "0.00001"]
+    code, out, _ = say(capsys, *words, "--out", str(tmp_path / "factors"))
+    assert code == 0
+    assert "BoostForCausalLM" in out
+    assert "bfloat16" in out
+    assert (tmp_path / "factors" / "modeling_boost.py").is_file()
+    assert (tmp_path / "factors" / "model.safetensors.index.json").is_file()
+
+
+def test_mistakes_are_one_line(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json")
+    out = tmp_path / "out"
+    for words, expected in (
+        ([str(tmp_path / "nowhere")], "no checkpoint at"),
+        ([str(path), "--shard-gb", "0"], "--shard-gb = 0.0 is not a size"),
+        ([str(path), "--shard-gb", "nan"], "--shard-gb = nan is not a size"),
+        ([str(path), "--out", str(store)], "is not an empty folder"),
+        ([str(path), "--out", str(store / "tokenizer.json" / "x")], "cannot be written"),
+    ):
+        code, said, err = say(capsys, "export", "--out", str(out), *words)
+        assert (code, said, err.count("\n")) == (2, "", 1), err
+        assert expected in err
+        assert not out.exists()

@@ -1,0 +1,109 @@
+"""`boost import`, and what goes on from there: evaluation, text, a run that starts from the weights and is resumed."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from boost.train.checkpoint import open_checkpoint
+from boost.train.metrics import read_metrics
+from boost.train.weights import WeightReader
+from tests.cli.test_main import say
+from tests.convert.toys import llama_folder
+
+STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]
+
+
+@pytest.fixture
+def llama(tmp_path: Path, store: Path) -> Path:
+    folder = tmp_path / "llama"
+    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
+    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
+    return folder
+
+
+def test_imported_weights_are_evaluated_and_speak(
+    llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "c")
+    assert say(capsys, "import", str(llama), "--out", out)[0] == 0
+    code, said, err = say(capsys, "eval", out, "--store", str(store), "--max-tokens", "512", "--json")
+    assert code == 0, err
+    assert 0 < json.loads(said)["loss"] < 20
+    for prompt in ("def ", ""):
+        code, said, _ = say(capsys, "generate", out, "--prompt", prompt, "--max-tokens", "5", "--json", "--greedy")
+        assert code == 0
+        assert 1 <= len(json.loads(said)["tokens"]) <= 5
+
+
+def test_the_error_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["import", str(llama), "--family", "svd", "--device", "cpu"]
+    code, said, _ = say(capsys, *words, "--out", str(tmp_path / "table"), "--energy", "0.9")
+    assert code == 0
+    for heading in ("layers.1.mlp.down", "48 x 32", "energy kept", "relative error", "report.json"):
+        assert heading in said
+    code, said, _ = say(capsys, *words, "--out", str(tmp_path / "json"), "--rank", "5", "--json")
+    facts = json.loads(said)
+    assert facts["family"] == "svd"
+    assert {row["rank"] for row in facts["report"]["linears"]} == {5}
+
+
+def test_a_run_starts_from_weights_and_is_resumed(
+    llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, run = str(tmp_path / "c"), tmp_path / "run"
+    assert (
+        say(capsys, "import", str(llama), "--out", start, "--family", "svd", "--rank", "32", "--device", "cpu")[0] == 0
+    )
+    words = ["train", "--start-from", start, "--data.store", str(store), "--run.dir", str(run), *STEPS]
+    code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")
+    assert code == 0, err
+    assert f"begins with the weights of {start}" in said + err
+    saved = open_checkpoint(run)
+    assert saved.config.model.ranks == {"attn.k": 16, "attn.v": 16}
+    assert (saved.position.step, saved.updates) == (1, 1)
+    before, after = WeightReader(open_checkpoint(Path(start))), WeightReader(saved)
+    for name in ("embed", "layers.1.attn.k.A", "head"):
+        torch.testing.assert_close(after.read(name), before.read(name), rtol=1e-6, atol=0)
+    code, said, err = say(capsys, *words, "--train.steps", "2", "--resume", "auto")
+    assert code == 0, err
+    assert "resumed at step 1 of 2" in said + err
+    assert "begins with" not in said + err
+    losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare, whole, out = str(tmp_path / "bare"), str(tmp_path / "whole"), str(tmp_path / "out")
+    (llama / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    assert say(capsys, "import", str(llama), "--out", bare)[0] == 0
+    named = ["--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert say(capsys, "import", str(llama), "--out", whole, *named)[0] == 0
+    begin = ["train", "--data.store", str(store), "--run.dir", out, *STEPS]
+    for words, expected in (
+        (["import", str(llama), "--out", bare], "is not an empty folder"),
+        (["import", str(llama), "--out", out, "--rank", "4"], "--rank is a choice of --family svd"),
+        (
+            ["import", str(llama), "--out", out, "--family", "svd", "--rank", "4", "--multiple", "8"],
+            "--multiple rounds",
+        ),
+        (["import", str(llama), "--out", out, "--tokenizer", "/nowhere"], "--tokenizer = '/nowhere' does not exist"),
+        (["eval", bare, "--store", str(store)], "has no tokenizer"),
+        (["generate", bare], "has no tokenizer"),
+        ([*begin, "--start-from", bare], "has no tokenizer"),
+        (["train"], "CONFIG is missing"),
+        ([*begin, "--start-from", "/nowhere"], "no checkpoint at '/nowhere'"),
+        ([*begin, "--start-from", whole, "--resume", whole], "both say where the weights come from"),
+        ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),
+        (
+            [*begin, "demo", "--start-from", whole, "--parallel.tp", "1"],
+            "is of another model: model.family = 'dense' there",
+        ),
+    ):
+        code, said, err = say(capsys, *words)
+        assert (code, said, err.count("\n")) == (2, "", 1), (words, err)
+        assert expected in err
+        assert not Path(out).exists()

@@ -1,0 +1,216 @@
+"""What `boost export` writes is read by transformers, and is the same function."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from boost.convert.export import export
+from boost.errors import ConfigError
+from boost.models.decoder import Decoder
+from boost.train.checkpoint import open_checkpoint
+from boost.train.generate import Sampling, generate
+from tests import toy
+from tests.convert.toys import all_logits, loaded, save
+from tests.distributed import run_distributed
+
+transformers = pytest.importorskip("transformers")
+
+GB = 10**9
+CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "dense": ({"family": "dense"}, True, "LlamaForCausalLM"),
+    "dense-linear": ({"family": "dense", "mlp_silu": False}, True, "LlamaForCausalLM"),
+    "svd-merged": ({"family": "svd", "ranks": {"mlp": 12}}, True, "LlamaForCausalLM"),
+    "svd": ({"family": "svd"}, False, "BoostForCausalLM"),
+    "cola": ({"family": "cola", "rope_theta": 500.0}, True, "ColaForCausalLM"),
+    "cola-linear": ({"family": "cola", "mlp_silu": False, "kv_heads": 8}, True, "ColaForCausalLM"),
+    "cola-ranks": ({"family": "cola", "ranks": {"attn": 6, "layers.1.mlp.up": 5}}, True, "BoostForCausalLM"),
+    "cola-no-act": ({"family": "cola", "latent_act": "none", "mlp_silu": False}, True, "BoostForCausalLM"),
+    "lax-svd": ({"family": "lax", "over": "svd"}, True, "BoostForCausalLM"),
+    "lax-identity": ({"family": "lax", "gate": "identity", "layers": 3}, True, "BoostForCausalLM"),
+    "lax-tensor": ({"family": "lax", "gate": "tensor", "ranks": {"mlp": 6}}, True, "BoostForCausalLM"),
+    "lax-dense": ({"family": "lax", "gate": "dense", "norm_eps": 1e-3}, True, "BoostForCausalLM"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Decoder, Any]:
+    """Our decoder, and what transformers makes of its export."""
+    model, merge, expected = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    path = save(
+        folder / "checkpoints", toy.toy_config("float32", model={"init_std": 0.5, **model}), store / "tokenizer.json"
+    )
+    decoder, checkpoint = loaded(path)
+    export(checkpoint, folder / "out", None, merge, GB)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "out", trust_remote_code=True)
+    assert type(theirs).__name__ == expected
+    assert theirs.config.tie_word_embeddings is False
+    return decoder, theirs
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_logits_and_loss_are_equal(pair: tuple[Decoder, Any]) -> None:
+    ours, theirs = pair
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    expected = all_logits(ours, tokens)
+    for implementation in ("sdpa", "eager"):
+        theirs.set_attn_implementation(implementation)
+        output = theirs(tokens, labels=tokens)
+        assert_close(output.logits, expected)
+    loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, loss, rtol=1e-5, atol=0)
+    masked = tokens.clone()
+    masked[:, :7] = -100
+    kept = torch.nn.functional.cross_entropy(expected[:, 6:-1].flatten(0, 1), tokens[:, 7:].flatten())
+    torch.testing.assert_close(theirs(tokens, labels=masked).loss, kept, rtol=1e-5, atol=0)
+    assert_close(theirs(tokens, logits_to_keep=2).logits, expected[:, -2:])
+    states = theirs(tokens, output_hidden_states=True).hidden_states
+    assert len(states) == ours.model.layers + 1
+    assert_close(theirs.lm_head(states[-1]), expected)
+
+
+@torch.no_grad()
+def test_text_is_equal_with_and_without_cache_and_padding(pair: tuple[Decoder, Any]) -> None:
+    ours, theirs = pair
+    theirs.set_attn_implementation("sdpa")
+    prompts = [[5, 9, 33, 2, 7, 41, 8], [11, 3, 60]]
+    # No end of a document, behind which ours goes on and theirs does not.
+    greedy = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = [list(generate(ours, prompt, 9, Sampling(temperature=0))) for prompt in prompts]
+    assert len({token for text in expected for token in text}) > 2, "text that says one word would show little"
+    for prompt, text in zip(prompts, expected, strict=True):
+        for use_cache in (True, False):
+            made = theirs.generate(torch.tensor([prompt]), use_cache=use_cache, **greedy)
+            assert made[0, len(prompt) :].tolist() == text
+    padded = torch.tensor([prompts[0], [0] * 4 + prompts[1]])
+    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
+    made = theirs.generate(padded, attention_mask=mask, **greedy)
+    assert made[:, 7:].tolist() == expected
+    # Padding on the right, as for training: what stands before it does not see it.
+    right = torch.tensor([prompts[0], prompts[1] + [0] * 4])
+    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4])
+    assert_close(theirs(right, attention_mask=mask).logits[1, :3], theirs(torch.tensor([prompts[1]])).logits[0])
+
+
+@torch.no_grad()
+def test_a_chunk_behind_a_cache_is_as_the_whole(pair: tuple[Decoder, Any]) -> None:
+    _, theirs = pair
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    whole = theirs(tokens).logits
+    first = theirs(tokens[:, :5], use_cache=True)
+    second = theirs(tokens[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    assert_close(torch.cat((first.logits, second.logits), dim=1), whole)
+
+
+def test_gradients_reach_every_weight_but_those_that_nothing_reads(pair: tuple[Decoder, Any]) -> None:
+    _, theirs = pair
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    theirs.zero_grad()
+    theirs(tokens, labels=tokens).loss.backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in theirs.parameters())
+
+
+def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decoder, Any]) -> None:
+    torch.manual_seed(0)
+    theirs = type(pair[1])(copy.deepcopy(pair[1].config))
+    assert {name for name, _ in theirs.named_parameters()} == {name for name, _ in pair[1].named_parameters()}
+    assert not any(weight.isnan().any() for weight in theirs.parameters())
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    loss = theirs(tokens, labels=tokens).loss
+    assert 1 < loss.item() < 40
+
+
+def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None:
+    config = toy.toy_config("float32", model={"family": "cola", "mlp_silu": False})
+    path = save(tmp_path / "c", config, store / "tokenizer.json")
+    export(open_checkpoint(path), tmp_path / "out", None, True, GB)
+    tensors, decoder = load_file(tmp_path / "out" / "model.safetensors"), loaded(path)[0]
+    factors = {
+        f"model.layers.{layer}.{module}.{factor}"
+        for layer in range(2)
+        for module in (*(f"self_attn.{p}_proj" for p in "qkvo"), *(f"mlp.{p}_proj" for p in ("gate", "up", "down")))
+        for factor in ("cola_a", "cola_b")
+    }
+    norms = {
+        f"model.layers.{layer}.{name}_layernorm.weight" for layer in range(2) for name in ("input", "post_attention")
+    }
+    assert tensors.keys() == factors | norms | {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    down = toy.weights(decoder)
+    assert torch.equal(tensors["model.layers.1.mlp.down_proj.cola_a"], down["layers.1.mlp.down.A"].T)
+    assert tensors["model.layers.1.mlp.down_proj.cola_a"].shape == (48, 8)
+    assert tensors["model.layers.0.self_attn.k_proj.cola_b"].shape == (8, 8)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    facts = {
+        key: said[key] for key in ("model_type", "architectures", "rank", "only_lr_act", "hidden_act", "lr_act_type")
+    }
+    assert facts == {
+        "model_type": "cola", "architectures": ["ColaForCausalLM"], "rank": 8, "only_lr_act": True, "hidden_act": "silu",
+        "lr_act_type": "silu",
+    }  # fmt: skip
+
+
+def _save_on_mesh(folder: Path, tokenizer: Path) -> str:
+    config = toy.toy_config("float32", model={"family": "cola"}, parallel={"layout": "btp", "tp": 2})
+    return str(save(folder, config, tokenizer))
+
+
+def test_a_checkpoint_of_two_processes_in_several_files(tmp_path: Path, store: Path) -> None:
+    """The parts of two processes become whole tensors, in files that are no larger than asked for."""
+    tokenizer = store / "tokenizer.json"
+    two = Path(run_distributed(2, _save_on_mesh, tmp_path / "two", tokenizer)[0])
+    assert len(list((two / "tensors").glob("*.safetensors"))) == 2
+    done = export(open_checkpoint(two), tmp_path / "out", None, True, 16_000)
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) == done.files > 2
+    assert all(file.stat().st_size < 16_000 + 4_000 for file in files)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == done.bytes == 4 * done.parameters
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    decoder, _ = loaded(two)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    expected = toy.weights(decoder)
+    assert torch.equal(theirs.model.embed_tokens.weight, expected["embed"])
+    assert torch.equal(theirs.model.layers[1].self_attn.v_proj.cola_b, expected["layers.1.attn.v.B"].T)
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    assert_close(theirs(tokens).logits, all_logits(decoder, tokens))
+
+
+def test_bfloat16_tokenizer_and_generation_configuration(tmp_path: Path, store: Path) -> None:
+    config = toy.toy_config("float32", model={"vocab_size": 300})
+    path = save(tmp_path / "c", config, store / "tokenizer.json", eos=0)
+    done = export(open_checkpoint(path), tmp_path / "out", "bfloat16", True, GB)
+    assert done.dtype == "bfloat16"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (0, 0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    from boost.data.tokenizer import load_tokenizer
+
+    text = "def main(x):\n    return x + 1\n"
+    assert tokenizer(text)["input_ids"] == load_tokenizer(store / "tokenizer.json").encode(text).ids
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (0, 0, 0)
+    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_stands_in_the_way_is_left_alone(tmp_path: Path, store: Path) -> None:
+    path = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("x")
+    with pytest.raises(ConfigError, match="--out = .* is not an empty folder"):
+        export(open_checkpoint(path), out, None, True, GB)
+    assert [file.name for file in out.iterdir()] == ["mine"]
+    (out / "mine").unlink()
+    export(open_checkpoint(path), out, None, True, GB)
+    assert not (tmp_path / ".out.tmp").exists()

@@ -1,0 +1,256 @@
+"""What `boost import` takes: the same function, the same bytes, and one line for what it refuses."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from boost.convert.export import export
+from boost.convert.importing import import_weights
+from boost.errors import BoostError, CheckpointError, ConfigError
+from boost.train.checkpoint import open_checkpoint
+from tests import toy
+from tests.convert.test_export import CASES
+from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, save, write_folder
+
+GB = 10**9
+
+
+def bring(source: Path, out: Path, **choices: Any) -> Any:
+    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "truncation": None, "file_bytes": GB, **choices}
+    return import_weights(source, out, **given)
+
+
+def there_and_back(source: Path, folder: Path) -> dict[str, Tensor]:
+    """Imported and exported again, with files of another size."""
+    bring(source, folder / "imported")
+    export(open_checkpoint(folder / "imported"), folder / "back", None, False, GB)
+    return load_file(folder / "back" / "model.safetensors")
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_llama_comes_back_to_the_byte(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = llama_folder(tmp_path / "theirs", dtype)
+    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
+    said = json.loads((tmp_path / "back" / "config.json").read_text())
+    for field in LLAMA:
+        assert said[field] == LLAMA[field], field
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"hidden_act": "linear"}, {"num_key_value_heads": 4}]
+)
+def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path, changes: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    llama_folder(tmp_path / "theirs", **changes)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    # As transformers itself writes it: several files, and its own form of config.json.
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    bring(tmp_path / "saved", tmp_path / "imported", file_bytes=9000)
+    decoder, checkpoint = loaded(tmp_path / "imported")
+    assert checkpoint.position.step == 0
+    assert len(list((tmp_path / "imported" / "tensors").iterdir())) > 2
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    with torch.no_grad():
+        torch.testing.assert_close(all_logits(decoder, tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:
+    """A folder as the official CoLA class would save it."""
+    d, f, kv, r = 32, 48, 16, 8
+    widths = {"self_attn.q": (d, d), "self_attn.k": (d, kv), "self_attn.v": (d, kv), "self_attn.o": (d, d)}
+    widths |= {"mlp.gate": (d, f), "mlp.up": (d, f), "mlp.down": (f, d)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (64, d), "lm_head.weight": (64, d)}
+    for layer in range(2):
+        for name, (d_in, d_out) in widths.items():
+            shapes |= {f"model.layers.{layer}.{name}_proj.cola_a": (d_in, r)}
+            shapes |= {f"model.layers.{layer}.{name}_proj.cola_b": (r, d_out)}
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"model.layers.{layer}.{norm}.weight"] = (d,)
+    shapes["model.norm.weight"] = (d,)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {name: torch.randn(shape, generator=generator).mul(0.4) for name, shape in shapes.items()}
+    config = {**LLAMA, "model_type": "cola", "architectures": ["ColaForCausalLM"], "rank": r, "lr_act_type": "silu"}
+    config |= {} if only_lr_act is None else {"only_lr_act": only_lr_act}
+    write_folder(path, config, tensors)
+    return tensors
+
+
+def cola_logits(w: dict[str, Tensor], tokens_S: Tensor, silu: bool) -> Tensor:
+    """Logits [S, V] of the official class' mathematics, written from its description in plain operations."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + LLAMA["rms_norm_eps"]).rsqrt() * w[f"{name}.weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.silu(x @ w[f"{name}_proj.cola_a"]) @ w[f"{name}_proj.cola_b"]
+
+    def heads(x: Tensor, count: int, turn: bool) -> Tensor:
+        x = x.view(len(x), count, 8).transpose(0, 1)
+        if not turn:
+            return x
+        angle = torch.outer(torch.arange(x.shape[1]), LLAMA["rope_theta"] ** -(torch.arange(0, 8, 2) / 8)).repeat(1, 2)
+        half = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+        return x * angle.cos() + half * angle.sin()
+
+    x = w["model.embed_tokens.weight"][tokens_S]
+    future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (heads(linear(y, f"{at}.self_attn.{p}"), n, p != "v") for p, n in (("q", 4), ("k", 2), ("v", 2)))
+        k, v = (z.repeat_interleave(2, dim=0) for z in (k, v))
+        scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(future, float("-inf"))
+        x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{at}.self_attn.o")
+        y = norm(x, f"{at}.post_attention_layernorm")
+        gate, up = linear(y, f"{at}.mlp.gate"), linear(y, f"{at}.mlp.up")
+        x = x + linear((F.silu(gate) if silu else gate) * up, f"{at}.mlp.down")
+    return norm(x, "model.norm") @ w["lm_head.weight"].T
+
+
+@pytest.mark.parametrize(("only_lr_act", "silu"), [(True, False), (False, True), (None, False)])
+def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, silu: bool) -> None:
+    """The official class leaves SwiGLU's silu out unless only_lr_act is false; it is written explicitly on the way back."""
+    tensors = official_cola(tmp_path / "theirs", only_lr_act)
+    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
+    decoder, _ = loaded(tmp_path / "imported")
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    expected = torch.stack([cola_logits(tensors, row, silu) for row in tokens])
+    actual = all_logits(decoder, tokens)
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["only_lr_act"] is not silu
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "svd-merged"])
+def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store: Path) -> None:
+    model, merge, _ = CASES[case]
+    path = save(tmp_path / "c", toy.toy_config("float32", model=model), store / "tokenizer.json")
+    export(open_checkpoint(path), tmp_path / "first", None, merge, GB)
+    expected = load_file(tmp_path / "first" / "model.safetensors")
+    assert_same(there_and_back(tmp_path / "first", tmp_path), expected)
+    ours, imported = open_checkpoint(path), open_checkpoint(tmp_path / "imported")
+    same = set(type(ours.config.model).model_fields) - {"factor_init"}
+    assert {f: getattr(ours.config.model, f) for f in same} == {f: getattr(imported.config.model, f) for f in same}
+    first, back = ((tmp_path / name / "config.json").read_text() for name in ("first", "back"))
+    assert json.loads(first) == json.loads(back)
+
+
+def test_half_precision_becomes_what_a_run_knows(tmp_path: Path) -> None:
+    tensors = llama_folder(tmp_path / "theirs", torch.float16)
+    assert bring(tmp_path / "theirs", tmp_path / "out").dtype == "float32"
+    weights = toy.weights(loaded(tmp_path / "out")[0])
+    assert torch.equal(weights["layers.1.attn.k.W"], tensors["model.layers.1.self_attn.k_proj.weight"].float())
+    assert bring(tmp_path / "theirs", tmp_path / "narrow", dtype="bfloat16").dtype == "bfloat16"
+    weights = toy.weights(loaded(tmp_path / "narrow")[0])
+    assert torch.equal(weights["head"], tensors["lm_head.weight"].bfloat16())
+
+
+def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Path) -> None:
+    from boost.data.store import TokenStore
+
+    llama_folder(tmp_path / "theirs", vocab_size=300)
+    (tmp_path / "theirs" / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
+    bring(tmp_path / "theirs", tmp_path / "out")
+    found = open_checkpoint(tmp_path / "out")
+    assert found.require_tokenizer() == TokenStore.open(store).fingerprint
+    assert (found.data["eos"], found.data["bos"]) == (2, 1)
+    bring(tmp_path / "theirs", tmp_path / "named", tokenizer=store)
+    assert open_checkpoint(tmp_path / "named").require_tokenizer() == TokenStore.open(store).fingerprint
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = 'llama3'"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+    ({"attention_bias": True}, "attention_bias = true"),
+    ({"mlp_bias": True}, "mlp_bias = true"),
+    ({"head_dim": 16}, "head_dim = 16"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ({"model_type": "mamba"}, "model_type = 'mamba'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"num_hidden_layers": None}, "model.layers = None is not of type integer"),
+    ({"num_attention_heads": 5, "head_dim": None}, "model.heads = 5 must divide model.dim = 32"),
+    ({"num_hidden_layers": 3}, r"has no tensor 'model\.layers\.2\..*\(9 of them\)"),
+    ({"num_hidden_layers": 1}, r"has a tensor 'model\.layers\.1\."),
+    (
+        {"intermediate_size": 64},
+        r"'model\.layers\.0\.mlp\.gate_proj\.weight' is \[48, 32\], but config.json says \[64, 32\]",
+    ),
+    ({"vocab_size": 65}, r"'model\.embed_tokens\.weight' is \[64, 32\]"),
+    ({"num_key_value_heads": 4}, r"k_proj\.weight' is \[16, 32\], but config.json says \[32, 32\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=[message[:24] for _, message in CONFIGS])
+def test_what_our_decoder_has_not_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    llama_folder(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    with pytest.raises(BoostError, match=message) as caught:
+        bring(tmp_path / "theirs", tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return open, ("executed", "w")
+
+
+def test_a_pickle_is_refused_and_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llama_folder(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").unlink()
+    (tmp_path / "theirs" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"pickle \(pytorch_model.bin\).*safe_serialization=True"):
+        bring(tmp_path / "theirs", tmp_path / "out")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder at"):
+        bring(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        bring(tmp_path / "empty", tmp_path / "out")
+    tensors = llama_folder(tmp_path / "theirs")
+    weights = tmp_path / "theirs" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors' is damaged"):
+        bring(tmp_path / "theirs", tmp_path / "out")
+    save_file(tensors, weights)
+    for stranger in ("gone.safetensors", "../theirs/model.safetensors"):
+        index = {"weight_map": dict.fromkeys(tensors, stranger)}
+        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=f"names '{stranger}'"):
+            bring(tmp_path / "theirs", tmp_path / "out")
+    (tmp_path / "theirs" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json' cannot be read"):
+        bring(tmp_path / "theirs", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_not_asked_for(tmp_path: Path) -> None:
+    tensors = llama_folder(tmp_path / "theirs")
+    more = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(2)}
+    write_folder(tmp_path / "theirs", LLAMA, tensors | more)
+    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
+
+
+def test_a_checkpoint_of_ours_needs_no_import(tmp_path: Path, store: Path) -> None:
+    path = save(tmp_path / "c", toy.toy_config("float32", model={"family": "dense"}), store / "tokenizer.json")
+    with pytest.raises(ConfigError, match="train --start-from"):
+        bring(path, tmp_path / "out")

@@ -1,0 +1,97 @@
+"""Tiny checkpoints and folders for tests of what goes in and out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from boost.config import Config
+from boost.models.decoder import Decoder
+from boost.models.stored import storages
+from boost.optim.adamw import build_adamw
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Checkpoint, Position, open_checkpoint
+from boost.train.model import build_decoder
+from tests import toy
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+"""config.json of a tiny model as transformers 4 writes it."""
+
+
+def save(folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t") -> Path:
+    """A checkpoint of an initialised model, from all processes of its mesh; norms and biases are no longer trivial."""
+    decoder, mesh = toy.toy_decoder(config)
+    with torch.no_grad():
+        for name, value in toy.weights(decoder).items():
+            if name.endswith(("norm", "norm_weight", "norm_bias")):
+                value.add_(torch.linspace(-0.5, 0.5, value.numel()))
+    optimizer = build_adamw(list(storages(decoder)), config.optim)
+    data = {"tokenizer": fingerprint, "content": "c", "eos": eos}
+    return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer, data, mesh)
+
+
+def loaded(path: Path) -> tuple[Decoder, Checkpoint]:
+    """The model of a checkpoint in this process, and the checkpoint."""
+    checkpoint = open_checkpoint(path)
+    config = toy.single(checkpoint.config)
+    mesh = toy.toy_mesh(config)
+    decoder = build_decoder(config, mesh)
+    ckpt.load_weights(checkpoint, decoder, mesh)
+    return decoder, checkpoint
+
+
+@torch.no_grad()
+def all_logits(decoder: Decoder, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of every position."""
+    batch, length = tokens_BS.shape
+    context = decoder._context(tokens_BS, torch.arange(length))
+    x, _ = decoder._residual(decoder.layout, tokens_BS, context, ())
+    logits = decoder.layout.logits(x, decoder.final_norm, decoder.head, torch.arange(batch * length))
+    return logits.view(batch, length, -1)
+
+
+def llama_folder(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
+    """A tiny LLaMA folder as transformers names it, with random weights, which are returned."""
+    config = {**LLAMA, **changes}
+    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = config["num_key_value_heads"] * d // config["num_attention_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (v, d)
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in {
+            "input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (d, d), "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d),
+            "mlp.down_proj": (d, f),
+        }.items():  # fmt: skip
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    generator = torch.Generator().manual_seed(5)
+    tensors = {name: torch.randn(shape, generator=generator).mul(0.2).to(dtype) for name, shape in shapes.items()}
+    write_folder(path, config, tensors)
+    return tensors
+
+
+def write_folder(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """config.json and model.safetensors."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
