@@ -47,7 +47,7 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, fi
     form = form_of(model, merge)
     reader = WeightReader(checkpoint)
     target = getattr(torch, dtype) if dtype else None
-    temporary = out.with_name(f".{out.name}.tmp")
+    temporary = out.resolve().with_name(f".{out.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

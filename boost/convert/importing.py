@@ -198,7 +198,9 @@ def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
         "tokenizer": vocabulary.fingerprint if vocabulary else None,
         "content": None,
         "eos": eos,
-        "bos": weights.bos,
+        "bos": weights.bos
+        if weights.bos != eos
+        else None,  # a document then begins behind the end of another, as ours do
         "context": weights.context,
     }
 

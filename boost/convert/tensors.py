@@ -42,8 +42,9 @@ class TensorFolder:
                 if Path(name).name != name or not (self.path / name).is_file():
                     raise CheckpointError(f"'{self.path / INDEX}' names '{name}', which is no file beside it; fetch it")
             return [self.path / name for name in names]
-        found = sorted(self.path.glob("*.safetensors"))
-        if found:
+        # Some folders hold the same weights a second time, under a name of their makers'.
+        single = self.path / "model.safetensors"
+        if found := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
             return found
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(

@@ -264,6 +264,10 @@ class Trainer:
 
     def _check_resumable(self, found: Checkpoint) -> None:
         """The order of the data is a function of these fields: another value would repeat or skip samples."""
+        if found.updates == 0 and found.data.get("content") is None:
+            raise CheckpointError(
+                f"'{found.path}' holds imported weights and no run; begin one by --start-from {found.path}"
+            )
         for field in ("seed", "seq_len", "global_batch"):
             before, now = getattr(found.config.train, field), getattr(self.config.train, field)
             if before != now:

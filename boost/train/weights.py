@@ -83,7 +83,7 @@ def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
 
 def begin_weights(final: Path) -> Path:
     """The empty folder in which a checkpoint of weights is written, beside where it is to stand. Raises StorageError."""
-    temporary = final.with_name(f".{final.name}.tmp")
+    temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "tensors").mkdir(parents=True)

@@ -149,6 +149,22 @@ def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store:
     assert json.loads(first) == json.loads(back)
 
 
+def test_what_transformers_saved_again_comes_in(tmp_path: Path, store: Path) -> None:
+    """After fine-tuning elsewhere, say: our fields are still there, in transformers' own form of config.json."""
+    transformers = pytest.importorskip("transformers")
+    path = save(tmp_path / "c", toy.toy_config("float32", model=CASES["lax-tensor"][0]), store / "tokenizer.json")
+    export(open_checkpoint(path), tmp_path / "first", None, True, GB)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", trust_remote_code=True)
+    with torch.no_grad():
+        theirs.model.norm.weight.mul_(2)
+    theirs.save_pretrained(tmp_path / "tuned")
+    bring(tmp_path / "tuned", tmp_path / "imported")
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(all_logits(loaded(tmp_path / "imported")[0], tokens), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_half_precision_becomes_what_a_run_knows(tmp_path: Path) -> None:
     tensors = llama_folder(tmp_path / "theirs", torch.float16)
     assert bring(tmp_path / "theirs", tmp_path / "out").dtype == "float32"
@@ -168,6 +184,7 @@ def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Pa
     found = open_checkpoint(tmp_path / "out")
     assert found.require_tokenizer() == TokenStore.open(store).fingerprint
     assert (found.data["eos"], found.data["bos"]) == (2, 1)
+    (tmp_path / "theirs" / "copy.safetensors").write_bytes((tmp_path / "theirs" / "model.safetensors").read_bytes())
     bring(tmp_path / "theirs", tmp_path / "named", tokenizer=store)
     assert open_checkpoint(tmp_path / "named").require_tokenizer() == TokenStore.open(store).fingerprint
 
