@@ -15,9 +15,8 @@ _WHAT = {
 def card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, context: int) -> str:
     """README.md."""
     model = checkpoint.config.model
-    family = model.family + (f" over {model.over}, gate {model.gate}" if model.crosses else "")
     rows = {
-        "family": family,
+        "family": model.title,
         "parameters": f"{parameters:,}",
         "dim / ffn_dim / layers": f"{model.dim} / {model.ffn_dim} / {model.layers}",
         "heads / key-value heads": f"{model.heads} / {model.kv_heads}",

@@ -95,7 +95,10 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
         (["generate", bare], "has no tokenizer"),
         ([*begin, "--start-from", bare], "has no tokenizer"),
         (["train"], "CONFIG is missing"),
-        ([*begin, "demo", "--parallel.tp", "1", "--resume", whole, "--run.dir", f"{out}2"], "begin one by --start-from"),
+        (
+            [*begin, "demo", "--parallel.tp", "1", "--resume", whole, "--run.dir", f"{out}2"],
+            "begin one by --start-from",
+        ),
         ([*begin, "--start-from", "/nowhere"], "no checkpoint at '/nowhere'"),
         ([*begin, "--start-from", whole, "--resume", whole], "both say where the weights come from"),
         ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from boost.config import Config
 from boost.models.decoder import Decoder
 from boost.models.stored import storages
-from boost.optim.adamw import build_adamw
+from boost.optim.build import build_optimizer
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint, Position, open_checkpoint
 from boost.train.model import build_decoder
@@ -44,7 +44,7 @@ def save(folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprin
         for name, value in toy.weights(decoder).items():
             if name.endswith(("norm", "norm_weight", "norm_bias")):
                 value.add_(torch.linspace(-0.5, 0.5, value.numel()))
-    optimizer = build_adamw(list(storages(decoder)), config.optim)
+    optimizer = build_optimizer(list(storages(decoder)), config, mesh)
     data = {"tokenizer": fingerprint, "content": "c", "eos": eos}
     return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer, data, mesh)
 
