@@ -31,19 +31,31 @@ class Factors:
 
 
 def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None, multiple: int = 1) -> Factors:
-    """The truncated SVD of W, computed in fp64 on W's device: B = U_r sqrt(S_r), A = sqrt(S_r) V_r^T, both fp64.
+    """The truncated SVD of W, in fp64 on W's device: B = U_r sqrt(S_r), A = sqrt(S_r) V_r^T, both fp64.
 
     r is `rank`, or the smallest that keeps the share `energy` of the sum of squared singular values, rounded up to a multiple
     of `multiple` and never more than min(O, I). The largest entry of each column of U is positive, so that the result
     does not depend on the library's choice of sign.
     """
     assert (rank is None) != (energy is None), "a rank or an energy"
-    u, s, vt = torch.linalg.svd(w_OI.double(), full_matrices=False)
+    wide = w_OI.shape[0] <= w_OI.shape[1]
+    w_MN = (w_OI if wide else w_OI.T).double()
+    # By the eigenvectors of the smaller Gram matrix, in half the time of an SVD. What squaring loses are directions of singular
+    # values below 1e-8 of the largest; the factors' product is a projection of W, as exact as eigenvectors are orthogonal.
+    q_MM = torch.linalg.eigh(w_MN @ w_MN.T).eigenvectors
+    projected_MN = q_MM.T @ w_MN
+    s, order = projected_MN.norm(dim=1).sort(descending=True, stable=True)
     if rank is None:
         rank = rank_for(s, energy or 0.0, multiple)
-    u, root, vt = u[:, :rank], s[:rank].sqrt(), vt[:rank]
-    sign = u.gather(0, u.abs().argmax(dim=0, keepdim=True)).sign()
-    return Factors((vt * sign.T) * root[:, None], u * sign * root, s)
+    order = order[:rank]
+    root = s[: len(order)].sqrt()
+    thin_MR = q_MM[:, order] * root
+    long_RN = projected_MN[order] / torch.where(root > 0, root, 1)[:, None]
+    u_OR = thin_MR if wide else long_RN.T
+    sign = u_OR.gather(0, u_OR.abs().argmax(dim=0, keepdim=True)).sign()
+    sign = torch.where(sign == 0, 1, sign)
+    a_RI, b_OR = (long_RN, thin_MR) if wide else (thin_MR.T, long_RN.T)
+    return Factors((a_RI * sign.T).contiguous(), (b_OR * sign).contiguous(), s)
 
 
 def rank_for(values: Tensor, energy: float, multiple: int = 1) -> int:

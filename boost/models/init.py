@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,16 +13,16 @@ from boost.config.schema import ModelConfig
 from boost.models.decoder import Decoder
 from boost.models.factorize import factorize
 from boost.models.interface import local_slice
-from boost.models.stored import storages
+from boost.models.stored import Storage, storages
 
 
 @torch.no_grad()
-def initialize(decoder: Decoder, seed: int) -> None:
-    """Fills every weight of a decoder in place.
+def initialize(decoder: Decoder, seed: int, over: Callable[[list[Storage]], Iterable[Storage]] = iter) -> None:
+    """Fills every weight of a decoder in place. `over` passes the stored tensors on one by one, and may say so.
 
     Each whole parameter is drawn on the CPU in fp32 and cut afterwards: a draw per shard would depend on the mesh.
     """
-    for storage in storages(decoder):
+    for storage in over(list(storages(decoder))):
         for piece in storage.pieces():
             whole = initial_value(piece.parameter, decoder.model, seed)
             own = local_slice(piece.parameter, decoder.layout, whole)

@@ -107,7 +107,7 @@ class Trainer:
     def _begin(self, start_from: str | None) -> None:
         """Weights of step 0."""
         if start_from is None:
-            initialize_model(self.model, self.config.train.seed)
+            initialize_model(self.model, self.config.train.seed, show=self.mesh.is_main)
             return
         found = check_start(start_from, self.config, self.store)
         ckpt.load_weights(found, self.model, self.mesh)

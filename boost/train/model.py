@@ -13,11 +13,13 @@ from boost.data.batches import Batch, join
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
+from boost.models.stored import Storage
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Part, Pipeline
 from boost.parallel.recompute import POLICIES
 from boost.parallel.sharding import last_backward, shard
+from boost.train.console import progress
 
 Model = Decoder | Pipeline
 """All of the model that this process runs."""
@@ -42,10 +44,14 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     return pipeline
 
 
-def initialize_model(model: Model, seed: int) -> None:
-    """Gives every weight of this process its initial value."""
+def initialize_model(model: Model, seed: int, show: bool = False) -> None:
+    """Gives every weight of this process its initial value, under a bar if `show`: a large model takes minutes."""
+
+    def over(stored: list[Storage]) -> Iterable[Storage]:
+        return progress(stored, "initial weights", enabled=show)
+
     for decoder in model.decoders if isinstance(model, Pipeline) else [model]:
-        initialize(decoder, seed)
+        initialize(decoder, seed, over)
 
 
 def _finish(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
