@@ -124,7 +124,7 @@ def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -
         raise ConfigError(
             f"optim.name = '{config.optim.name}' is a contender by itself; give families a configuration with 'adamw'"
         )
-    change_family(tree["model"], contender.family)
+    change_family(tree["model"], contender.family, contender.model.get("over", "cola"))
     if tree["model"].get("rank") is None:
         tree["model"].pop("rank", None)
     tree["model"] |= contender.model

@@ -46,7 +46,7 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
         tree["model"] = model.model_dump()
     changes = dict(parse_overrides(overrides))
     if "model.family" in changes and isinstance(tree.get("model", {}), dict):
-        change_family(tree.setdefault("model", {}), changes["model.family"])
+        change_family(tree.setdefault("model", {}), changes["model.family"], changes.get("model.over", "cola"))
     if isinstance(tree.get("optim", {}), dict):
         change_optimizer(tree.setdefault("optim", {}), changes)
     for key, value in changes.items():
@@ -75,12 +75,16 @@ def change_optimizer(optim: dict[str, Any], changes: dict[str, Any]) -> None:
             optim.pop(field, None)
 
 
-def change_family(model: dict[str, Any], family: str) -> None:
-    """Sets the family in a [model] table; what only the family before gave a meaning falls back to the new one's default."""
+def change_family(model: dict[str, Any], family: str, over: str = "cola") -> None:
+    """Sets the family in a [model] table; what only the family before gave a meaning falls back to the new one's default.
+
+    `over`: what lax is made of. A lax over cola keeps what the table says of cola, and the other way round.
+    """
     before = model.get("family", ModelConfig.model_fields["family"].default)
+    kinds = [model.get("over", "cola") if before == "lax" else before, over if family == "lax" else family]
     model["family"] = family
     if family != before:
-        for field in ("latent_act", "mlp_silu", "factor_init", "over", "gate"):
+        for field in ("over", "gate", *(("latent_act", "mlp_silu", "factor_init") if kinds[0] != kinds[1] else ())):
             model.pop(field, None)
     if family == "dense" != before:
         model.pop("rank", None)

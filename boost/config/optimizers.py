@@ -85,11 +85,18 @@ def _restarts(config: Config) -> Iterator[str]:
             f"optim.restart_warmup_steps = {optim.restart_warmup_steps} is longer than the optim.exact_every = "
             f"{optim.exact_every} steps between restarts; the largest legal value is {optim.exact_every}"
         )
+    most = max(train.steps - optim.warmup_steps, 0) // optim.exact_every * optim.exact_every
     if optim.restart_delay % optim.exact_every:
         best = max((2 * optim.restart_delay + optim.exact_every) // (2 * optim.exact_every), 1) * optim.exact_every
+        best = min(best, most)
         yield (
             f"optim.restart_delay = {optim.restart_delay} must be a multiple of optim.exact_every = {optim.exact_every}, or the "
             f"rate would dip where nothing restarts; the nearest legal value is {best}"
+        )
+    if optim.restart_delay > most:
+        yield (
+            f"optim.restart_delay = {optim.restart_delay} puts the cosine's top behind the end of train.steps = {train.steps} with "
+            f"optim.warmup_steps = {optim.warmup_steps}; the largest legal value is {most}"
         )
     if optim.warmup_steps >= train.steps:
         yield (

@@ -101,10 +101,10 @@ def _crossing_problems(config: Config) -> Iterator[str]:
 def _rank_problems(config: Config) -> Iterator[str]:
     """Ranks of single linears."""
     model = config.model
-    names = ("attn", "mlp", *SLOTS)
+    names, numbers = ("attn", "mlp", *SLOTS), {str(number) for number in range(model.layers)} if model.ranks else set()
     for name, rank in model.ranks.items():
         _, layer, slot = ("", "", name) if not name.startswith("layers.") else (*name.split(".", 2), "", "")[:3]
-        if slot not in (SLOTS if layer else names) or (layer and not (layer.isdecimal() and int(layer) < model.layers)):
+        if slot not in (SLOTS if layer else names) or (layer and layer not in numbers):
             example = f", or layers.0.{SLOTS[0]} to layers.{model.layers - 1}.{SLOTS[-1]} for one block"
             yield f"model.ranks.{name} is no linear of this model; the names are {', '.join(names)}{example}"
             continue

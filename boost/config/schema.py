@@ -105,7 +105,7 @@ class ModelConfig(Section):
             "kv_heads": values.get("heads", cls.model_fields["heads"].default),
             "rank": low_rank_default,
             "latent_act": "silu" if kind == "cola" else "none",
-            "factor_init": {"cola": "cola", "svd": "xavier"}.get(kind, "none"),
+            "factor_init": "cola" if kind == "cola" else "xavier" if kind == "svd" else "none",
             "mlp_silu": True,
         }
         if isinstance(values.get("ranks"), dict):

@@ -178,4 +178,5 @@ def _standing(
     parts = _wide(v_TR).split([rank for rank, _ in widths], dim=-1)
     for i, (v, (_, n)) in enumerate(zip(parts, widths, strict=True)):
         m_T1 = s_T2k[:, 2 * i, None] / n
-        yield v, m_T1, torch.rsqrt(s_T2k[:, 2 * i + 1, None] / n - m_T1.square() + EPS)
+        variance_T1 = s_T2k[:, 2 * i + 1, None] / n - m_T1.square()  # rounding may leave less than nothing of it
+        yield v, m_T1, torch.rsqrt(variance_T1.clamp_min(0) + EPS)

@@ -53,6 +53,7 @@ BAD = [
     (["--model.family", "lax", "--model.ranks.layers.1.attn.q", "8"], ["ranks.layers.1.attn.q", "write ranks.attn.q"]),
     (["--model.ranks.attn.w", "8"], ["model.ranks.attn.w", "attn.q", "layers.0.attn.q"]),
     (["--model.ranks.layers.8.attn.q", "8"], ["model.ranks.layers.8.attn.q", "layers.7.mlp.down"]),
+    (["--model.ranks.layers.00.attn.q", "8"], ["model.ranks.layers.00.attn.q", "no linear of this model"]),
     (["--model.ranks.attn", "9000"], ["model.ranks.attn = 9000", "largest legal value is 512"]),
     (["--model.ranks.attn", "many"], ["model.ranks.attn = 'many'", "integer"]),
     (["--model.ranks.attn", "0"], ["model.ranks.attn = 0", "smallest legal value is 1"]),
@@ -141,10 +142,14 @@ BAD = [
     (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "legal value is true"]),
     (["--optim.exact_every", "5"], ["exact_every = 5", "'loro'", "legal value is 0"]),
     (["--optim.schedule", "cosine-restarts"], ["'cosine-restarts'", "optim.name = 'loro'"]),
+    (
+        ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1500"],
+        ["restart_delay = 1500", "train.steps = 1000", "largest legal value is 1000"],
+    ),
     (["--optim.restart_delay", "500"], ["restart_delay = 500", "'cosine-restarts'", "legal value is 0"]),
     (
         ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1300"],
-        ["restart_delay = 1300", "exact_every = 500", "nearest legal value is 1500"],
+        ["restart_delay = 1300", "exact_every = 500", "nearest legal value is 1000"],
     ),
     (
         ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.exact_every", "4"],
@@ -177,6 +182,8 @@ def test_a_mistake_is_one_line_with_field_value_and_way_out(overrides: list[str]
         ("[train", ["not TOML"]),
         ("[train]\nsteps = true", ["train.steps = True", "integer"]),
         ("[run]\ndir = 3", ["run.dir = 3", "text"]),
+        ('[model]\nfamily = ["x"]', ["model.family = ['x'] is not one of dense"]),
+        ('[model]\nfamily = "lax"\nover = ["svd"]', ["model.over = ['svd'] is not one of none"]),
     ],
 )
 def test_a_mistake_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -254,6 +261,17 @@ def test_overrides_win_and_are_read_as_their_fields_type() -> None:
     assert config.optim.lr == 1.0
     assert config.run.dir == "123"
     assert config.parallel.grouping is False
+
+
+def test_lax_over_cola_is_cola_with_crossings() -> None:
+    recipe = load("cola-350m").model
+    crossing = load("cola-350m", ["--model.family", "lax"]).model
+    assert not recipe.mlp_silu
+    assert crossing.model_dump(exclude={"family", "over", "gate"}) == recipe.model_dump(
+        exclude={"family", "over", "gate"}
+    )
+    other = load("cola-350m", ["--model.family", "lax", "--model.over", "svd"]).model
+    assert (other.latent_act, other.factor_init, other.mlp_silu) == ("none", "xavier", True)
 
 
 def test_another_family_takes_its_own_defaults_unless_told_otherwise(tmp_path: Path) -> None:
