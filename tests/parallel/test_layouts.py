@@ -34,7 +34,7 @@ LOW_RANK = [
 ]
 DENSE = [{"layout": layout, **grouping} for grouping in GROUPING for layout in ("megatron", "megatron-sp")]
 FAMILIES = [*itertools.product(("svd", "cola"), LOW_RANK), *itertools.product(("dense",), DENSE)]
-KV_HEADS = {2: (8, 4, 1), 4: (8, 4, 1), 8: (8, 4)}
+KV_HEADS = {2: (8, 4, 1), 4: (8, 4, 1), 8: (4,)}
 """By TP size, of 8 heads: as many, fewer, and fewer than processes."""
 CELLS = [
     ({"family": family, "kv_heads": kv_heads, "layers": 2 if tp == 2 else 1}, {**parallel, "tp": tp})
