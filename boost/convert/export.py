@@ -16,8 +16,7 @@ from boost.convert.card import card
 from boost.convert.formats import MODELING_FILE, config_json
 from boost.convert.names import Entry, Form, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
-from boost.convert.vocabulary import generation_config, tokenizer_config
-from boost.data.tokenizer import load_tokenizer
+from boost.convert.vocabulary import generation_config, tokenizer_files
 from boost.errors import ConfigError, StorageError
 from boost.train.checkpoint import Checkpoint
 from boost.train.console import progress
@@ -99,8 +98,9 @@ def _texts(
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
         text = checkpoint.tokenizer.read_text(encoding="utf-8")
+        text, said = tokenizer_files(text, eos, bos, data.get("bos"), context)
         yield "tokenizer.json", text
-        yield "tokenizer_config.json", _json(tokenizer_config(load_tokenizer(checkpoint.tokenizer), eos, bos, context))
+        yield "tokenizer_config.json", _json(said)
     assert form == "merged" or writer.parameters == parameter_count(model)
     yield "README.md", card(checkpoint, form, writer.parameters, dtype, context)
 

@@ -214,3 +214,56 @@ def test_what_stands_in_the_way_is_left_alone(tmp_path: Path, store: Path) -> No
     (out / "mine").unlink()
     export(open_checkpoint(path), out, None, True, GB)
     assert not (tmp_path / ".out.tmp").exists()
+
+
+POST_PROCESSORS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "t5": ({"single": "$A </s>", "pair": "$A </s> $B </s>"}, None),
+    "llama": ({"single": "<s> $A", "pair": "<s> $A <s> $B"}, 1),
+    "llama-3": ({"single": "<s> $A </s>", "pair": "<s> $A <s> $B"}, 1),
+    "none": ({}, 1),
+}
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+@pytest.mark.parametrize("family", ["dense", "cola"])
+def test_a_prompt_is_encoded_as_generate_does(kind: str, family: str, tmp_path: Path, store: Path) -> None:
+    """Whatever the tokenizer's own post-processor adds: training knew none of it, and an end of text ends what follows."""
+    from tokenizers import Tokenizer, processors
+
+    from boost.convert.vocabulary import read_vocabulary
+    from boost.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+
+    template, bos = POST_PROCESSORS[kind]
+    tokenizer = Tokenizer.from_file(str(store / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    known = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    parts: list[Any] = [processors.ByteLevel(trim_offsets=False)] if kind == "llama-3" else []
+    parts += [processors.TemplateProcessing(special_tokens=known, **template)] if template else []
+    if parts:
+        tokenizer.post_processor = parts[0] if len(parts) == 1 else processors.Sequence(parts)
+    start, eos = (known[0][1] if bos else None), known[1][1]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    path = save(
+        tmp_path / "c",
+        toy.toy_config("float32", model={"vocab_size": size, "family": family}),
+        tmp_path / "tokenizer.json",
+        eos,
+        bos=start,
+    )
+    export(open_checkpoint(path), tmp_path / "out", None, True, GB)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ours = load_tokenizer(path / "tokenizer.json")
+    for text in ("def main(x):\n    return x + 1\n", "a </s> b<s>"):
+        prompt = ([] if start is None else [start]) + ours.encode(text, add_special_tokens=False).ids
+        assert theirs(text).input_ids == theirs.encode(text) == theirs([text]).input_ids[0] == prompt
+        assert theirs.decode(prompt, skip_special_tokens=True) == text
+    assert eos not in prompt
+    assert theirs.decode([*prompt[:4], eos], skip_special_tokens=True) == theirs.decode(
+        prompt[:4], skip_special_tokens=True
+    )
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (eos, eos if start is None else start)
+    # The checkpoint's own is as it was, and is what the folder is recognised by when it comes back.
+    assert (path / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
+    back = read_vocabulary(tmp_path / "out", tmp_path / "out")
+    assert back.fingerprint == tokenizer_fingerprint(load_tokenizer(tmp_path / "tokenizer.json"))

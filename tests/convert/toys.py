@@ -37,7 +37,9 @@ LLAMA = {
 """config.json of a tiny model as transformers 4 writes it."""
 
 
-def save(folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t") -> Path:
+def save(
+    folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t", bos: int | None = None
+) -> Path:
     """A checkpoint of an initialised model, from all processes of its mesh; norms and biases are no longer trivial."""
     decoder, mesh = toy.toy_decoder(config)
     with torch.no_grad():
@@ -45,7 +47,7 @@ def save(folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprin
             if name.endswith(("norm", "norm_weight", "norm_bias")):
                 value.add_(torch.linspace(-0.5, 0.5, value.numel()))
     optimizer = build_optimizer(list(storages(decoder)), config, mesh)
-    data = {"tokenizer": fingerprint, "content": "c", "eos": eos}
+    data = {"tokenizer": fingerprint, "content": "c", "eos": eos} | ({} if bos is None else {"bos": bos})
     return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer, data, mesh)
 
 
