@@ -24,7 +24,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "checkpoint", metavar="CHECKPOINT", help="run directory (its newest checkpoint) or step-... folder"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as stored)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights (default: as stored)"
+    )
     parser.add_argument("--no-merge", action="store_true", help="svd: keep A and B instead of W = B A")
     add_file_size(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -53,7 +53,10 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, fi
         writer = TensorWriter(temporary, "model", file_bytes)
         for entry in progress(list(entries(model, form)), "exporting"):
             tensor = _tensor(entry, [reader.read(parameter.name) for parameter in entry.parameters])
-            writer.add(entry.name, tensor.to(target or reader.dtype(entry.parameters[0].name)))
+            converted = tensor.to(target or reader.dtype(entry.parameters[0].name))
+            if converted.dtype == torch.float16 and converted.isinf().any():
+                raise ConfigError(f"--dtype = float16 does not hold '{entry.name}' (65504 at most); choose bfloat16")
+            writer.add(entry.name, converted)
         places = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
         for name, text in _texts(checkpoint, form, stored, writer, places):

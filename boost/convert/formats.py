@@ -101,17 +101,22 @@ def read_folder(path: Path) -> Folder:
         )
     where = f"'{path}/config.json'"
     _refuse_what_ours_has_not(content, where)
+    context = content.get("max_position_embeddings")
+    context = 2048 if context is None else context
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1:
+        raise ConfigError(
+            f"max_position_embeddings = {context!r} in {where} is no length; the legal values are 1, 2, ..."
+        )
     table = _model_table(content, where)
     try:
         table |= {"dense": _dense, "cola": _cola, "boost": _boost}["dense" if kind == "llama" else kind](content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
-        context = int(content.get("max_position_embeddings") or 2048)
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; mend the file, or save the model again") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{where} cannot be read: {_line(error)}") from None
     except BoostError as error:
-        raise ConfigError(f"{where} is not a model that boost can train: {error}") from None
+        raise ConfigError(f"{where} is not a model that boost can train: {_line(error)}") from None
     return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_ends(path, content))
 
 
@@ -121,11 +126,16 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' cannot be read ({error}); {advice}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"'{path}' holds no JSON object; {advice}")
     return content
+
+
+def _line(error: Exception) -> str:
+    """What a message quotes may hold line breaks."""
+    return " ".join(str(error).split())
 
 
 def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
@@ -158,12 +168,12 @@ def _refuse_what_ours_has_not(content: dict[str, Any], where: str) -> None:
                 f"{field} = true in {where}: our decoder's linears have no bias; the legal value is false"
             )
     width, heads = content.get("head_dim"), content.get("num_attention_heads")
-    if width and isinstance(heads, int) and width * heads != content.get("hidden_size"):
-        legal = f"hidden_size / num_attention_heads = {content.get('hidden_size')} / {heads}"
-        raise ConfigError(f"head_dim = {width} in {where}: our decoder's heads are as wide as {legal}")
+    if width and isinstance(heads, int) and (not isinstance(width, int) or width * heads != content.get("hidden_size")):
+        legal = f"hidden_size / num_attention_heads = {content.get('hidden_size')!r} / {heads}"
+        raise ConfigError(f"head_dim = {width!r} in {where}: our decoder's heads are as wide as {legal}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"quantization_config ({method}) in {where}: import the weights that were quantised")
+        raise ConfigError(f"quantization_config ({method!r}) in {where}: import the weights that were quantised")
 
 
 def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:

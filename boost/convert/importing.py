@@ -40,7 +40,7 @@ class Weights(Protocol):
     tokenizer: Path | None
 
     def dtype(self) -> torch.dtype:
-        """That of the embedding, in which all are kept."""
+        """The one in which all are kept: the widest of them."""
         ...
 
     def read(self, parameter: Parameter) -> Tensor:
@@ -56,13 +56,20 @@ class FolderWeights:
         folder = read_folder(path)
         self.model, self.context, self.eos, self.bos = folder.model, folder.context, folder.eos, folder.bos
         self._tensors = TensorFolder(path)
+        if folder.model.layers > len(self._tensors.shapes):  # before every layer is gone through
+            stored = f"{len(self._tensors.shapes)} tensors"
+            raise ConfigError(
+                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but {stored} are there"
+            )
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, folder.form)}
         self._tied = folder.tied
         self._tensors.check(self._entries.values(), frozenset({self._entries["head"].name} if folder.tied else ()))
+        names = {entry.name for entry in self._entries.values()}
+        self._dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
 
     def dtype(self) -> torch.dtype:
-        return self._tensors.read(self._entries["embed"].name).dtype
+        return self._dtype
 
     def read(self, parameter: Parameter) -> Tensor:
         entry = self._entries["embed" if self._tied and parameter.name == "head" else parameter.name]
@@ -106,7 +113,7 @@ def import_weights(
 ) -> Imported:
     """Writes the checkpoint `out`, which must not exist or be empty. With `truncation` dense weights become svd factors.
 
-    `dtype`: None keeps the stored one (float16 becomes float32, factors of a truncation are float32 or wider).
+    `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors of a truncation are float32 or wider).
     `tokenizer`: a tokenizer.json or its folder, in place of the one beside the weights. The checkpoint appears under its
     name when it is complete. Raises BoostError.
     """

@@ -1,5 +1,6 @@
 """Safetensors in a folder: read one tensor at a time, written one file at a time. Nothing is ever unpickled."""
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from boost.convert.names import Entry
 from boost.errors import CheckpointError, StorageError
 
 INDEX = "model.safetensors.index.json"
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -24,23 +26,34 @@ class TensorFolder:
         self.path = path
         self._places: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for file in self._files():
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                         self._places[name] = file
-                        self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                        found = opened.get_slice(name)
+                        self.shapes[name] = tuple(found.get_shape())
+                        self._dtypes[name] = str(found.get_dtype())
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"'{file}' is damaged or no safetensors file: {error}") from None
+                line = " ".join(str(error).split())
+                raise CheckpointError(f"'{file}' is damaged or no safetensors file: {line}") from None
 
     def _files(self) -> list[Path]:
         index = read_json(self.path / INDEX, "mend it, or save the model again")
         if index:
             weight_map = index.get("weight_map")
-            names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"'{self.path / INDEX}' has no weight_map; mend it, or save the model again")
+            if strange := [value for value in weight_map.values() if not isinstance(value, str)]:
+                raise CheckpointError(f"'{self.path / INDEX}' names {strange[0]!r}, which is no file name; mend it")
+            names, there = (
+                sorted(set(weight_map.values())),
+                {file.name for file in self.path.iterdir() if file.is_file()},
+            )
             for name in names:
-                if Path(name).name != name or not (self.path / name).is_file():
-                    raise CheckpointError(f"'{self.path / INDEX}' names '{name}', which is no file beside it; fetch it")
+                if name not in there:
+                    raise CheckpointError(f"'{self.path / INDEX}' names {name!r}, which is no file beside it; fetch it")
             return [self.path / name for name in names]
         # Some folders hold the same weights a second time, under a name of their makers'.
         single = self.path / "model.safetensors"
@@ -61,18 +74,28 @@ class TensorFolder:
         expected = {entry.name: entry.shape for entry in wanted}
         if missing := [name for name in expected if name not in self.shapes and name not in may_miss]:
             raise CheckpointError(
-                f"'{self.path}' has no tensor '{missing[0]}'{_more(missing)}; is config.json its own?"
+                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; is config.json its own?"
             )
         strangers = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
         if strangers:
             raise CheckpointError(
-                f"'{self.path}' has a tensor '{min(strangers)}' that its model does not{_more(strangers)}; is config.json its own?"
+                f"'{self.path}' has a tensor {min(strangers)!r} that its model does not{_more(strangers)}; is config.json its own?"
             )
         for name, shape in expected.items():
             if (found := self.shapes.get(name, shape)) != shape:
                 raise CheckpointError(
                     f"'{self.path}': tensor '{name}' is {list(found)}, but config.json says {list(shape)}; is it its own?"
                 )
+
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """The narrowest that holds all of these tensors exactly. Raises CheckpointError for one that is no float of a run."""
+        found = {self._dtypes[name]: name for name in names}
+        if strange := [dtype for dtype in found if dtype not in _FLOATS]:
+            raise CheckpointError(
+                f"'{self.path}': tensor {found[strange[0]]!r} is {strange[0]}; import the weights that it was made from "
+                f"({', '.join(_FLOATS)})"
+            )
+        return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in found))
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. The file is opened for it alone: what stays mapped would count as memory."""

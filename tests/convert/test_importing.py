@@ -27,10 +27,10 @@ def bring(source: Path, out: Path, **choices: Any) -> Any:
     return import_weights(source, out, **given)
 
 
-def there_and_back(source: Path, folder: Path) -> dict[str, Tensor]:
+def there_and_back(source: Path, folder: Path, dtype: str | None = None) -> dict[str, Tensor]:
     """Imported and exported again, with files of another size."""
     bring(source, folder / "imported")
-    export(open_checkpoint(folder / "imported"), folder / "back", None, False, GB)
+    export(open_checkpoint(folder / "imported"), folder / "back", dtype, False, GB)
     return load_file(folder / "back" / "model.safetensors")
 
 
@@ -41,10 +41,11 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(actual[name], tensor), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_llama_comes_back_to_the_byte(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = llama_folder(tmp_path / "theirs", dtype)
-    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
+    named = "float16" if dtype == torch.float16 else None
+    assert_same(there_and_back(tmp_path / "theirs", tmp_path, named), tensors)
     said = json.loads((tmp_path / "back" / "config.json").read_text())
     for field in LLAMA:
         assert said[field] == LLAMA[field], field
@@ -175,6 +176,36 @@ def test_half_precision_becomes_what_a_run_knows(tmp_path: Path) -> None:
     assert torch.equal(weights["head"], tensors["lm_head.weight"].bfloat16())
 
 
+@pytest.mark.parametrize(("narrow", "wide"), [("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_mixed_precision_loses_nothing(narrow: str, wide: str, tmp_path: Path) -> None:
+    tensors = llama_folder(tmp_path / "theirs", getattr(torch, narrow))
+    norm = torch.linspace(0.9, 1.1, 32).to(getattr(torch, wide))
+    write_folder(tmp_path / "theirs", LLAMA, tensors | {"model.norm.weight": norm})
+    assert bring(tmp_path / "theirs", tmp_path / "out").dtype == "float32"
+    weights = toy.weights(loaded(tmp_path / "out")[0])
+    assert torch.equal(weights["final_norm"], norm.float())
+    assert torch.equal(weights["embed"], tensors["model.embed_tokens.weight"].float())
+    assert bring(tmp_path / "theirs", tmp_path / "named", dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_runs_do_not_know_is_refused_by_tensor(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = llama_folder(tmp_path / "theirs")
+    name = "model.layers.1.mlp.up_proj.weight"
+    write_folder(tmp_path / "theirs", LLAMA, tensors | {name: tensors[name].to(dtype)})
+    with pytest.raises(CheckpointError, match=rf"tensor '{name}' is (I8|F8_E4M3); import") as caught:
+        bring(tmp_path / "theirs", tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_half_precision_that_would_overflow_is_refused(tmp_path: Path) -> None:
+    tensors = llama_folder(tmp_path / "theirs")
+    tensors["lm_head.weight"][3, 3] = 7e4
+    write_folder(tmp_path / "theirs", LLAMA, tensors)
+    with pytest.raises(ConfigError, match=r"float16 does not hold 'lm_head\.weight'"):
+        there_and_back(tmp_path / "theirs", tmp_path, "float16")
+
+
 def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Path) -> None:
     from boost.data.store import TokenStore
 
@@ -201,6 +232,15 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ({"num_hidden_layers": None}, "model.layers = None is not of type integer"),
     ({"num_attention_heads": 5, "head_dim": None}, "model.heads = 5 must divide model.dim = 32"),
+    ({"num_hidden_layers": 1 << 17}, "num_hidden_layers = 131072 .* but 21 tensors"),
+    ({"max_position_embeddings": float("inf")}, "max_position_embeddings = inf"),
+    ({"max_position_embeddings": -1}, "max_position_embeddings = -1"),
+    ({"max_position_embeddings": "12"}, "max_position_embeddings = '12'"),
+    ({"head_dim": "a\nb"}, r"head_dim = 'a\\nb'"),
+    ({"head_dim": {"a": 1}}, "head_dim = {'a': 1}"),
+    ({"hidden_size": "a\nb", "head_dim": None}, "model.dim"),
+    ({"rope_theta": "a\nb"}, "model.rope_theta"),
+    ({"quantization_config": {"quant_method": "a\nb"}}, r"quantization_config \('a\\nb'\)"),
     ({"num_hidden_layers": 3}, r"has no tensor 'model\.layers\.2\..*\(9 of them\)"),
     ({"num_hidden_layers": 1}, r"has a tensor 'model\.layers\.1\."),
     (
@@ -253,6 +293,11 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         index = {"weight_map": dict.fromkeys(tensors, stranger)}
         (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match=f"names '{stranger}'"):
+            bring(tmp_path / "theirs", tmp_path / "out")
+    for strange in (["x"], 3, {"a": "b"}, None):
+        index = {"weight_map": {"a": strange, "b": "model.safetensors"}}
+        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="which is no file name"):
             bring(tmp_path / "theirs", tmp_path / "out")
     (tmp_path / "theirs" / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json' cannot be read"):
