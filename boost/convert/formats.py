@@ -57,6 +57,7 @@ def config_json(
         stem = MODELING_FILE.removesuffix(".py")
         content["auto_map"] = {
             "AutoConfig": f"{stem}.{prefix}Config",
+            "AutoModel": f"{stem}.{prefix}Model",
             "AutoModelForCausalLM": f"{stem}.{prefix}ForCausalLM",
         }
     content |= {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}

@@ -113,7 +113,8 @@ def import_weights(
 ) -> Imported:
     """Writes the checkpoint `out`, which must not exist or be empty. With `truncation` dense weights become svd factors.
 
-    `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors of a truncation are float32 or wider).
+    `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors are
+    float32 or wider).
     `tokenizer`: a tokenizer.json or its folder, in place of the one beside the weights. The checkpoint appears under its
     name when it is complete. Raises BoostError.
     """

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -232,8 +233,11 @@ class BoostMLP(nn.Module):
         return update_BSD, (h_gate, h_up, h_down)
 
 
-class BoostDecoderLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm and added to the residual stream."""
+class BoostDecoderLayer(GradientCheckpointingLayer):
+    """Attention and gated MLP, each behind a norm and added to the residual stream.
+
+    What gradients flow through is positional and in no tuple: reentrant checkpointing sees nothing else.
+    """
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
         super().__init__()
@@ -242,14 +246,12 @@ class BoostDecoderLayer(nn.Module):
         self.input_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x_BSD: Tensor, arrived: tuple[Tensor | None, ...], **kwargs: Any
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """The residual stream behind this block, its seven latents, attention's weights."""
+    def forward(self, x_BSD: Tensor, *arrived: Tensor | None, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        """The residual stream behind this block, attention's weights, its seven latents."""
         update, of_attention, weights = self.self_attn(self.input_layernorm(x_BSD), arrived[:4], **kwargs)
         x_BSD = x_BSD + update
         update, of_mlp = self.mlp(self.post_attention_layernorm(x_BSD), arrived[4:])
-        return x_BSD + update, of_attention + of_mlp, weights
+        return x_BSD + update, weights, *of_attention, *of_mlp
 
 
 class BoostPreTrainedModel(PreTrainedModel):
@@ -257,6 +259,7 @@ class BoostPreTrainedModel(PreTrainedModel):
 
     config_class: Any = BoostConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["BoostDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
@@ -290,6 +293,7 @@ class BoostModel(BoostPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(BoostDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
         self.post_init()
 
     def forward(
@@ -312,6 +316,8 @@ class BoostModel(BoostPreTrainedModel):
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.gradient_checkpointing and self.training:  # a second pass over a block would add to its cache again
+            past_key_values, use_cache = None, False
         if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -320,12 +326,12 @@ class BoostModel(BoostPreTrainedModel):
         mask = _causal_mask(config, x_BSD, attention_mask, places_S, past_key_values, position_ids)
         shared = {"rotary": _rotary(config, position_ids, x_BSD.dtype), "attention_mask": mask}
         kwargs.pop("cache_position", None)
-        latents: tuple[Tensor | None, ...] = (None,) * 7
+        latents: list[Tensor | None] = [None] * 7
         states: list[Tensor] = []
         attentions: list[Tensor | None] = []
         for block in self.layers:
             states += [x_BSD] if output_hidden_states else []
-            x_BSD, latents, weights = block(x_BSD, latents, **shared, cache=past_key_values, **kwargs)
+            x_BSD, weights, *latents = block(x_BSD, *latents, **shared, cache=past_key_values, **kwargs)
             attentions += [weights] if output_attentions else []
         x_BSD = self.norm(x_BSD)
         output = BaseModelOutputWithPast(
@@ -335,6 +341,12 @@ class BoostModel(BoostPreTrainedModel):
             attentions=tuple(attentions) if output_attentions else None,
         )
         return output.to_tuple() if return_dict is False else output
+
+
+class ColaModel(BoostModel):
+    """The same for checkpoints in the format of the official CoLA class."""
+
+    config_class = ColaConfig
 
 
 def _causal_mask(

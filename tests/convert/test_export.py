@@ -119,6 +119,32 @@ def test_gradients_reach_every_weight_but_those_that_nothing_reads(pair: tuple[D
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in theirs.parameters())
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(pair: tuple[Decoder, Any], reentrant: bool) -> None:
+    theirs = copy.deepcopy(pair[1]).train()
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    theirs(tokens, labels=tokens).loss.backward()
+    expected = {name: weight.grad for name, weight in theirs.named_parameters()}
+    theirs.zero_grad()
+    theirs.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    calls: list[int] = []
+    theirs.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    theirs(tokens, labels=tokens).loss.backward()
+    assert len(calls) == 2, "the block was not computed again"
+    for name, weight in theirs.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@torch.no_grad()
+def test_the_body_alone(pair: tuple[Decoder, Any]) -> None:
+    _, theirs = pair
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    path = theirs.config._name_or_path
+    body = transformers.AutoModel.from_pretrained(path, trust_remote_code=True)
+    assert type(body).__name__ == type(theirs).__name__.replace("ForCausalLM", "Model")
+    torch.testing.assert_close(theirs.lm_head(body(tokens).last_hidden_state), theirs(tokens).logits)
+
+
 def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decoder, Any]) -> None:
     torch.manual_seed(0)
     theirs = type(pair[1])(copy.deepcopy(pair[1].config))
