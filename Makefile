@@ -6,7 +6,7 @@
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
-#   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (half an hour on two idle cores; goes on where it stopped)
+#   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
 
 PYTHON ?= python3
 VENV ?= .venv
