@@ -70,9 +70,12 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(CHUNK_ELEMENTS // vocabulary, 1)
 
 
-def bucket_lengths(sizes: Sequence[int], full: int = BUCKET_BYTES) -> list[int]:
-    """How many of the tensors of `sizes` bytes, in order, share each bucket. `full`: bytes of a bucket that takes no more."""
-    lengths, filled = [], full
+def bucket_lengths(sizes: Sequence[int], full: int | None = None) -> list[int]:
+    """How many of the tensors of `sizes` bytes, in order, share each bucket. `full`: bytes of a bucket that takes no more,
+    BUCKET_BYTES unless said."""
+    full = BUCKET_BYTES if full is None else full
+    lengths: list[int] = []
+    filled = full
     for size in sizes:
         if filled >= full:
             lengths.append(0)
