@@ -40,7 +40,7 @@ def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[flo
 
 
 @pytest.mark.parametrize("dtype", curves.LIMITS)
-@pytest.mark.parametrize("family", ["cola", "dense"])
+@pytest.mark.parametrize("family", ["cola", pytest.param("dense", marks=pytest.mark.nightly)])
 def test_all_layouts_lie_on_each_other_over_200_steps(store: Path, tmp_path: Path, family: Family, dtype: str) -> None:
     main, other = run_distributed(2, all_losses, make_config(store, tmp_path, 200), family, dtype)
     assert main == other, "processes of one mesh see one loss"

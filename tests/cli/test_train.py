@@ -153,6 +153,7 @@ def test_a_killed_process_is_named_and_ends_the_run(config: Path, tmp_path: Path
     assert "--resume auto" in err
 
 
+@pytest.mark.nightly
 def test_a_run_goes_from_one_mesh_to_another_by_flags_alone(config: Path, tmp_path: Path) -> None:
     """Shared weights first, then a pipeline with TP: as one process does it."""
     words = ["train", config, "--model.layers", "4", "--train.save_every", "4"]

@@ -34,7 +34,7 @@ LOW_RANK = [
 ]
 DENSE = [{"layout": layout, **grouping} for grouping in GROUPING for layout in ("megatron", "megatron-sp")]
 FAMILIES = [*itertools.product(("svd", "cola"), LOW_RANK), *itertools.product(("dense",), DENSE)]
-KV_HEADS = {2: (8, 4, 1), 4: (8, 4, 1), 8: (4,)}
+KV_HEADS = {2: (8, 1), 4: (8, 4, 1), 8: (4,)}
 """By TP size, of 8 heads: as many, fewer, and fewer than processes."""
 CELLS = [
     ({"family": family, "kv_heads": kv_heads, "layers": 2 if tp == 2 else 1}, {**parallel, "tp": tp})
@@ -152,7 +152,7 @@ def configurations(draw: st.DrawFn) -> Config:
 
 
 @given(configurations())
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 def test_any_model_under_any_layout(config: Config) -> None:
     for errors in run_distributed(config.parallel.tp, compare_with_single, config):
         assert errors["initial"] == errors["table"] == 0

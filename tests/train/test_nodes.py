@@ -115,6 +115,7 @@ def test_the_loss_of_a_node_ends_the_other(nodes: tuple[Node, Node], config: Pat
     assert complete_checkpoints(run / "checkpoints"), "there is something to go on from"
 
 
+@pytest.mark.nightly
 def test_a_killed_process_restarts_both_nodes_and_the_run_goes_on(
     nodes: tuple[Node, Node], config: Path, alone: list[float], tmp_path: Path
 ) -> None:
