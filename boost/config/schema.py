@@ -132,6 +132,11 @@ class ModelConfig(Section):
         """Whether latents cross from each block to the next."""
         return self.family == "lax"
 
+    @property
+    def mixes(self) -> bool:
+        """Whether latents that cross pass a gate that needs them whole."""
+        return self.gate in ("tensor", "dense")
+
     def rank_of(self, layer: int, slot: str) -> int | None:
         """Rank of the linear `slot` (attn.q, ...) of block `layer`; None for the dense family."""
         for name in (f"layers.{layer}.{slot}", slot, slot.partition(".")[0]):

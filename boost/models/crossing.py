@@ -35,16 +35,13 @@ class Crossing(Stored):
     def __init__(self, model: ModelConfig, shape: architecture.Group, prefix: str, layout: Layout) -> None:
         super().__init__()
         self.gate = model.gate
+        self.mixes = model.mixes
+        """Whether the gate needs whole latents."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
         for name, parameters in architecture.crossing_parameters(model, shape, prefix).items():
             self.store(name, parameters, layout)
         self.ranks = tuple(part.rows for part in self.parts["norm_weight"])
-
-    @property
-    def mixes(self) -> bool:
-        """Whether the gate needs whole latents."""
-        return self.gate != "identity"
 
     def forward(self, latents: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
         """LayerNorm(u + G(h)), tensor by tensor, where this process holds latents whole."""

@@ -48,7 +48,7 @@ class Group(Stored):
         arrive = architecture.crossed(model, layer)
         self.crossing = Crossing(model, shape, prefix, layout) if arrive else None
         """What acts on latents where those of the block before arrive."""
-        self.carries = architecture.crossed(model, layer + 1) and layer + 1 < model.layers
+        self.carries = model.crosses and layer + 1 < model.layers
         """Whether latents go on to the next block."""
 
     def down(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:

@@ -48,7 +48,7 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
 def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Factors A and B, fp32, of the linear that `parameter` is one of: the closest to the dense linear's own initial weight
     that their rank allows (spectral initialisation: Khodak et al., arXiv 2105.01029)."""
-    slot = linear_of(parameter.name, model)[1]
+    slot = _linear_of(parameter.name, model)
     assert slot.rank is not None
     name = f"{parameter.name.rpartition('.')[0]}.W"
     return _spectral(name, (slot.d_out, slot.d_in), slot.rank, model.init_std, seed)
@@ -63,19 +63,18 @@ def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: in
     finally:
         torch.set_num_threads(threads)
     a_RI, b_OR = factors.a_RI.float(), factors.b_OR.float()
-    if (
-        missing := rank - factors.rank
-    ) > 0:  # key/value heads may be fewer than the rank: B starts at 0 there, A may not
+    missing = rank - factors.rank
+    if missing > 0:  # key/value heads may be fewer than the rank: B starts at 0 there, A may not
         extra = torch.randn((missing, shape[1]), generator=_generator(f"{name}.A", seed)).mul_(std)
         a_RI, b_OR = torch.cat((a_RI, extra)), torch.cat((b_OR, b_OR.new_zeros(shape[0], missing)), dim=1)
     return {"A": a_RI, "B": b_OR}
 
 
-def linear_of(name: str, model: ModelConfig) -> tuple[int, Slot]:
-    """(number of the block, linear) that the parameter of this name, `layers.{number}.{linear}.{kind}`, belongs to."""
+def _linear_of(name: str, model: ModelConfig) -> Slot:
+    """The linear that the parameter of this name, `layers.{number}.{linear}.{kind}`, belongs to."""
     layer, rest = name.split(".", 2)[1:]
     slot = rest.rpartition(".")[0]
-    return int(layer), next(s for group in groups(model, int(layer)) for s in group.slots if s.name == slot)
+    return next(s for group in groups(model, int(layer)) for s in group.slots if s.name == slot)
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
@@ -93,6 +92,6 @@ def _standard_deviation(parameter: Parameter, kind: str, model: ModelConfig) -> 
         return model.init_std
     if model.factor_init == "xavier":
         return math.sqrt(2 / sum(parameter.shape))
-    _, slot = linear_of(parameter.name, model)
+    slot = _linear_of(parameter.name, model)
     assert slot.rank is not None
     return slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25

@@ -251,7 +251,7 @@ def _vanilla(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: 
 
 def _arrived(group: Group, model: ModelConfig, parallel: ParallelConfig, dtype: str) -> Crossings:
     """Of latents that are cut along the rank: those of the block before for a gate that mixes them, and LayerNorm's sums."""
-    if model.gate != "identity":
+    if model.mixes:
         yield from _merged("gather", list(group.ranks), parallel)
     for crossing in _merged("sum_both", [2] * len(group.slots), parallel):
         yield replace(crossing, dtype=statistic_dtype(dtype))

@@ -124,7 +124,7 @@ class _Block:
         self.acts = self.model.latent_act != "none"
         self.groups = groups(self.model, layer)
         self.crossed = crossed(self.model, layer)
-        self.mixes = self.model.gate in ("tensor", "dense")
+        self.mixes = self.model.mixes
 
     def kept(self, policy: RecomputeName, following: Sequence[RecomputeName]) -> Items:
         """Of a block under `policy`, before one under the policy `following` (none: it is the last)."""

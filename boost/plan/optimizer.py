@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from boost.config.architecture import Parameter, groups
-from boost.config.cuts import cut_of, local_shape
+from boost.config.cuts import cut_of
 from boost.config.factors import (
     FactorShape,
     copies,
@@ -18,7 +18,7 @@ from boost.config.factors import (
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
-from boost.plan.replicas import StoredTensor
+from boost.plan.replicas import StoredTensor, stored_tensor
 
 PLACE = "optimizer"
 
@@ -96,14 +96,8 @@ def _units(config: Config, stage: Stage) -> Iterator[_Unit]:
     for layer in stage.numbers:
         for group in groups(model, layer):
             downs, ups = (group.parameters(f"layers.{layer}", factor) for factor in "AB")
-            stored = (_stored(config, layer, *downs), *(_stored(config, layer, up) for up in ups))
+            stored = tuple(stored_tensor(model, parallel, layer, *each) for each in (downs, *((up,) for up in ups)))
             yield _Unit(tuple((shape(a), shape(b)) for a, b in zip(downs, ups, strict=True)), stored)
-
-
-def _stored(config: Config, layer: int, *parameters: Parameter) -> StoredTensor:
-    cut = cut_of(parameters[0].role, config.model, config.parallel)
-    shapes = [local_shape(parameter, cut, config.parallel.tp) for parameter in parameters]
-    return StoredTensor(sum(rows for rows, _ in shapes), shapes[0][1], False, cut, layer)
 
 
 def _extra_parts(config: Config, stage: Stage) -> int:

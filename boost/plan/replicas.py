@@ -4,6 +4,7 @@ Where replicas share weights (`parallel.shard`), each keeps an equal number of c
 rows do not divide, the last ones keep fewer. Numbers here are those of the first replica, which has the most.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -48,15 +49,20 @@ class StoredTensor:
         return -(-self.rows // self.sharers(parallel)) * self.columns
 
 
+def stored_tensor(
+    model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: Parameter
+) -> StoredTensor:
+    """One stored tensor of one process, which holds these parameters; `unit` as in `StoredTensor`."""
+    cut = cut_of(parameters[0].role, model, parallel)
+    shapes = [local_shape(parameter, cut, parallel.tp) for parameter in parameters]
+    rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
+    return StoredTensor(rows, columns, len(shapes[0]) == 1, cut, unit)
+
+
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Iterator[StoredTensor]:
     """Every stored tensor of one process, in the order in which a token meets them."""
     stage = stage or whole(model)
-
-    def stored(unit: int | None, *parameters: Parameter) -> StoredTensor:
-        cut = cut_of(parameters[0].role, model, parallel)
-        shapes = [local_shape(parameter, cut, parallel.tp) for parameter in parameters]
-        rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
-        return StoredTensor(rows, columns, len(shapes[0]) == 1, cut, unit)
+    stored = functools.partial(stored_tensor, model, parallel)
 
     if stage.embeds:
         yield stored(None, embedding(model))
