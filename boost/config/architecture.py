@@ -91,6 +91,14 @@ def crossed(model: ModelConfig, layer: int) -> bool:
     return model.crosses and layer > 0
 
 
+def first_alike(model: ModelConfig, layer: int) -> int:
+    """The first block that has linears of the same shapes as block `layer`, and latents arriving like it."""
+    if model.crosses:  # whose ranks are the same in all blocks
+        return min(layer, 1)
+    named = {int(name.split(".")[1]) for name in model.ranks if name.startswith("layers.")}
+    return layer if layer in named else next(n for n in range(model.layers) if n not in named)
+
+
 def crossing_parameters(model: ModelConfig, group: Group, prefix: str) -> dict[str, tuple[Parameter, ...]]:
     """What acts on the latents of a group where those of the block before arrive, by the stored tensor that holds it.
 

@@ -4,9 +4,10 @@ Stage s of pp x v stages belongs to pipeline process s mod pp, so that a process
 stage embeds, the last one predicts.
 """
 
+import functools
 from dataclasses import dataclass
 
-from boost.config.architecture import block_flops_per_token, groups
+from boost.config.architecture import block_flops_per_token, first_alike, groups
 from boost.config.schema import Config, ModelConfig, RecomputeName, TrainConfig
 from boost.config.traffic import ITEMSIZE
 
@@ -48,6 +49,8 @@ def whole(model: ModelConfig) -> Stage:
 def stages(config: Config) -> tuple[Stage, ...]:
     """All stages of the model, in the order in which a token meets them: parallel.split, or balanced."""
     parallel = config.parallel
+    if parallel.stages == 1:
+        return (whole(config.model),)
     lengths = parallel.split or balanced(costs(config), parallel.stages)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return tuple(
@@ -73,10 +76,13 @@ def costs(config: Config) -> Costs:
     """What each part of the model costs, recomputation included: what a step takes, not what MFU counts."""
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
-    blocks = tuple(
-        tokens * (block_flops_per_token(model, train.seq_len, layer) + _again(model, layer, train, policy))
-        for layer, policy in enumerate(train.recompute_by_layer(model.layers))
+    cost_of = functools.cache(
+        lambda layer, policy: (
+            tokens * (block_flops_per_token(model, train.seq_len, layer) + _again(model, layer, train, policy))
+        )
     )
+    policies = train.recompute_by_layer(model.layers)
+    blocks = tuple(cost_of(first_alike(model, layer), policy) for layer, policy in enumerate(policies))
     # T rows: copied forward; read and added backward. The table's gradient: cleared, then added to that of the step.
     traffic = (2 + 3) * tokens * model.dim + (1 + 3) * model.vocab_size * model.dim
     embedding = FLOPS_PER_BYTE * ITEMSIZE[train.param_dtype] * traffic

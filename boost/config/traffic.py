@@ -34,6 +34,8 @@ class Collective:
     """What it serves: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | agreement."""
     layer: int | None = None
     """Number of the block, for the four groups and for weights that are gathered with it."""
+    axis: str = "tp"
+    """Which processes take part: tp | dp | replicas (dp x tp) | pp (two neighbours) | world."""
 
     @property
     def elements(self) -> int:

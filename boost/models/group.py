@@ -61,7 +61,10 @@ class Group(Stored):
             return [F.linear(x_TI, w_OI) for w_OI in self.outer_weights(x_TI.dtype)]
         if len(self._outer) == 1 and self._own_heads == [None] * len(self._own_heads):
             rows = [part.rows for part in self.parts[self._outer[0]]]
-            return list(F.linear(x_TI, getattr(self, self._outer[0]).to(x_TI.dtype)).split(rows, dim=-1))
+            y_TO = F.linear(x_TI, getattr(self, self._outer[0]).to(x_TI.dtype))
+            return (
+                [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
+            )  # one part split off copies its gradient
         weights = self.outer_weights(x_TI.dtype)
         return list(F.linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
 

@@ -91,7 +91,7 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     result += [c for c in gathered if c.phase == "step"]
     result += gradient_collectives(config, held)
     if parallel.world_size > 1:
-        result.append(Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "agreement"))
+        result.append(Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "agreement", axis="world"))
     if needs_whole_factors(config.optim):
         result += optimizer_collectives(config, pp_rank)
     return result
@@ -154,11 +154,11 @@ def _handed_on(
 ) -> Iterator[Collective]:
     """What is sent between stages behind block `layer`: the residual stream and latents that cross, or their gradients, as
     one process holds them."""
-    yield Collective(phase, "send", residual_shape(model, parallel, tokens), dtype, 2, "pipeline")
+    yield Collective(phase, "send", residual_shape(model, parallel, tokens), dtype, 2, "pipeline", axis="pp")
     for group in groups(model, layer) if crossed(model, layer + 1) else ():
         for crossing in _merged("", list(group.ranks), parallel):
             shape = latent_shape(parallel, tokens, crossing.width)
-            yield Collective(phase, "send", shape, dtype, 2, "pipeline")
+            yield Collective(phase, "send", shape, dtype, 2, "pipeline", axis="pp")
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[Crossing]]:

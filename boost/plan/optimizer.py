@@ -58,7 +58,8 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
             if shared:
                 p = shared[0].sharers(parallel)
                 elements = copies(optim) * p * sum(t.shard(parallel) for t in shared)
-                result.append(Collective("step", "all-gather", (elements,), dtype, p, PLACE))
+                axis = "replicas" if over_replicas else "dp"
+                result.append(Collective("step", "all-gather", (elements,), dtype, p, PLACE, axis=axis))
         if ranks := sum(copies(optim) * shape.elements for shape in shapes if shape.cut == "rank"):
             result.append(Collective("step", "all-gather", (ranks,), dtype, tp, PLACE))
         kind = "all-gather" if optim.name == "loro" else "all-reduce"
@@ -66,7 +67,7 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
             result.append(Collective("step", kind, (small,), dtype, tp, PLACE))
         if optim.name == "loro" and (p := tp * parallel.dp) > 1:
             solved = [a.basis(tp) * a.rank + b.basis(tp) * b.rank for unit in bucket for a, b in unit.pairs]
-            result.append(Collective("step", "all-gather", (p * dealt(solved, p),), dtype, p, PLACE))
+            result.append(Collective("step", "all-gather", (p * dealt(solved, p),), dtype, p, PLACE, axis="replicas"))
     return result
 
 

@@ -93,14 +93,16 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     held = [t for t in stored if t.vector or not parallel.sharded]
     late = [t for t in stored if parallel.sharded and not t.vector and t.cut.partial and not t.over_replicas(parallel)]
     result = []
-    for tensors, processes in (
-        ([t for t in held if t.cut.partial], parallel.tp * parallel.dp),
-        ([t for t in held if not t.cut.partial], parallel.dp),
-        (late, parallel.tp),
+    for tensors, processes, axis in (
+        ([t for t in held if t.cut.partial], parallel.tp * parallel.dp, "replicas"),
+        ([t for t in held if not t.cut.partial], parallel.dp, "dp"),
+        (late, parallel.tp, "tp"),
     ):
         sizes = [t.shard(parallel) for t in tensors]
         for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]) if processes > 1 else ():
-            result.append(Collective("step", "all-reduce", (sum(sizes[:length]),), dtype, processes, "gradients"))
+            result.append(
+                Collective("step", "all-reduce", (sum(sizes[:length]),), dtype, processes, "gradients", axis=axis)
+            )
             sizes = sizes[length:]
     return result
 
@@ -121,9 +123,13 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     full, piped = parallel.shard == "full", parallel.pp > 1
     result: list[Collective] = []
     for stage in stages:
-        for unit, elements, processes in _units(config, stage):
-            gather = Collective("step", "all-gather", (elements,), train.compute_dtype, processes, "weights", unit)
-            scatter = Collective("step", "reduce-scatter", (elements,), train.param_dtype, processes, "gradients", unit)
+        for unit, elements, processes, axis in _units(config, stage):
+            gather = Collective(
+                "step", "all-gather", (elements,), train.compute_dtype, processes, "weights", unit, axis
+            )
+            scatter = Collective(
+                "step", "reduce-scatter", (elements,), train.param_dtype, processes, "gradients", unit, axis
+            )
             between = full and unit is not None  # let go of between the two passes
             if full and not piped:
                 result.append(replace(gather, phase="forward"))
@@ -135,8 +141,8 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     return result
 
 
-def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int]]:
-    """(block or None for the ends, gathered elements with padding, processes) of what is gathered together."""
+def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
+    """(block or None for the ends, gathered elements with padding, processes, axis) of what is gathered together."""
     parallel = config.parallel
     shared = [t for t in stored_tensors(config.model, parallel, stage) if t.sharers(parallel) > 1]
     for unit in (*stage.numbers, None):
@@ -144,4 +150,5 @@ def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int]
             tensors = [t for t in shared if t.unit == unit and t.over_replicas(parallel) == over_replicas]
             if tensors:
                 processes = tensors[0].sharers(parallel)
-                yield unit, processes * sum(t.shard(parallel) for t in tensors), processes
+                axis = "replicas" if over_replicas else "dp"
+                yield unit, processes * sum(t.shard(parallel) for t in tensors), processes, axis
