@@ -26,6 +26,8 @@ from boost.plan.work import (
     gemm,
     gradients,
     moved,
+    norm,
+    norm_backward,
 )
 
 
@@ -72,8 +74,7 @@ class BlockWork:
             return
         for enter, between, leave in self._halves():
             yield from self._placed(enter, self._entered_again(enter))
-            keeps_output = policy == "low-rank+attention-output" and enter.name == "qkv"
-            kept = (ATTENTION,) if keeps_output else ()
+            kept = (ATTENTION,) if policy == "low-rank+attention-output" else ()
             again = self._bend(enter, self.own) if policy == "low-rank-sharded" else ()
             inner = [*self._placed(enter, again), *self._placed(enter, self.open(enter))]
             inner += [work for work in between if work.kernel not in kept]
@@ -106,7 +107,7 @@ class BlockWork:
             if self.parallel.norm == "online":
                 yield self._stream(self.tokens * self._first_latents(group), 2)
             return
-        yield from self._norm()
+        yield from norm(self.own * self.model.dim, self.dtype, self.fused_norm)
         if not self.model.low_rank:
             return
         yield from self._cast(group, "A")
@@ -202,7 +203,7 @@ class BlockWork:
                 yield from gradients(product)
             yield from self._cast(group, "W")
             yield from self._sums_of_inputs(group)
-            yield from self._norm_backward()
+            yield from norm_backward(self.own * self.model.dim, self.dtype, self.fused_norm)
             return
         if self.layout == "vanilla" and self.w > 1:
             yield from self._unscattered(group)
@@ -221,7 +222,7 @@ class BlockWork:
             yield from gradients(product)
         yield from self._cast(group, "A")
         yield from self._sums_of_inputs(group)
-        yield from self._norm_backward()
+        yield from norm_backward(self.own * self.model.dim, self.dtype, self.fused_norm)
 
     def _entered_btp_backward(self, group: Group) -> Works:
         weight = self._held(group) * self.width
@@ -254,9 +255,11 @@ class BlockWork:
             if self.parallel.norm == "sync":
                 yield self._scale(self.own * self.width)
                 yield from self._scaled_weight(group)
+                yield from self._down_gemms(group)[:-1]
             return
-        yield from self._norm()
+        yield from norm(self.own * self.model.dim, self.dtype, self.fused_norm)
         yield from self._cast(group, "A")
+        yield from self._down_gemms(group)[:-1]
         if self.layout == "vanilla":
             yield from self._bend(group, self.tokens)
             yield from self._cast(group, "B")
@@ -283,26 +286,6 @@ class BlockWork:
         attention = [self._at("attention", work) for work in self.attention()]
         product = [self._at("product", work) for work in self.product()]
         return (self.qkv, attention, self.o), (self.gate_up, product, self.down)
-
-    def _norm(self) -> Works:
-        elements = self.own * self.model.dim
-        if self.fused_norm:
-            yield self._at("norm", self._stream(elements, 2))
-            return
-        yield self._at("norm", self._reduce(elements))
-        yield self._at("norm", self._scale(elements))
-        yield self._at("norm", moved(STREAM, elements, 2, statistic_dtype(self.dtype)))
-
-    def _norm_backward(self) -> Works:
-        elements, wide = self.own * self.model.dim, statistic_dtype(self.dtype)
-        if self.fused_norm:
-            yield self._at("norm", self._stream(elements, 5))
-            return
-        if self.dtype != wide:
-            yield self._at("norm", self._stream(elements, 1 + ITEMSIZE[wide] / ITEMSIZE[self.dtype], 2))
-        for times in (2, 3, 2, 3, 3, 2):
-            yield self._at("norm", moved(STREAM, elements, times, wide))
-        yield self._at("norm", moved(REDUCE, elements, 1, wide, calls=2))
 
     def _scaled_weight(self, group: Group) -> Works:
         """gamma times the columns of A."""

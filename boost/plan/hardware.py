@@ -90,7 +90,8 @@ class Speeds(Section):
     attention: dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]
     """By dtype; the nearest width of a head counts."""
     kernels: dict[str, Points] = Field(default_factory=dict)
-    """Measured (bytes, microseconds) of other kinds of operations; those that are missing move bytes at memory's speed."""
+    """Measured (bytes, microseconds) of other kinds of operations, by kind or 'kind dtype'; those that are missing move bytes at
+    memory's speed."""
 
     def seconds(self, work: Work) -> float:
         """Time on the device of one call. Raises ConfigError for a dtype that the profile does not have."""
@@ -107,8 +108,9 @@ class Speeds(Section):
             tflops = at.forward if work.kernel == ATTENTION else at.backward
             reached = tflops * _TERA * tokens / (tokens + at.half)
             return max(work.flops / reached, moving) + self.kernel_us * _MICRO
-        if work.kernel in self.kernels:
-            return seconds_at(self.kernels[work.kernel], work.bytes)
+        for name in (f"{work.kernel} {work.dtype}", work.kernel):
+            if name in self.kernels:
+                return seconds_at(self.kernels[name], work.bytes)
         return moving + self.kernel_us * _MICRO
 
 

@@ -14,7 +14,7 @@ from boost.config.stages import Stage
 from boost.config.traffic import ITEMSIZE, chunk_tokens, statistic_dtype
 from boost.plan.block import BlockWork
 from boost.plan.replicas import StoredTensor, stored_tensors
-from boost.plan.work import LOOKUP, LOSS, OPTIMIZER, REDUCE, STREAM, Work, Works, gemm, moved
+from boost.plan.work import LOOKUP, LOSS, OPTIMIZER, REDUCE, STREAM, Work, Works, gemm, moved, norm, norm_backward
 
 Counted = Counter[Work]
 """How often each operation is done."""
@@ -115,8 +115,8 @@ def _loss(config: Config, fused_norm: bool) -> Counted:
         for work in works:
             total[replace(work, place=work.place or "loss", phase=phase)] += times
 
-    add(_whole_norm(own * model.dim, dtype, fused_norm), "forward")
-    add(_whole_norm_backward(own * model.dim, dtype, fused_norm), "backward")
+    add(norm(own * model.dim, dtype, fused_norm), "forward")
+    add(norm_backward(own * model.dim, dtype, fused_norm), "backward")
     if parallel.tp > 1 and parallel.layout == "btp":
         add(iter([moved(STREAM, tokens * model.dim, 2, dtype)]), "forward")
         add(iter([moved(STREAM, tokens * model.dim, 2, dtype)]), "backward")
@@ -147,24 +147,6 @@ def _chunk(rows: int, vocabulary: int, dim: int, dtype: str) -> Works:
     if dtype != wide:
         yield moved(STREAM, logits, 1 + ratio, dtype, calls=2)
         yield moved(STREAM, vocabulary * dim, 1 + 2 * ratio, dtype)
-
-
-def _whole_norm(elements: int, dtype: str, fused: bool) -> Works:
-    wide = statistic_dtype(dtype)
-    if fused:
-        yield moved(STREAM, elements, 2, dtype)
-        return
-    yield moved(REDUCE, elements, 1, dtype)
-    yield moved(STREAM, elements, 2, wide, calls=2)
-
-
-def _whole_norm_backward(elements: int, dtype: str, fused: bool) -> Works:
-    wide = statistic_dtype(dtype)
-    if fused:
-        yield moved(STREAM, elements, 5, dtype)
-        return
-    yield from (moved(STREAM, elements, times, wide) for times in (2, 3, 2, 3, 3, 2))
-    yield moved(REDUCE, elements, 1, wide, calls=2)
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:

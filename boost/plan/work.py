@@ -5,9 +5,9 @@ Bytes are read and written, each tensor once an operation.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from boost.config.traffic import ITEMSIZE
+from boost.config.traffic import ITEMSIZE, statistic_dtype
 
 GEMM = "gemm"
 ATTENTION = "attention"
@@ -80,3 +80,28 @@ def gradients(product: Work) -> Works:
 def moved(kernel: str, elements: int, times: float, dtype: str, calls: int = 1) -> Work:
     """An operation that makes `elements` and reads and writes `times` as many numbers."""
     return Work(kernel, dtype, (elements,), 0, round(times * elements * ITEMSIZE[dtype]), calls)
+
+
+def norm(elements: int, dtype: str, fused: bool) -> Works:
+    """RMSNorm of whole rows: one kernel (GPUs), or a few operations (CPUs)."""
+    wide = statistic_dtype(dtype)
+    if fused:
+        yield replace(moved(STREAM, elements, 2, dtype), place="norm")
+        return
+    yield replace(moved(REDUCE, elements, 1, dtype), place="norm")
+    yield replace(moved(STREAM, elements, 2, wide, calls=2), place="norm")
+    if dtype != wide:  # x is read narrow, and what is made of it is rounded again
+        yield replace(moved(STREAM, elements, 2, dtype), place="norm")
+
+
+def norm_backward(elements: int, dtype: str, fused: bool) -> Works:
+    """Its gradients, of rows and gain."""
+    wide = statistic_dtype(dtype)
+    if fused:
+        yield replace(moved(STREAM, elements, 5, dtype), place="norm")
+        return
+    if dtype != wide:
+        yield replace(moved(STREAM, elements, 1 + ITEMSIZE[wide] / ITEMSIZE[dtype], dtype, calls=2), place="norm")
+    for times in (2, 3, 2, 3, 3, 2):
+        yield replace(moved(STREAM, elements, times, wide), place="norm")
+    yield replace(moved(REDUCE, elements, 1, wide, calls=2), place="norm")

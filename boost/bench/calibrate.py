@@ -1,0 +1,277 @@
+"""`boost plan calibrate`: a hardware profile of the machine at hand, from sweeps of a minute or two.
+
+Every process of the machine measures at once, as in training, and then one by itself. What is fitted to the points is what
+`boost.plan.hardware` says an operation costs; how well it fits is printed.
+"""
+
+import itertools
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from boost.bench.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
+from boost.bench.steps import time_passes
+from boost.config.load import from_tree
+from boost.config.schema import ParallelConfig
+from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
+from boost.plan.hardware import Hardware
+from boost.plan.timing import HOST, TENSOR, predict
+from boost.plan.work import ATTENTION, GEMM
+from boost.train.console import progress
+from boost.train.rundir import cpu_model, storage_errors
+
+PROCESSES = "together"
+ALONE = "alone"
+
+
+def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path) -> int:
+    """One process of the calibration. The main one writes the profile. Raises StorageError."""
+    mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
+    points = {PROCESSES: _sweep(mesh, dtypes, quick, "all processes at once" if mesh.size > 1 else "one process")}
+    links: list[Point] = []
+    if mesh.size > 1:
+        points[ALONE] = _alone(mesh, dtypes, quick)
+        links = _collectives(mesh, dtypes, quick)
+    if mesh.is_main:
+        profile = profile_of(mesh, points, links)
+    host = _host_us(mesh, profile if mesh.is_main else None)
+    if mesh.is_main:
+        profile["host_us"] = host
+        hardware = Hardware.model_validate(profile)
+        _write(out, profile)
+        print(summary(hardware, points, out))
+    mesh.barrier()
+    close_mesh()
+    return 0
+
+
+def profile_of(mesh: Mesh, points: dict[str, list[Point]], links: Sequence[Point]) -> dict[str, Any]:
+    """The profile as its file has it, host_us not yet measured."""
+    cuda = mesh.device.type == "cuda"
+    total = (
+        torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+    )
+    link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links)
+    profile: dict[str, Any] = {
+        "title": f"{_device_name(mesh)}, {mesh.size} processes, measured",
+        "device": mesh.device.type,
+        "per_node": mesh.size,
+        "memory_gb": round(total / 1e9, 2),
+        "reserve_gb": 2.0 if cuda else 0.5,
+        "host_us": 0.0,
+        # Gloo's threads compute on the cores that the model computes on.
+        "overlap": 0.8 if cuda else 0.0,
+        "sources": ["measured by boost plan calibrate"],
+        "speeds": _speeds(points[PROCESSES]),
+        "node": link,
+        "network": link,
+    }
+    if ALONE in points:
+        profile["alone"] = _speeds(points[ALONE])
+    return profile
+
+
+def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
+    """(speed as `GemmSpeed` has it, mean error): the law of four constants nearest to the logarithms of measured times.
+
+    Points count by the square root of their time: a step spends most of its time in large products. The mean of absolute
+    errors is minimised, by turns in each constant, which outliers of a busy machine do not pull at.
+    """
+    shapes = np.array([p.shape for p in points], float)
+    seconds = np.array([p.seconds for p in points])
+    rates = 2 * shapes.prod(1) / seconds
+    weights = np.sqrt(seconds)
+
+    def error(constants: np.ndarray) -> float:
+        law = constants[0] + np.log(shapes / (shapes + np.exp(constants[1:]))).sum(1)
+        return float((weights * np.abs(law - np.log(rates))).sum() / weights.sum())
+
+    best = np.array([math.log(rates.max()), 2.0, 2.0, 2.0])
+    best = _descend(error, best)
+    peak = float(rates.max())
+    half = [round(float(x), 1) if x >= 0.5 else 0.0 for x in np.exp(best[1:])]
+    speed = {"tflops": round(peak / 1e12, 5), "fraction": round(float(np.exp(best[0])) / peak, 4), "half": half}
+    return speed, error(best)
+
+
+def _descend(error: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
+    """A minimum near `start`, by steps along each axis that shrink."""
+    best, least, step = start, error(start), 1.0
+    while step > 1e-3:
+        tried = [best + direction * step * axis for axis in np.eye(len(best)) for direction in (1, -1)]
+        errors = [error(each) for each in tried]
+        if min(errors) < least:
+            least = min(errors)
+            best = tried[errors.index(least)]
+        else:
+            step /= 2
+    return best
+
+
+def _speeds(points: Sequence[Point]) -> dict[str, Any]:
+    by_name: dict[str, list[Point]] = defaultdict(list)
+    for point in points:
+        by_name[f"{point.name} {point.dtype}"].append(point)
+    dtypes = sorted({point.dtype for point in points})
+    kernels = {
+        name: [[float(p.shape[0]), round(p.seconds * 1e6, 3)] for p in sorted(each, key=lambda p: p.shape)]
+        for name, each in by_name.items()
+        if not name.startswith((GEMM, ATTENTION))
+    }
+    largest = max((p for p in points if p.name == "elementwise"), key=lambda p: p.shape[0])
+    return {
+        "memory_gb_s": round(largest.shape[0] / largest.seconds / 1e9, 3),
+        "memory_fraction": 1.0,
+        "kernel_us": 0.0,
+        "gemm": {dtype: fit_gemm(by_name[f"{GEMM} {dtype}"])[0] for dtype in dtypes},
+        "attention": {dtype: _attention(by_name, dtype) for dtype in dtypes},
+        "kernels": kernels,
+    }
+
+
+def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, float]]:
+    """Speed at each width of a head: a line of time per score and token through the measured lengths."""
+    result = []
+    forward, backward = (by_name[f"{name} {dtype}"] for name in ("attention", "attention backward"))
+    for head_dim in sorted({point.shape[3] for point in forward}):
+        speeds, halves = [], []
+        for products, points in ((2, forward), (5, backward)):
+            of_width = [point for point in points if point.shape[3] == head_dim]
+            # flops / (rate S / (S + half)) is linear in S for equal tokens: seconds per unit = (1 + half / S) / rate.
+            lengths = np.array([point.shape[2] for point in of_width], float)
+            costs = np.array([p.seconds / (products * math.prod(p.shape) * p.shape[2]) for p in of_width])
+            slope, constant = np.polyfit(1 / lengths, costs, 1, w=1 / costs)
+            constant = max(constant, costs.min() / 4)
+            speeds.append(1 / constant)
+            halves.append(max(slope / constant, 0.0))
+        half = statistics.mean(halves)
+        result.append(
+            {
+                "head_dim": head_dim,
+                "forward": round(speeds[0] / 1e12, 5),
+                "backward": round(speeds[1] / 1e12, 5),
+                "half": round(half, 1),
+            }
+        )
+    return result
+
+
+def _link(points: Sequence[Point]) -> dict[str, Any]:
+    """Collectives as measured; a latency and a bandwidth for those that are not."""
+    if not points:
+        return {"latency_us": 0.0, "gb_s": 1.0, "measured": {}}
+    measured: dict[str, list[list[float]]] = defaultdict(list)
+    for point in sorted(points, key=lambda p: p.shape):
+        measured[f"{point.name} {point.dtype}"].append([float(point.shape[0]), round(point.seconds * 1e6, 2)])
+    sums = [point for point in points if point.name == "all-reduce"]
+    least, most = min(sums, key=lambda p: p.shape), max(sums, key=lambda p: p.shape)
+    gathers = [point for point in points if point.name == "all-gather" and point.shape == most.shape]
+    return {
+        "latency_us": round(least.seconds * 1e6, 2),
+        # What is sent to a neighbour goes as fast as a gather sends it: half of its payload between two.
+        "gb_s": round(most.shape[0] / 2 / min(p.seconds for p in gathers) / 1e9, 3),
+        "measured": dict(measured),
+    }
+
+
+def _sweep(mesh: Mesh, dtypes: Sequence[str], quick: bool, title: str) -> list[Point]:
+    cuda = mesh.device.type == "cuda"
+    watch = Stopwatch(mesh, samples=3 if quick else 7)
+    largest = (8192 if cuda else 2048) if not quick else 256
+    tokens = ((4096, 16384) if cuda else (256, 1024, 2048)) if not quick else (256,)
+    lengths = ((1024, 4096) if cuda else (128, 256, 512, 1024)) if not quick else (64, 128)
+    powers = range(12, 29 if cuda else 25, 2) if not quick else range(12, 17, 2)
+    sizes = [2**n for n in powers]
+    sweeps: list[Iterable[Point]] = []
+    for name in dtypes:
+        dtype = getattr(torch, name)
+        sweeps += [
+            gemm_points(watch, dtype, largest, tokens),
+            attention_points(watch, dtype, lengths, 16384 if cuda else 1024),
+            kernel_points(watch, dtype, sizes),
+        ]
+    found = itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=mesh.is_main))
+    return list(found)
+
+
+def _alone(mesh: Mesh, dtypes: Sequence[str], quick: bool) -> list[Point]:
+    points = _sweep(mesh, dtypes, quick, "one process by itself") if mesh.is_main else []
+    mesh.barrier()
+    return points
+
+
+def _collectives(mesh: Mesh, dtypes: Sequence[str], quick: bool) -> list[Point]:
+    watch = Stopwatch(mesh, samples=3 if quick else 7)
+    sizes = [2**n for n in (range(6, 27, 2) if not quick else range(8, 15, 3))]
+    return [
+        point
+        for name in progress(list(dtypes), "collectives", enabled=mesh.is_main)
+        for point in collective_points(watch, getattr(torch, name), sizes)
+    ]
+
+
+def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
+    """Microseconds that the host needs for an operation: what a model of almost no work takes beyond that work."""
+    tiny = from_tree(
+        {
+            "model": {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16},
+            "parallel": {"layout": "single"},
+            "train": {"micro_batch": 1, "global_batch": 1, "seq_len": 32},
+        }
+    )
+    if mesh.is_main:
+        assert profile is not None
+        measured = statistics.median(time_passes(tiny, mesh.device, rounds=30))
+        counted = predict(tiny, Hardware.model_validate(profile | {"host_us": 1.0}))
+        # Predicted at a microsecond each; beside it what the operations themselves take.
+        once = counted.parts[HOST] if profile["device"] == "cpu" else 0.0
+        work = sum(v for name, v in counted.parts.items() if name not in (HOST, TENSOR, "optimizer", "rest"))
+        result = (measured - work) / once if once else measured / max(_calls(tiny), 1) * 1e6
+    mesh.barrier()
+    return max(round(result, 2), 0.0) if mesh.is_main else 0.0
+
+
+def _calls(config: Any) -> int:
+    from boost.plan.step import block_work, ends_work
+
+    work = ends_work(config, True, True, True)
+    for layer in range(config.model.layers):
+        work += block_work(config, layer, "none", True)
+    return sum(times * each.calls for each, times in work.items())
+
+
+def _device_name(mesh: Mesh) -> str:
+    if mesh.device.type == "cuda":
+        return torch.cuda.get_device_name(mesh.device)
+    return cpu_model()
+
+
+def _write(out: Path, profile: dict[str, Any]) -> None:
+    with storage_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(tomli_w.dumps(profile), encoding="utf-8")
+
+
+def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
+    """What was found, in a few lines."""
+    lines = [f"{hardware.title}: {out}"]
+    for kind, each in points.items():
+        for dtype in sorted({point.dtype for point in each}):
+            gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
+            speed, error = fit_gemm(gemms)
+            lines.append(
+                f"  {kind:<9} {dtype}: GEMM {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s when large, best "
+                f"{speed['tflops'] * 1e3:,.0f}; {len(gemms)} shapes within {error:.0%} of the law on average"
+            )
+    lines.append(f"  memory {hardware.speeds.memory_gb_s:.1f} GB/s; {hardware.host_us:.1f} us an operation on the host")
+    if hardware.node.measured:
+        lines.append(f"  {hardware.node.name}: {hardware.node.latency_us:.0f} us, {hardware.node.gb_s:.2f} GB/s")
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""`boost plan calibrate`: a hardware profile of this machine."""
+
+import argparse
+from pathlib import Path
+from typing import Any, get_args
+
+from boost.config.schema import DType
+from boost.errors import ConfigError
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "calibrate",
+        help="measure this machine: GEMMs, attention, memory, collectives",
+        description="Measures what this machine reaches (a sweep of GEMM shapes, attention, what moves memory, and collectives\n"
+        "between its processes) and writes a hardware profile, which --gpu takes. A minute or two; leave the machine alone\n"
+        "meanwhile. All processes measure at once, as in training, and then one by itself.",
+        epilog="examples:\n"
+        "  boost plan calibrate --out local.toml                  one process a GPU, or a core\n"
+        "  boost plan calibrate --nproc 2 --dtypes float32 bfloat16\n"
+        "  boost plan --model 1b --gpu local.toml --gpus 2 --global-batch 64",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("local.toml"), metavar="FILE", help="default: local.toml")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="processes at once (default: one for each GPU, or for each core, at most 8)"
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=get_args(DType),
+        metavar="D",
+        help="of computation (default: float32, and bfloat16 on GPUs)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--quick", action="store_true", help="few and small shapes: some seconds, a rough profile")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc = {args.nproc} measures nothing; the smallest legal value is 1")
+    if args.out.suffix != ".toml":
+        raise ConfigError(f"--out = '{args.out}' must end in .toml, by which --gpu knows a file from a name")
+
+    import torch
+
+    from boost.bench.calibrate import calibrate_process
+    from boost.train.launch import launch, under_torchrun
+    from boost.train.rundir import available_cores
+
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    nproc = args.nproc or min(torch.cuda.device_count() if cuda else available_cores(), 8)
+    dtypes = args.dtypes or (["float32", "bfloat16"] if cuda else ["float32"])
+    work = (dtypes, args.device, args.quick, args.out)
+    return calibrate_process(*work) if under_torchrun() else launch(calibrate_process, work, nproc, log_dir=None)

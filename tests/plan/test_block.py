@@ -1,0 +1,179 @@
+"""The operations that the performance model counts are those that the runtime dispatches."""
+
+import math
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from boost.bench.memory import _Nobody
+from boost.config.load import from_tree
+from boost.config.stages import whole
+from boost.parallel.mesh import Axis, Mesh
+from boost.plan.block import BlockWork
+from boost.plan.step import block_work, ends_work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, gemm
+from boost.train.model import build_decoder
+
+LAYERS = 2
+KERNELS = {
+    "mm": GEMM, "addmm": GEMM, "addmm_": GEMM, "bmm": GEMM, "silu": SILU, "silu_backward": SILU_BACKWARD,
+    "_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ATTENTION_BACKWARD,
+}  # fmt: skip
+MADE, FEW = {"zeros_like", "ones_like", "zeros"}, {"empty_like", "gather", "scatter_add_"}
+"""Operations that read nothing, or next to nothing."""
+SENT = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor", "device"}
+
+
+class Seen(TorchDispatchMode):
+    """GEMM shapes, and bytes read and written by every other operation that makes or changes a tensor, by phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.gemms: Counter[tuple[Any, ...]] = Counter()
+        self.bytes: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        inputs = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        outputs = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        stored = {x.untyped_storage()._cdata for x in inputs}
+        view = not func._schema.is_mutable and all(x.untyped_storage()._cdata in stored for x in outputs)
+        if name in SENT or (view and outputs):
+            return result
+        kernel = KERNELS.get(name, "others")
+        if kernel == GEMM:
+            a, b = args[-2:] if name.startswith("addmm") else args[:2]
+            batch = a.shape[0] if a.dim() == 3 else 1
+            self.gemms[(self.phase, batch, *sorted((a.shape[-2], b.shape[-1])), a.shape[-1])] += 1
+        else:
+            tensors = outputs if name in MADE else outputs * 2 if name == "embedding" else [*inputs, *outputs]
+            moved = sum(x.numel() * x.element_size() for x in tensors) if name not in FEW else 0
+            if not (self.phase == "backward" and name == "add_" and tuple(args[0].shape) in self.weights):
+                self.bytes[self.phase][kernel] += moved
+        return result
+
+    weights: frozenset[tuple[int, ...]] = frozenset()
+    """Shapes of weights: adding gradients up over micro-batches is counted with the step."""
+
+
+def configuration(model: dict[str, Any], parallel: dict[str, Any], train: dict[str, Any]) -> Any:
+    shape = {"vocab_size": 1024, "dim": 256, "ffn_dim": 688, "heads": 4, "layers": LAYERS}
+    low_rank = {} if model.get("family") == "dense" else {"rank": 64}
+    return from_tree(
+        {
+            "model": shape | low_rank | model,
+            "parallel": {"tp": 2} | parallel,
+            "train": {"micro_batch": 4, "global_batch": 8, "seq_len": 256} | train,
+        }
+    )
+
+
+def run(config: Any) -> Seen:
+    """One micro-batch of one process, on tensors that have shapes and no memory."""
+    size, seen = config.parallel.tp, Seen()
+    with FakeTensorMode():
+        mesh = Mesh(torch.device("cpu"), tp=Axis(0, size, _Nobody() if size > 1 else None))  # type: ignore[arg-type]
+        decoder = build_decoder(config, mesh)
+        tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.long)
+        with seen:
+            loss = decoder(tokens, tokens)
+            seen.phase = "backward"
+            loss.backward()
+    return seen
+
+
+DENSE, COLA = {"family": "dense"}, {"family": "cola"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "single": (COLA, {"tp": 1, "layout": "single"}, {}),
+    "single, ungrouped, recomputing": (
+        COLA, {"tp": 1, "layout": "single", "grouping": False}, {"recompute": "low-rank"},
+    ),
+    "single, dense": (DENSE, {"tp": 1, "layout": "single"}, {"recompute": "full-block"}),
+    "megatron": (DENSE, {"layout": "megatron", "grouping": False}, {}),
+    "megatron-sp": (DENSE, {"layout": "megatron-sp"}, {"recompute": "full-block"}),
+    "megatron-sp, one key/value head": (DENSE | {"kv_heads": 1}, {"layout": "megatron-sp"}, {}),
+    "btp": (COLA, {"layout": "btp"}, {}),
+    "btp, sync, low-rank": (COLA, {"layout": "btp", "norm": "sync"}, {"recompute": "low-rank"}),
+    "btp, ungrouped, svd, full-block": (
+        {"family": "svd"}, {"layout": "btp", "grouping": False}, {"recompute": "full-block"},
+    ),
+    "btp, bf16, keeping attention": (
+        COLA, {"layout": "btp"}, {"recompute": "low-rank+attention-output", "compute_dtype": "bfloat16"},
+    ),
+    "btp-sp": (COLA | {"kv_heads": 1}, {"layout": "btp-sp"}, {"compute_dtype": "bfloat16"}),
+    "btp-sp, sharded latents": (COLA, {"layout": "btp-sp"}, {"recompute": "low-rank-sharded"}),
+    "btp-sp, ungrouped, every second": (
+        COLA, {"layout": "btp-sp", "grouping": False}, {"recompute": "low-rank", "recompute_every": 2},
+    ),
+    "vanilla": (COLA, {"layout": "vanilla"}, {"recompute": "low-rank"}),
+    "vanilla, published": (COLA, {"layout": "vanilla", "vanilla": "published"}, {"recompute": "low-rank"}),
+    "vanilla, ungrouped, full-block": (COLA, {"layout": "vanilla", "grouping": False}, {"recompute": "full-block"}),
+    "lax, btp": ({"family": "lax", "gate": "dense"}, {"layout": "btp"}, {}),
+    "lax, btp-sp": ({"family": "lax", "gate": "tensor"}, {"layout": "btp-sp"}, {"recompute": "low-rank"}),
+    "lax, vanilla": ({"family": "lax", "gate": "dense"}, {"layout": "vanilla"}, {}),
+    "ranks of single linears": ({"ranks": {"attn.q": 32, "layers.1.mlp.up": 128}}, {"layout": "btp"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: str) -> None:
+    config = configuration(*CASES[case])
+    seen = run(config)
+    policies = config.train.recompute_by_layer(LAYERS)
+    predicted = ends_work(config, True, True, fused_norm=False)
+    for layer in range(LAYERS):
+        predicted += block_work(config, layer, policies[layer], fused_norm=False)
+    gemms: Counter[tuple[Any, ...]] = Counter()
+    moved: dict[str, Counter[str]] = defaultdict(Counter)
+    for work, times in predicted.items():
+        phase = "forward" if work.phase == "forward" else "backward"
+        if work.kernel == GEMM:
+            batch, m, n, k = work.shape
+            gemms[(phase, batch, *sorted((m, n)), k)] += times * work.calls
+            assert work.flops == 2 * math.prod(work.shape)
+        else:
+            kernel = work.kernel if work.kernel in KERNELS.values() else "others"
+            moved[phase][kernel] += times * work.calls * work.bytes
+    assert gemms == seen.gemms
+    for phase, kernels in seen.bytes.items():
+        for kernel, size in kernels.items():
+            assert moved[phase][kernel] == pytest.approx(size, rel=0.05), (phase, kernel)
+
+
+def test_flops_are_those_that_mfu_counts() -> None:
+    """But for attention, whose backward pass makes the scores again, and MFU does not count that."""
+    from boost.config.architecture import flops_per_token
+    from boost.plan.work import Work
+
+    config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
+    total: Counter[Work] = ends_work(config, True, True, fused_norm=True)
+    for layer in range(LAYERS):
+        total += block_work(config, layer, "none", fused_norm=True)
+    tokens = config.train.micro_batch * config.train.seq_len
+    again = sum(n * w.flops // 5 for w, n in total.items() if w.kernel == ATTENTION_BACKWARD)
+    assert sum(n * w.calls * w.flops for w, n in total.items()) - again == tokens * flops_per_token(config.model, 256)
+    assert whole(config.model).layers == LAYERS
+
+
+def test_intensity_is_flops_for_each_byte() -> None:
+    product = gemm(128, 256, 64, "bfloat16")
+    assert product.flops == 2 * 128 * 256 * 64
+    assert product.bytes == 2 * (128 * 64 + 64 * 256 + 128 * 256)
+    assert product.intensity == product.flops / product.bytes
+
+
+def test_a_fused_norm_moves_fewer_bytes() -> None:
+    config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
+
+    def total(fused: bool) -> int:
+        return sum(work.bytes * work.calls for work in BlockWork(config, 0, fused).backward())
+
+    assert total(True) < total(False)
