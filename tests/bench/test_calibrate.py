@@ -1,0 +1,72 @@
+"""A machine is measured into a profile that the planner takes; laws are found again in points made by them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from boost.bench import calibrate
+from boost.bench.calibrate import calibrate_process, fit_gemm
+from boost.bench.speed import Point
+from boost.config.load import from_tree
+from boost.plan.hardware import AttentionSpeed, GemmSpeed, load_hardware
+from boost.plan.timing import predict
+from tests import toy
+from tests.distributed import run_distributed
+
+QUICK = {"samples": 1, "least": 1e-5}
+
+
+def test_the_law_of_products_is_found_again() -> None:
+    law = GemmSpeed(tflops=2.0, fraction=0.8, half=(40.0, 10.0, 200.0))
+    shapes = [(m, n, k) for m in (64, 512, 4096) for n in (64, 512, 4096) for k in (64, 512, 4096)]
+    points = [Point("gemm", "float32", shape, 2 * math.prod(shape) / law.flops_per_s(*shape)) for shape in shapes]
+    # One point that a busy machine made ten times slower does not pull the law.
+    points[5] = Point("gemm", "float32", points[5].shape, 10 * points[5].seconds)
+    found, error = fit_gemm(points)
+    again = GemmSpeed(**found)
+    for shape in shapes:
+        assert again.flops_per_s(*shape) == pytest.approx(law.flops_per_s(*shape), rel=0.02)
+    assert error < 0.15
+
+
+def test_attention_is_a_rate_and_a_length_at_which_it_halves() -> None:
+    law = AttentionSpeed(head_dim=64, forward=0.5, backward=0.25, half=100.0)
+    points: dict[str, list[Point]] = {"attention float32": [], "attention backward float32": []}
+    for length in (128, 256, 512, 1024):
+        shape = (2048 // length, 4, length, 64)
+        for name, products, rate in (("attention", 2, law.forward), ("attention backward", 5, law.backward)):
+            flops = products * math.prod(shape) * length
+            seconds = flops / (rate * 1e12 * length / (length + law.half))
+            points[f"{name} float32"].append(Point(name, "float32", shape, seconds))
+    (found,) = calibrate._attention(points, "float32")
+    assert AttentionSpeed(**found) == law  # type: ignore[arg-type]
+
+
+def run_calibration(out: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
+        patch.setattr(calibrate, "world_size", lambda: 2)
+        patch.setattr(calibrate, "close_mesh", lambda: None)
+        return calibrate_process(["float32"], "cpu", True, out)
+
+
+def test_a_profile_of_this_machine_is_one_that_the_planner_takes(tmp_path: Path) -> None:
+    out = tmp_path / "made" / "local.toml"
+    assert run_distributed(2, run_calibration, out) == [0, 0]
+    hardware = load_hardware(str(out))
+    assert (hardware.device, hardware.per_node, hardware.alone is not None) == ("cpu", 2, True)
+    kinds = {"all-reduce float32", "all-gather float32", "reduce-scatter float32", "all-to-all float32"}
+    assert set(hardware.node.measured) == kinds
+    config = from_tree(
+        {
+            "model": {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 2, "vocab_size": 256, "rank": 16},
+            "parallel": {"tp": 2, "layout": "btp"},
+            "train": {"micro_batch": 2, "global_batch": 2, "seq_len": 64},
+        }
+    )
+    step = predict(config, hardware)
+    assert 0 < step.seconds < 60
+    assert step.parts["TP collectives"] > 0
+    assert torch.get_default_dtype() == torch.float32
