@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from boost.config.architecture import Group, Slot, crossed, crossing_parameters, groups
 from boost.config.cuts import TOKEN_SHARDED, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, RecomputeName
+from boost.config.stages import stages_of
 from boost.config.traffic import ITEMSIZE, statistic_columns, statistic_dtype
 from boost.plan.optimizer import state_bytes
 from boost.plan.replicas import stored_tensors
@@ -24,6 +25,8 @@ LATENTS = "latents"
 WIDE = "wide activations"
 COPIES = "weight copies"
 LOGITS = "logits and loss"
+BUFFERS = "pipeline buffers"
+GATHERED = "gathered weights"
 WORK = "at work"
 
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
@@ -39,6 +42,8 @@ CATEGORIES = {
     WIDE: "normed inputs, q, k, v, gate, up, products",
     COPIES: "cast or scaled for a GEMM",
     LOGITS: "gradients of the head and its input",
+    BUFFERS: "received, to be sent, and their gradients",
+    GATHERED: "of what replicas share, while it is used",
     WORK: "the worst moment, on top of what is kept",
 }
 """Everything that a step holds, in words."""
@@ -94,19 +99,35 @@ class Memory:
         return self.activations + sum(self.states.values())
 
 
-def memory(config: Config) -> Memory:
-    """Bytes on one process of a TP group: the training state, and what one micro-batch keeps. Raises nothing."""
-    train = config.train
-    stored = list(stored_tensors(config.model, config.parallel))
-    weights = sum(tensor.elements for tensor in stored) * ITEMSIZE[train.param_dtype]
-    states = {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored)}
-    policies = train.recompute_by_layer(config.model.layers)
+def memory(config: Config, pp_rank: int = 0) -> Memory:
+    """Bytes on one process: the training state of its stages and shards, and what one micro-batch keeps in them."""
+    stages = stages_of(config, pp_rank)
     kept = [
         Kept(item.category, item.what, item.rows, item.columns, item.dtype, item.place, layer)
-        for layer, policy in enumerate(policies)
-        for item in _Block(config, layer).kept(policy, policies[layer + 1 : layer + 2])
+        for stage in stages
+        for layer in stage.numbers
+        for item in block_keeps(config, layer)
     ]
-    return Memory(states, (*kept, *_Block(config, 0).loss()))
+    return Memory(states_of(config, pp_rank), (*kept, *(loss_keeps(config) if stages[-1].predicts else ())))
+
+
+def states_of(config: Config, pp_rank: int = 0) -> dict[str, int]:
+    """STATES of the stages of a pipeline process, in shards where replicas share them."""
+    parallel, itemsize = config.parallel, ITEMSIZE[config.train.param_dtype]
+    stored = [t for stage in stages_of(config, pp_rank) for t in stored_tensors(config.model, parallel, stage)]
+    weights = sum(tensor.shard(parallel) for tensor in stored) * itemsize
+    return {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored, pp_rank)}
+
+
+def block_keeps(config: Config, layer: int) -> Items:
+    """What one block keeps."""
+    policies = config.train.recompute_by_layer(config.model.layers)
+    return _Block(config, layer).kept(policies[layer], policies[layer + 1 : layer + 2])
+
+
+def loss_keeps(config: Config) -> Items:
+    """What the loss keeps."""
+    return _Block(config, 0).loss()
 
 
 class _Block:
@@ -120,7 +141,8 @@ class _Block:
         self.tokens = train.micro_batch * train.seq_len
         self.own_tokens = self.tokens // p if self.layout in TOKEN_SHARDED else self.tokens
         self.dtype, self.statistic = train.compute_dtype, statistic_dtype(train.compute_dtype)
-        self.casts = train.compute_dtype != train.param_dtype
+        # Weights that are gathered are so in the dtype of activations.
+        self.casts = train.compute_dtype != train.param_dtype and not self.parallel.sharded
         self.acts = self.model.latent_act != "none"
         self.groups = groups(self.model, layer)
         self.crossed = crossed(self.model, layer)

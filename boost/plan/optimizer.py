@@ -15,7 +15,7 @@ from boost.config.factors import (
     rate_scale,
     work_dtype,
 )
-from boost.config.schema import Config
+from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
 from boost.plan.replicas import StoredTensor, stored_tensor
@@ -71,19 +71,89 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     return result
 
 
-def state_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
-    """Bytes that the optimizer holds from step to step for these tensors of one process, which shares none of them."""
-    optim, itemsize = config.optim, ITEMSIZE[config.train.param_dtype]
-    held = 2 * sum(tensor.elements for tensor in stored) * itemsize
+def state_bytes(config: Config, stored: Sequence[StoredTensor], pp_rank: int = 0) -> int:
+    """Bytes that the optimizer holds from step to step for these tensors of one pipeline process."""
+    optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
+    held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
     counted = len(stored)  # each tensor has its number of updates, in fp32
-    units = [unit for stage in stages_of(config, 0) for unit in _units(config, stage)]
+    units = [unit for stage in stages_of(config, pp_rank) for unit in _units(config, stage)]
     if optim.name == "muon":
         factors = [tensor for unit in units for tensor in unit.stored]
-        held -= sum(tensor.elements for tensor in factors) * itemsize
+        held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
     if optim.name == "loro":
-        counted += sum(_extra_parts(config, stage) for stage in stages_of(config, 0))
+        counted += sum(_extra_parts(config, stage) for stage in stages_of(config, pp_rank))
     return held + counted * ITEMSIZE["float32"]
+
+
+def work_bytes(config: Config, pp_rank: int = 0) -> int:
+    """Bytes that the optimizer's step works with at its worst moment, on top of what it holds.
+
+    torch's fused AdamW works with none. Muon and Frobenius decay look at a bucket of whole factors; LORO's exact step at a
+    bucket of factors and directions in fp64, and at a basis of each.
+    """
+    optim, parallel = config.optim, config.parallel
+    exact = optim.name == "loro" and not optim.refresh_only
+    if not (needs_whole_factors(optim) or exact):
+        return 0
+    dtype, worst = work_dtype(optim, config.train.param_dtype), 0
+    units = [unit for stage in stages_of(config, pp_rank) for unit in _units(config, stage)]
+    for length in factor_buckets([unit.shapes for unit in units], optim, ITEMSIZE[dtype]):
+        bucket = _Bucket(units[:length], parallel)
+        units = units[length:]
+        worst = max(worst, bucket.exact() if exact else bucket.grams(config))
+    return worst * ITEMSIZE[dtype]
+
+
+class _Bucket:
+    """Numbers that are alive while a bucket of factors is worked on, n r of each factor and r r of what is small."""
+
+    def __init__(self, units: Sequence[_Unit], parallel: ParallelConfig) -> None:
+        self.tp, self.dp = parallel.tp, parallel.dp
+        self.shapes = [shape for unit in units for shape in unit.shapes]
+        self.pairs = [pair for unit in units for pair in unit.pairs]
+        stored = [tensor for unit in units for tensor in unit.stored]
+        self.kept = sum(tensor.shard(parallel) for tensor in stored)
+        self.local = sum(tensor.elements for tensor in stored)
+        """Of this TP process: all replicas' shards of it."""
+        self.largest = max(tensor.shard(parallel) for tensor in stored)
+        self.shared = any(tensor.sharers(parallel) > 1 for tensor in stored)
+        self.whole = sum(shape.elements for shape in self.shapes)
+        self.cut = self.tp > 1 and any(shape.cut == "rank" for shape in self.shapes)
+
+    def _tall(self, copies: int, held: int) -> tuple[int, int]:
+        """(the most on the way, what is there then) of whole factors, made of `held` numbers a kept one; `copies` of each."""
+        kept, local, whole = held * self.kept, copies * self.local, copies * self.whole
+        most = there = kept
+        if self.shared:  # what is sent, what has arrived, and what it is put together to
+            most, there = there + 2 * copies * self.kept + 2 * local, local
+        if self.cut:
+            most, there = max(most, there + whole + max(2 * local, whole)), whole
+        return most, there
+
+    def exact(self) -> int:
+        """LORO's exact step: factor and direction side by side, their bases, the small problems."""
+        making, tall = self._tall(2, 2)
+        bases = sum(s.wide * min(s.wide, 2 * s.rank) + min(s.wide, 2 * s.rank) * 2 * s.rank for s in self.shapes)
+        final = sum(s.wide * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
+        triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
+        largest = max(s.elements for s in self.shapes)
+        finding = tall + max(bases + 2 * largest, max(bases, final) + triangles + triangles // self.tp)
+        sides = [(a.basis(self.tp), b.basis(self.tp), a.rank) for a, b in self.pairs]
+        solved = sum((a + b) * rank for a, b, rank in sides)
+        small = max(4 * (a * b + (a + b) * rank) for a, b, rank in sides)
+        moving = final + solved * (2 if self.tp * self.dp > 1 else 1) + max(small, largest)
+        return max(making + 4 * self.largest, finding, moving)
+
+    def grams(self, config: Config) -> int:
+        """Muon's step and Frobenius decay's: whole factors, Gram matrices, and what becomes of one factor."""
+        muon = config.optim.name == "muon"
+        same = work_dtype(config.optim, config.train.param_dtype) == config.train.param_dtype
+        views = same and not (muon and config.optim.muon_nesterov)
+        making, tall = self._tall(1, 0 if views else 1)
+        rank, largest = max(s.rank for s in self.shapes), max(s.elements for s in self.shapes)
+        grams = sum(s.rank**2 for s in self.shapes) + 2 * sum(s.gram for s in self.shapes) * (self.tp > 1)
+        return max(making, tall + grams + largest + 6 * rank**2 * muon)
 
 
 def _units(config: Config, stage: Stage) -> Iterator[_Unit]:

@@ -1,0 +1,429 @@
+"""The most memory that one process holds in an optimizer step, and when: arithmetic only, for a search that asks thousands of times.
+
+What a block holds at each moment of its passes is read off a tape (`boost.plan.tape`), once for each kind of block; this file
+adds up blocks, micro-batches in flight, and what replicas gather. The allocator's rounding and fragmentation are not in it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from boost.config.architecture import SLOTS, crossed
+from boost.config.schema import Config
+from boost.config.stages import Stage, stages_of
+from boost.config.traffic import ITEMSIZE, bucket_lengths
+from boost.plan.memory import BUFFERS, GRADIENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK
+from boost.plan.memory import block_keeps, loss_keeps, states_of
+from boost.plan.optimizer import work_bytes
+from boost.plan.passes import BlockPasses, EndPasses
+from boost.plan.replicas import stored_tensors
+from boost.plan.schedules import Action, actions, micro_batches
+from boost.plan.shards import Shards
+from boost.plan.tape import Tape
+
+FORWARD = "forward pass of a block"
+BACKWARD = "backward pass of a block"
+LOSS = "loss"
+LOSS_BACKWARD = "backward pass of the loss"
+EMBEDDING = "backward pass of the embedding"
+SUM = "sum of gradients"
+STEP = "optimizer step"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes at the worst moment."""
+
+    by_category: dict[str, int]
+    """Of `boost.plan.memory.CATEGORIES`."""
+    moment: str
+    """FORWARD, BACKWARD, LOSS, LOSS_BACKWARD, EMBEDDING, SUM or STEP."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.by_category.values())
+
+
+def peak(config: Config, pp_rank: int = 0) -> Peak:
+    """The worst moment of a step on pipeline process `pp_rank` (of TP process and replica 0, which have the most).
+
+    Within a few per cent of what `boost.bench.memory` sees; LORO's exact step and Muon's within their buckets. Every
+    step counts as one with an exact step, where there are any.
+    """
+    return _Step(config, pp_rank).worst()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What makes two blocks alike; the configuration to compute one by comes along and is not compared."""
+
+    key: tuple[Any, ...]
+    config: Config = field(compare=False)
+    layer: int = field(compare=False)
+
+
+@dataclass(frozen=True)
+class _BlockFacts:
+    """Bytes of one block and one micro-batch."""
+
+    kept: Counter[str]
+    """By category."""
+    forward: int
+    """The most above what is there when it begins, its input included."""
+    backward: int
+    """The same of its backward pass, when all it kept and the gradients of its results are there."""
+    first: int
+    """The same where gradients of weights are new, and stay."""
+    born: int
+    """Those gradients."""
+    inputs: int
+    """The same as `backward` where gradients of weights are put off."""
+    put_off: int
+    """What then stays for them, beside what is kept."""
+    handed: int
+    """What it hands on to the next block, and gets the gradients of."""
+    arriving: int
+    """What it is handed."""
+
+
+def _kind(config: Config, layer: int) -> _Kind:
+    model, parallel, train = config.model, config.parallel, config.train
+    policies = train.recompute_by_layer(model.layers)
+    ranks = tuple(model.rank_of(layer, slot) for slot in SLOTS)
+    crossing = model.crosses, crossed(model, layer), layer + 1 < model.layers, model.over, model.gate
+    shape = model.family, model.dim, model.ffn_dim, model.heads, model.kv_heads, model.latent_act, model.mlp_silu
+    cut = parallel.layout, parallel.tp, parallel.norm, parallel.grouping, parallel.vanilla, parallel.sharded
+    work = train.micro_batch, train.seq_len, train.param_dtype, train.compute_dtype, policies[layer : layer + 2]
+    zero_bubble = parallel.pp > 1 and parallel.schedule == "zero-bubble"
+    return _Kind((ranks, crossing, shape, cut, work, zero_bubble), config, layer)
+
+
+@lru_cache(maxsize=4096)
+def _block(kind: _Kind) -> _BlockFacts:
+    config, layer = kind.config, kind.layer
+    kept: Counter[str] = Counter()
+    for item in block_keeps(config, layer):
+        kept[item.category] += item.bytes
+    arriving, handed, forward, backward, _ = _passes(config, layer, True, False)
+    _, _, _, first, born = _passes(config, layer, False, False)
+    zero_bubble = config.parallel.pp > 1 and config.parallel.schedule == "zero-bubble"
+    inputs, put_off = _passes(config, layer, True, True)[3:] if zero_bubble else (0, 0)
+    return _BlockFacts(kept, forward, backward, first, born, inputs, put_off, handed, arriving)
+
+
+def _passes(config: Config, layer: int, accumulates: bool, inputs_only: bool) -> tuple[int, int, int, int, int]:
+    """(arriving, handed on, forward, backward, what stays of gradients) of a block."""
+    tape = Tape(accumulates)
+    passes = BlockPasses(config, layer, config.train.recompute_by_layer(config.model.layers)[layer], tape)
+    x, carried = passes.arriving()
+    arriving = tape.peak = tape.live
+    y, carried_on = passes.forward(x, carried)
+    forward = tape.peak - arriving
+    del x, carried
+    results = [y, *carried_on]
+    del y, carried_on
+    gradients = [tape.new(each.elements, each.dtype) for each in results]
+    handed = sum(g.storage.bytes for g in gradients)
+    for each in results:
+        each.storage = None  # the next block has them
+    del each
+    begun = tape.peak = tape.live
+    tape.backward(results, gradients, inputs_only)
+    stays = tape.put_off if inputs_only else [g for g in tape.gradients if g.dtype == passes.stored or passes.gathered]
+    back = arriving if not inputs_only else 0
+    return arriving, handed, forward, tape.peak - begun, max(sum(g.storage.bytes for g in stays) - back, 0)
+
+
+@dataclass(frozen=True)
+class _EndFacts:
+    """Bytes of loss and embedding; each pass above what is there when it begins, as in `_BlockFacts`."""
+
+    loss_kept: Counter[str]
+    loss_forward: int
+    loss_backward: int
+    loss_first: int
+    head_born: int
+    embedding: int
+    embedding_first: int
+
+
+def _end_kind(config: Config) -> _Kind:
+    kind = _kind(config, 0)
+    return _Kind((*kind.key, config.model.vocab_size), config, 0)
+
+
+@lru_cache(maxsize=4096)
+def _ends(kind: _Kind) -> _EndFacts:
+    config = kind.config
+    kept: Counter[str] = Counter()
+    for item in loss_keeps(config):
+        kept[item.category] += item.bytes
+    forward, loss_backward, _ = _loss_passes(config, True)
+    _, loss_first, born = _loss_passes(config, False)
+    return _EndFacts(
+        kept, forward, loss_backward, loss_first, born, _embedding_pass(config, True), _embedding_pass(config, False)
+    )
+
+
+def _loss_passes(config: Config, accumulates: bool) -> tuple[int, int, int]:
+    """(forward, backward, gradients that stay) of the loss."""
+    tape = Tape(accumulates)
+    passes = EndPasses(config, tape)
+    x = tape.entered(tape.new(passes.residual, passes.dtype))
+    begun = tape.peak = tape.live
+    total = [passes.loss(x)]
+    forward = tape.peak - begun
+    del x
+    begun = tape.peak = tape.live
+    tape.backward(total, [tape.new(1, passes.do.statistic)])
+    stays = sum(g.storage.bytes for g in tape.gradients)
+    return forward, tape.peak - begun, stays - passes.residual * ITEMSIZE[passes.dtype]
+
+
+def _embedding_pass(config: Config, accumulates: bool) -> int:
+    """The backward pass of the embedding."""
+    tape = Tape(accumulates)
+    rows = [EndPasses(config, tape).embed()]
+    gradient = [tape.new(rows[0].elements, rows[0].dtype)]
+    rows[0].storage = None
+    begun = tape.peak = tape.live
+    tape.backward(rows, gradient)
+    return tape.peak - begun
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes above what is there all the time."""
+
+    name: str
+    kept: Counter[str]
+    more: dict[str, int]
+
+
+class _Step:
+    """One process's step, walked through."""
+
+    def __init__(self, config: Config, pp_rank: int) -> None:
+        self.config, self.pp_rank, parallel = config, pp_rank, config.parallel
+        self.stages = stages_of(config, pp_rank)
+        self.blocks = {n: _block(_kind(config, n)) for stage in self.stages for n in stage.numbers}
+        self.ends = _ends(_end_kind(config))
+        self.states = states_of(config, pp_rank)
+        self.shards = Shards(config, self.stages)
+        self.actions = actions(config, pp_rank)
+        self.micro_batches = micro_batches(config)
+        self.piped = parallel.pp > 1
+        self.whole_kept = [self._kept_by(stage) for stage in self.stages]
+        self.in_flight: Counter[int] = Counter()
+        """Micro-batches whose activations are there, by stage."""
+        self.half: Counter[int] = Counter()
+        """Those of which gradients of weights are still to be made (zero bubble)."""
+        self.reduced = [0 for _ in self.stages]
+        """Backward passes done."""
+        self.buckets = self._buckets()
+        self._worst: tuple[int, str, dict[str, int]] = (-1, "", {})
+
+    def worst(self) -> Peak:
+        """The worst of all moments."""
+        kinds: set[Any] = set()
+        for action in self.actions:
+            stage = action.stage
+            # Passes with the same in flight differ in nothing.
+            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(self.half.items()), tuple(
+                min(n, 1) + (n == self.micro_batches - 1) for n in self.reduced
+            )  # fmt: skip
+            if seen not in kinds:
+                kinds.add(seen)
+                self._pass(action)
+            self._count(action)
+        self._look(_Moment(SUM, Counter(), {WORK: self.buckets.get("all", 0)}), all_gradients=True)
+        self._look(_Moment(STEP, Counter(), {WORK: work_bytes(self.config, self.pp_rank)}), all_gradients=True)
+        total, name, held = self._worst
+        assert total >= 0
+        return Peak({category: size for category, size in held.items() if size}, name)
+
+    # Moments.
+
+    def _pass(self, action: Action) -> None:
+        stage = self.stages[action.stage]
+        if action.kind == "forward":
+            for moment in self._forward(stage):
+                self._look(moment)
+            return
+        if action.kind == "input" and stage.embeds:
+            return  # torch puts off all of it
+        own = action.kind == "backward" or stage.embeds
+        half = action.kind == "input" or (action.kind == "weight" and not stage.embeds)
+        moments = self._weights(stage) if half and action.kind == "weight" else self._backward(stage, action, not own)
+        for moment in moments:
+            self._look(moment)
+
+    def _count(self, action: Action) -> None:
+        stage = action.stage
+        first = self.stages[stage].embeds
+        if action.kind == "forward":
+            self.in_flight[stage] += 1
+        elif action.kind == "backward":
+            self.in_flight[stage] -= 1
+            self.reduced[stage] += 1
+        elif action.kind == "input":
+            self.half[stage] += not first
+        else:
+            self.in_flight[stage] -= 1
+            self.half[stage] -= not first
+            self.reduced[stage] += 1
+
+    def _look(self, moment: _Moment, all_gradients: bool = False) -> None:
+        held = Counter({WEIGHTS: self.states[WEIGHTS], OPTIMIZER: self.states[OPTIMIZER]})
+        if all_gradients:
+            held[GRADIENTS] = self.states[GRADIENTS]
+        else:
+            held[GRADIENTS] = sum(self._gradients(i) for i in range(len(self.stages)))
+            held[WORK] += self._context()
+        for i, count in self.in_flight.items():
+            for category, size in self.whole_kept[i].items():
+                held[category] += count * size
+            held[BUFFERS] += count * self._handed_on(self.stages[i])
+            held[WORK] += self.half[i] * sum(self.blocks[n].put_off for n in self.stages[i].numbers)
+        held[BUFFERS] += self._buffers()
+        for category, size in (*moment.kept.items(), *moment.more.items()):
+            held[category] += size
+        total = sum(held.values())
+        if total > self._worst[0]:
+            self._worst = total, moment.name, dict(held)
+
+    def _forward(self, stage: Stage) -> Iterator[_Moment]:
+        kept: Counter[str] = Counter()
+        gathered = self.shards.forward(stage, self.in_flight, self.reduced)
+        for place, n in enumerate(stage.numbers):
+            block = self.blocks[n]
+            arriving = block.arriving if not (place == 0 and self.piped and not stage.embeds) else 0
+            yield _Moment(FORWARD, +kept, {WORK: arriving + block.forward, **gathered(n)})
+            kept += self._kept_of(stage, n)
+        if stage.predicts:
+            arriving = self.blocks[stage.numbers[-1]].handed
+            yield _Moment(LOSS, +kept, {WORK: arriving + self.ends.loss_forward, **gathered(None)})
+
+    def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Moment]:
+        """What is kept of this micro-batch is counted already: it goes bit by bit."""
+        done = self.reduced[action.stage]
+        fresh = self._fresh(done)
+        last = done == self.micro_batches - 1
+        gathered = self.shards.backward(stage, done, last)
+        gone: Counter[str] = Counter()
+        new = stays = 0
+        if stage.predicts:
+            yield _Moment(LOSS_BACKWARD, Counter(), {WORK: self.ends.loss_first if fresh else self.ends.loss_backward, **gathered(None)})
+            gone.subtract(self.ends.loss_kept)
+            new += self.ends.head_born * fresh
+        waiting = 0 if stage.predicts or not self.piped else self.blocks[stage.numbers[-1]].handed
+        for n in reversed(stage.numbers):
+            block = self.blocks[n]
+            handed = 0 if waiting else block.handed
+            waiting = 0
+            extra = block.inputs if inputs_only else block.first if fresh else block.backward
+            more = {GRADIENTS: new, WORK: handed + stays + extra, **gathered(n)}
+            yield _Moment(BACKWARD, Counter(gone), more)
+            if inputs_only:
+                stays += block.put_off
+            else:
+                gone.subtract(self._kept_of(stage, n))
+            new += block.born * fresh
+            if last and self.buckets.get(n):
+                more = {GRADIENTS: new, WORK: block.arriving + stays + self.buckets[n], **gathered(n)}
+                yield _Moment(SUM, Counter(gone), more)
+        if stage.embeds:
+            extra = self.ends.embedding_first if fresh else self.ends.embedding
+            more = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].arriving + extra, **gathered(None)}
+            yield _Moment(EMBEDDING, Counter(gone), more)
+
+    def _weights(self, stage: Stage) -> Iterator[_Moment]:
+        """Gradients of weights that were put off, one group after the other."""
+        largest = max(t.elements for t in stored_tensors(self.config.model, self.config.parallel, stage))
+        size = ITEMSIZE[self.config.train.param_dtype] + ITEMSIZE[self.config.train.compute_dtype]
+        yield _Moment(BACKWARD, Counter(), {WORK: largest * size})
+
+    # What is there all the time.
+
+    def _fresh(self, done: int) -> bool:
+        """Whether gradients of weights are new ones that stay for the time being."""
+        return done == 0 or self.shards.scatters_each
+
+    def _gradients(self, place: int) -> int:
+        if self.shards.any:
+            return self.shards.gradients(self.stages[place], self.reduced[place])
+        if not self.reduced[place]:
+            return 0
+        stored = stored_tensors(self.config.model, self.config.parallel, self.stages[place])
+        return sum(t.elements for t in stored) * ITEMSIZE[self.config.train.param_dtype]
+
+    def _kept_of(self, stage: Stage, n: int) -> Counter[str]:
+        """Of a block; what a stage receives lies in a buffer that is there anyway."""
+        kept = self.blocks[n].kept
+        if self.piped and n == stage.first_layer and not stage.embeds:
+            kept = Counter(kept)
+            kept[RESIDUAL] -= self._boundary(n)
+        return kept
+
+    def _kept_by(self, stage: Stage) -> Counter[str]:
+        kept: Counter[str] = Counter()
+        for n in stage.numbers:
+            kept.update(self._kept_of(stage, n))
+        if stage.predicts:
+            kept.update(self.ends.loss_kept)
+        return kept
+
+    def _boundary(self, n: int) -> int:
+        """The residual stream that enters a block."""
+        passes = EndPasses(self.config, Tape(True))
+        return passes.residual * ITEMSIZE[passes.dtype]
+
+    def _handed_on(self, stage: Stage) -> int:
+        """What a stage has handed on is there until its gradient has come."""
+        return 0 if stage.predicts or not self.piped else self.blocks[stage.numbers[-1]].handed
+
+    def _buffers(self) -> int:
+        """One for each micro-batch and boundary: what arrives, and the gradient of what was handed on."""
+        if not self.piped:
+            return 0
+        each = sum(
+            (0 if stage.embeds else self.blocks[stage.numbers[0]].arriving) + self._handed_on(stage)
+            for stage in self.stages
+        )
+        return self.micro_batches * each
+
+    def _context(self) -> int:
+        """Tokens, positions, rotary angles, and the mask of documents."""
+        model, train = self.config.model, self.config.train
+        size = ITEMSIZE[train.compute_dtype]
+        each = train.seq_len * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * train.seq_len
+        if self.config.data.isolate_documents:
+            each += train.micro_batch * train.seq_len**2 * size
+        return each
+
+    def _buckets(self) -> dict[Any, int]:
+        """Bytes of the copy that a bucket of gradients is made into, by the block whose backward pass fills it; 'all': by
+        the end of the last. A tensor alone is not copied."""
+        parallel, size = self.config.parallel, ITEMSIZE[self.config.train.param_dtype]
+        stored = [t for stage in self.stages for t in stored_tensors(self.config.model, parallel, stage)][::-1]
+        held = [t for t in stored if t.vector or not parallel.sharded]
+        late = [t for t in stored if parallel.sharded and not t.vector and t.cut.partial and not t.over_replicas(parallel)]
+        found: dict[Any, int] = {"all": 0}
+        for tensors, processes in (
+            ([t for t in held if t.cut.partial], parallel.tp * parallel.dp),
+            ([t for t in held if not t.cut.partial], parallel.dp),
+            (late, parallel.tp),
+        ):
+            sizes = [t.shard(parallel) * size for t in tensors]
+            rest = list(zip(tensors, sizes, strict=True))
+            for length in bucket_lengths(sizes) if processes > 1 else ():
+                bucket, rest = rest[:length], rest[length:]
+                last = bucket[-1][0].unit
+                last = "all" if last is None and rest == [] else last
+                if length > 1:
+                    found[last] = max(found.get(last, 0), sum(n for _, n in bucket))
+        return found
+
