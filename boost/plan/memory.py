@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from boost.config.architecture import Group, Slot, crossed, crossing_parameters, groups
 from boost.config.cuts import TOKEN_SHARDED, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, RecomputeName
-from boost.config.stages import stages_of
+from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, statistic_columns, statistic_dtype
 from boost.plan.optimizer import state_bytes
-from boost.plan.replicas import stored_tensors
+from boost.plan.replicas import StoredTensor, stored_tensors
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -108,15 +108,15 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
         for layer in stage.numbers
         for item in block_keeps(config, layer)
     ]
-    return Memory(states_of(config, pp_rank), (*kept, *(loss_keeps(config) if stages[-1].predicts else ())))
+    stored = [tensor for stage in stages for tensor in stored_tensors(config.model, config.parallel, stage)]
+    behind = loss_keeps(config) if stages[-1].predicts else ()
+    return Memory(states_of(config, stored, stages), (*kept, *behind))
 
 
-def states_of(config: Config, pp_rank: int = 0) -> dict[str, int]:
-    """STATES of the stages of a pipeline process, in shards where replicas share them."""
-    parallel, itemsize = config.parallel, ITEMSIZE[config.train.param_dtype]
-    stored = [t for stage in stages_of(config, pp_rank) for t in stored_tensors(config.model, parallel, stage)]
-    weights = sum(tensor.shard(parallel) for tensor in stored) * itemsize
-    return {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored, pp_rank)}
+def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
+    """STATES of the stored tensors of some stages, in shards where replicas share them."""
+    weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
+    return {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
 def block_keeps(config: Config, layer: int) -> Items:

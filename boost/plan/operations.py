@@ -1,4 +1,4 @@
-"""The operations of a decoder in sizes: what each makes, saves and works with, forward and backward, as torch's dispatcher shows it.
+"""The operations of a decoder in sizes: what each makes, saves and works with, forward and backward, as the dispatcher shows.
 
 Each function stands for the torch function or the `autograd.Function` of its name in `boost.models` and `boost.parallel`.
 Legend: T tokens, p TP processes; n elements.

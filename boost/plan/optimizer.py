@@ -71,22 +71,21 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     return result
 
 
-def state_bytes(config: Config, stored: Sequence[StoredTensor], pp_rank: int = 0) -> int:
-    """Bytes that the optimizer holds from step to step for these tensors of one pipeline process."""
+def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
+    """Bytes that the optimizer holds from step to step for these tensors of one process, which are those of some stages."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
     held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
     counted = len(stored)  # each tensor has its number of updates, in fp32
-    units = [unit for stage in stages_of(config, pp_rank) for unit in _units(config, stage)]
     if optim.name == "muon":
-        factors = [tensor for unit in units for tensor in unit.stored]
+        factors = [tensor for stage in stages for unit in _units(config, stage) for tensor in unit.stored]
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
     if optim.name == "loro":
-        counted += sum(_extra_parts(config, stage) for stage in stages_of(config, pp_rank))
+        counted += sum(_extra_parts(config, stage) for stage in stages)
     return held + counted * ITEMSIZE["float32"]
 
 
-def work_bytes(config: Config, pp_rank: int = 0) -> int:
+def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     """Bytes that the optimizer's step works with at its worst moment, on top of what it holds.
 
     torch's fused AdamW works with none. Muon and Frobenius decay look at a bucket of whole factors; LORO's exact step at a
@@ -97,7 +96,7 @@ def work_bytes(config: Config, pp_rank: int = 0) -> int:
     if not (needs_whole_factors(optim) or exact):
         return 0
     dtype, worst = work_dtype(optim, config.train.param_dtype), 0
-    units = [unit for stage in stages_of(config, pp_rank) for unit in _units(config, stage)]
+    units = [unit for stage in stages for unit in _units(config, stage)]
     for length in factor_buckets([unit.shapes for unit in units], optim, ITEMSIZE[dtype]):
         bucket = _Bucket(units[:length], parallel)
         units = units[length:]

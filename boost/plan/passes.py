@@ -1,4 +1,4 @@
-"""Blocks, loss and embedding of one process in sizes: the functions of `boost.models` and `boost.parallel.layouts`, on `Array`s.
+"""A block of one process in sizes: the functions of `boost.models` and `boost.parallel.layouts`, on `Array`s.
 
 What they hold and when follows from how they are written, so they are written like those. Legend: T tokens of one micro-batch,
 p TP processes, w parts of heads and channels; `Latents` as in `boost.models.interface`.
@@ -11,7 +11,7 @@ from typing import Any
 from boost.config.architecture import Group, Slot, crossed, crossing_parameters, groups, tensor_shape
 from boost.config.cuts import TOKEN_SHARDED, cut_of, local_shape, wide_parts
 from boost.config.schema import Config, RecomputeName
-from boost.config.traffic import chunk_tokens, statistic_columns
+from boost.config.traffic import statistic_columns
 from boost.plan.operations import Operations
 from boost.plan.tape import Array, Tape
 
@@ -132,7 +132,9 @@ class BlockPasses(Passes):
     def _enter(self, x: Array, gamma: Array, group: Group, carried: Latents) -> tuple[Sequence[Array], Latents]:
         do, layout = self.do, self.layout
         if layout == "btp":
-            return (self._online(x, gamma, group) if self.parallel.norm == "online" else self._sync(x, gamma, group)), carried
+            return (
+                self._online(x, gamma, group) if self.parallel.norm == "online" else self._sync(x, gamma, group)
+            ), carried
         if not self.model.low_rank:
             normed = do.rms_norm(x, gamma, self.own_tokens)
             if layout == "single":
@@ -232,8 +234,7 @@ class BlockPasses(Passes):
             normed = do.scale(x, do.inverse_rms(s))
             weights = self._down_weights(do.scaled_weight(self.A[group.name], gamma), group)
             return [
-                do.linear(normed, a, width, self.tokens)
-                for a, width in zip(weights, self._tensors(group), strict=True)
+                do.linear(normed, a, width, self.tokens) for a, width in zip(weights, self._tensors(group), strict=True)
             ]
 
         return [do.sum_forward(u) for u in self._local(down, x, s)]
@@ -308,9 +309,7 @@ class BlockPasses(Passes):
 
     # vanilla.
 
-    def _enter_vanilla(
-        self, x: Array, gamma: Array, group: Group, carried: Latents
-    ) -> tuple[Sequence[Array], Latents]:
+    def _enter_vanilla(self, x: Array, gamma: Array, group: Group, carried: Latents) -> tuple[Sequence[Array], Latents]:
         do = self.do
 
         def down(x: Array) -> list[Array]:
@@ -340,9 +339,7 @@ class BlockPasses(Passes):
             return y
         return self.tape.apply([y], [(n, dtype)], lambda t, g, s: [t.new(n, dtype)], view=True)[0]
 
-    def _bend_up_vanilla(
-        self, latents: Sequence[Array], group: Group, carried: Latents
-    ) -> tuple[list[Array], Latents]:
+    def _bend_up_vanilla(self, latents: Sequence[Array], group: Group, carried: Latents) -> tuple[list[Array], Latents]:
         do = self.do
         if not self.crossed:
             result: tuple[list[Array], Latents] = self._local(
@@ -471,70 +468,3 @@ class BlockPasses(Passes):
         return self.tape.apply(
             [mixed, moments, weight, bias], [(n, dtype)], backward, [mixed, moments, weight], custom=True, work=work
         )[0]  # fmt: skip
-
-
-class EndPasses(Passes):
-    """Loss and embedding."""
-
-    def loss(self, x: Array) -> Array:
-        """layout.loss."""
-        do, model = self.do, self.model
-        head = do.weight(model.vocab_size // self.p * model.dim, self.dtype if self.gathered else self.stored)
-        gamma = do.weight(model.dim, self.stored)
-        if self.layout == "btp":
-            x = do.rows_to_features(do.gather(x))
-            normed = do.rms_norm(x, gamma, self.tokens)
-        else:
-            normed = do.rms_norm(x, gamma, self.own_tokens)
-            if self.layout in TOKEN_SHARDED:
-                normed = do.gather(normed)
-            elif self.layout != "single":
-                normed = do.sum_backward(normed)
-        return self._cross_entropy(normed, do.cast(head, self.dtype))
-
-    def _cross_entropy(self, x: Array, weight: Array) -> Array:
-        t, dtype, wide = self.tape, self.dtype, self.do.statistic
-        n, size, rows = x.elements, weight.elements, self.model.vocab_size // self.p
-        dx, dw = t.new(n, dtype), t.new(size, wide)
-        chunk = min(chunk_tokens(rows), self.tokens)
-        logits = t.new(chunk * rows, dtype)
-        small = [t.new(chunk, "float64"), t.new(chunk, wide), t.new(chunk, wide)]
-        if dtype != wide:
-            logits = t.new(chunk * rows, wide)
-            d = t.new(chunk * rows, dtype)
-            addend = t.new(size, dtype)
-            del addend, d
-        del small, logits
-        final = t.new(size, dtype) if dtype != wide else dw
-        del dw
-
-        def backward(t: Tape, g: list[Any], _: Sequence[Any]) -> Any:
-            return [t.new(n, dtype), t.new(size, dtype)]
-
-        return t.apply([x, weight], [(1, wide)], backward, [dx, final], custom=True)[0]
-
-    def embed(self) -> Array:
-        """layout.embed."""
-        do, model, t = self.do, self.model, self.tape
-        stored = self.dtype if self.gathered else self.stored
-        n, size = self.tokens * model.dim // self.p, model.vocab_size * model.dim // self.p
-        table = do.weight(size, stored)
-        narrow = stored != self.do.statistic and stored == "bfloat16"
-
-        def backward(t: Tape, g: list[Any], _: Sequence[Any]) -> Any:
-            if not narrow:
-                return [t.new(size, stored)]
-            wide = t.new(n, "float32")
-            found = t.new(size, "float32")
-            del wide
-            return [t.new(size, stored)]
-
-        rows = do.cast(t.apply([table], [(n, stored)], backward)[0], self.dtype)
-        if self.layout in ("single", "btp"):
-            return rows
-        dtype, sharded = self.dtype, self.layout in TOKEN_SHARDED
-        if sharded:
-            moved = t.apply([rows], [(n, dtype)], lambda t, g, s: [t.new(n, dtype)])[0]
-        else:
-            moved = t.apply([rows], [(n * self.p, dtype)], lambda t, g, s: [g[0].part(n)])[0]
-        return do.rows_to_features(moved)

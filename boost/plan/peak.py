@@ -1,26 +1,27 @@
-"""The most memory that one process holds in an optimizer step, and when: arithmetic only, for a search that asks thousands of times.
+"""The most memory that one process holds in an optimizer step, and when: arithmetic only, for a search that asks thousands
+of times.
 
 What a block holds at each moment of its passes is read off a tape (`boost.plan.tape`), once for each kind of block; this file
 adds up blocks, micro-batches in flight, and what replicas gather. The allocator's rounding and fragmentation are not in it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from boost.config.architecture import SLOTS, crossed
+from boost.config.architecture import SLOTS
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
-from boost.plan.memory import BUFFERS, GRADIENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK
-from boost.plan.memory import block_keeps, loss_keeps, states_of
+from boost.plan.ends import EndPasses
+from boost.plan.memory import BUFFERS, GRADIENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK, block_keeps, loss_keeps, states_of
 from boost.plan.optimizer import work_bytes
-from boost.plan.passes import BlockPasses, EndPasses
-from boost.plan.replicas import stored_tensors
+from boost.plan.passes import BlockPasses
+from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.schedules import Action, actions, micro_batches
-from boost.plan.shards import Shards
+from boost.plan.shards import END, Shards
 from boost.plan.tape import Tape
 
 FORWARD = "forward pass of a block"
@@ -89,16 +90,21 @@ class _BlockFacts:
     """What it is handed."""
 
 
-def _kind(config: Config, layer: int) -> _Kind:
+def _kinds(config: Config, layers: Iterable[int]) -> dict[int, _Kind]:
+    """Of some blocks, by number."""
     model, parallel, train = config.model, config.parallel, config.train
     policies = train.recompute_by_layer(model.layers)
-    ranks = tuple(model.rank_of(layer, slot) for slot in SLOTS)
-    crossing = model.crosses, crossed(model, layer), layer + 1 < model.layers, model.over, model.gate
     shape = model.family, model.dim, model.ffn_dim, model.heads, model.kv_heads, model.latent_act, model.mlp_silu
+    gates = model.crosses, model.over, model.gate
     cut = parallel.layout, parallel.tp, parallel.norm, parallel.grouping, parallel.vanilla, parallel.sharded
-    work = train.micro_batch, train.seq_len, train.param_dtype, train.compute_dtype, policies[layer : layer + 2]
-    zero_bubble = parallel.pp > 1 and parallel.schedule == "zero-bubble"
-    return _Kind((ranks, crossing, shape, cut, work, zero_bubble), config, layer)
+    work = train.micro_batch, train.seq_len, train.param_dtype, train.compute_dtype
+    alike = shape, gates, cut, work, parallel.pp > 1 and parallel.schedule == "zero-bubble"
+    found = {}
+    for layer in layers:
+        ranks = tuple(model.rank_of(layer, slot) for slot in SLOTS) if model.ranks else model.rank
+        crossing = model.crosses and (layer > 0, layer + 1 < model.layers)
+        found[layer] = _Kind((alike, ranks, crossing, policies[layer], policies[layer + 1 : layer + 2]), config, layer)
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -146,12 +152,13 @@ class _EndFacts:
     loss_backward: int
     loss_first: int
     head_born: int
+    put_off: int
     embedding: int
     embedding_first: int
 
 
 def _end_kind(config: Config) -> _Kind:
-    kind = _kind(config, 0)
+    (kind,) = _kinds(config, [0]).values()
     return _Kind((*kind.key, config.model.vocab_size), config, 0)
 
 
@@ -163,9 +170,9 @@ def _ends(kind: _Kind) -> _EndFacts:
         kept[item.category] += item.bytes
     forward, loss_backward, _ = _loss_passes(config, True)
     _, loss_first, born = _loss_passes(config, False)
-    return _EndFacts(
-        kept, forward, loss_backward, loss_first, born, _embedding_pass(config, True), _embedding_pass(config, False)
-    )
+    normed = EndPasses(config, Tape(True)).residual * ITEMSIZE[config.train.compute_dtype]
+    embedding = _embedding_pass(config, True), _embedding_pass(config, False)
+    return _EndFacts(kept, forward, loss_backward, loss_first, born, normed, *embedding)
 
 
 def _loss_passes(config: Config, accumulates: bool) -> tuple[int, int, int]:
@@ -201,28 +208,59 @@ class _Moment:
     name: str
     kept: Counter[str]
     more: dict[str, int]
+    gathered: dict[str, int] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=4096)
+def _tensors(kind: _Kind) -> tuple[StoredTensor, ...]:
+    """Stored tensors of a block."""
+    model, parallel = kind.config.model, kind.config.parallel
+    return tuple(stored_tensors(model, parallel, Stage(1, 3, kind.layer, 1)))
+
+
+def _stored(config: Config, stage: Stage, kinds: Mapping[int, _Kind]) -> Iterator[StoredTensor]:
+    """As `replicas.stored_tensors`, blocks that are alike computed once."""
+    count = stage.count + 1  # a stage of no blocks, which embeds or predicts
+    if stage.embeds:
+        yield from stored_tensors(config.model, config.parallel, Stage(0, count))
+    for n in stage.numbers:
+        yield from (replace(tensor, unit=n) for tensor in _tensors(kinds[n]))
+    if stage.predicts:
+        yield from stored_tensors(config.model, config.parallel, Stage(count - 1, count))
 
 
 class _Step:
     """One process's step, walked through."""
 
     def __init__(self, config: Config, pp_rank: int) -> None:
-        self.config, self.pp_rank, parallel = config, pp_rank, config.parallel
+        self.config, parallel = config, config.parallel
         self.stages = stages_of(config, pp_rank)
-        self.blocks = {n: _block(_kind(config, n)) for stage in self.stages for n in stage.numbers}
+        kinds = _kinds(config, [n for stage in self.stages for n in stage.numbers])
+        self.blocks = {n: _block(kind) for n, kind in kinds.items()}
         self.ends = _ends(_end_kind(config))
-        self.states = states_of(config, pp_rank)
-        self.shards = Shards(config, self.stages)
+        self.stored = {stage.index: list(_stored(config, stage, kinds)) for stage in self.stages}
+        self.size = ITEMSIZE[config.train.param_dtype]
+        self.whole = [self.size * sum(t.elements for t in self.stored[stage.index]) for stage in self.stages]
+        """Bytes of all gradients of a stage."""
+        every = [tensor for stored in self.stored.values() for tensor in stored]
+        self.states = states_of(config, every, self.stages)
+        self.shards = Shards(config, self.stages, self.stored)
         self.actions = actions(config, pp_rank)
         self.micro_batches = micro_batches(config)
         self.piped = parallel.pp > 1
+        self.several = self.piped and parallel.schedule in ("interleaved-1f1b", "zero-bubble")
+        """Whether the schedule waits for what it has sent at the end of the step only, and holds it till then."""
         self.whole_kept = [self._kept_by(stage) for stage in self.stages]
         self.in_flight: Counter[int] = Counter()
         """Micro-batches whose activations are there, by stage."""
         self.half: Counter[int] = Counter()
         """Those of which gradients of weights are still to be made (zero bubble)."""
+        self.forwarded = [0 for _ in self.stages]
+        """Forward passes done."""
         self.reduced = [0 for _ in self.stages]
         """Backward passes done."""
+        self.returned = [0 for _ in self.stages]
+        """Those whose gradient of the input is done."""
         self.buckets = self._buckets()
         self._worst: tuple[int, str, dict[str, int]] = (-1, "", {})
 
@@ -239,8 +277,8 @@ class _Step:
                 kinds.add(seen)
                 self._pass(action)
             self._count(action)
-        self._look(_Moment(SUM, Counter(), {WORK: self.buckets.get("all", 0)}), all_gradients=True)
-        self._look(_Moment(STEP, Counter(), {WORK: work_bytes(self.config, self.pp_rank)}), all_gradients=True)
+        self._look(_Moment(SUM, Counter(), {WORK: self.buckets.get(None, 0)}), all_gradients=True)
+        self._look(_Moment(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}), all_gradients=True)
         total, name, held = self._worst
         assert total >= 0
         return Peak({category: size for category, size in held.items() if size}, name)
@@ -266,11 +304,14 @@ class _Step:
         first = self.stages[stage].embeds
         if action.kind == "forward":
             self.in_flight[stage] += 1
+            self.forwarded[stage] += 1
         elif action.kind == "backward":
             self.in_flight[stage] -= 1
             self.reduced[stage] += 1
+            self.returned[stage] += 1
         elif action.kind == "input":
             self.half[stage] += not first
+            self.returned[stage] += not first
         else:
             self.in_flight[stage] -= 1
             self.half[stage] -= not first
@@ -286,10 +327,14 @@ class _Step:
         for i, count in self.in_flight.items():
             for category, size in self.whole_kept[i].items():
                 held[category] += count * size
-            held[BUFFERS] += count * self._handed_on(self.stages[i])
-            held[WORK] += self.half[i] * sum(self.blocks[n].put_off for n in self.stages[i].numbers)
+            sent = self.forwarded[i] if self.several else count
+            held[BUFFERS] += sent * self._handed_on(self.stages[i])
+            if self.several and not self.stages[i].embeds:
+                held[BUFFERS] += self.returned[i] * self.blocks[self.stages[i].first_layer].arriving
+            put_off = sum(self.blocks[n].put_off for n in self.stages[i].numbers)
+            held[WORK] += self.half[i] * (put_off + self.stages[i].predicts * self.ends.put_off)
         held[BUFFERS] += self._buffers()
-        for category, size in (*moment.kept.items(), *moment.more.items()):
+        for category, size in (*moment.kept.items(), *moment.more.items(), *moment.gathered.items()):
             held[category] += size
         total = sum(held.values())
         if total > self._worst[0]:
@@ -301,49 +346,57 @@ class _Step:
         for place, n in enumerate(stage.numbers):
             block = self.blocks[n]
             arriving = block.arriving if not (place == 0 and self.piped and not stage.embeds) else 0
-            yield _Moment(FORWARD, +kept, {WORK: arriving + block.forward, **gathered(n)})
+            yield _Moment(FORWARD, +kept, {WORK: arriving + block.forward}, gathered(n))
             kept += self._kept_of(stage, n)
         if stage.predicts:
             arriving = self.blocks[stage.numbers[-1]].handed
-            yield _Moment(LOSS, +kept, {WORK: arriving + self.ends.loss_forward, **gathered(None)})
+            yield _Moment(LOSS, +kept, {WORK: arriving + self.ends.loss_forward}, gathered(None))
 
     def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Moment]:
         """What is kept of this micro-batch is counted already: it goes bit by bit."""
         done = self.reduced[action.stage]
         fresh = self._fresh(done)
         last = done == self.micro_batches - 1
-        gathered = self.shards.backward(stage, done, last)
+        gathered = self.shards.backward(stage, last)
         gone: Counter[str] = Counter()
         new = stays = 0
         if stage.predicts:
-            yield _Moment(LOSS_BACKWARD, Counter(), {WORK: self.ends.loss_first if fresh else self.ends.loss_backward, **gathered(None)})
-            gone.subtract(self.ends.loss_kept)
-            new += self.ends.head_born * fresh
+            yield _Moment(
+                LOSS_BACKWARD,
+                Counter(),
+                {WORK: self.ends.loss_first if fresh else self.ends.loss_backward},
+                gathered(None),
+            )
+            if inputs_only:
+                stays = self.ends.put_off
+            else:
+                gone.subtract(self.ends.loss_kept)
+            new += self.shards.born(stage, None, last, self.ends.head_born) * (not done)
         waiting = 0 if stage.predicts or not self.piped else self.blocks[stage.numbers[-1]].handed
         for n in reversed(stage.numbers):
             block = self.blocks[n]
             handed = 0 if waiting else block.handed
             waiting = 0
             extra = block.inputs if inputs_only else block.first if fresh else block.backward
-            more = {GRADIENTS: new, WORK: handed + stays + extra, **gathered(n)}
-            yield _Moment(BACKWARD, Counter(gone), more)
+            more = {GRADIENTS: new, WORK: handed + stays + extra}
+            yield _Moment(BACKWARD, Counter(gone), more, gathered(n))
             if inputs_only:
                 stays += block.put_off
             else:
                 gone.subtract(self._kept_of(stage, n))
-            new += block.born * fresh
+            new += self.shards.born(stage, n, last, block.born) * (not done)
             if last and self.buckets.get(n):
-                more = {GRADIENTS: new, WORK: block.arriving + stays + self.buckets[n], **gathered(n)}
-                yield _Moment(SUM, Counter(gone), more)
+                more = {GRADIENTS: new, WORK: block.arriving + stays + self.buckets[n]}
+                yield _Moment(SUM, Counter(gone), more, gathered(n))
         if stage.embeds:
             extra = self.ends.embedding_first if fresh else self.ends.embedding
-            more = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].arriving + extra, **gathered(None)}
-            yield _Moment(EMBEDDING, Counter(gone), more)
+            more = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].arriving + extra}
+            yield _Moment(EMBEDDING, Counter(gone), more, gathered(END))
 
     def _weights(self, stage: Stage) -> Iterator[_Moment]:
         """Gradients of weights that were put off, one group after the other."""
-        largest = max(t.elements for t in stored_tensors(self.config.model, self.config.parallel, stage))
-        size = ITEMSIZE[self.config.train.param_dtype] + ITEMSIZE[self.config.train.compute_dtype]
+        largest = max(t.elements for t in self.stored[stage.index])
+        size = self.size + ITEMSIZE[self.config.train.compute_dtype]
         yield _Moment(BACKWARD, Counter(), {WORK: largest * size})
 
     # What is there all the time.
@@ -355,17 +408,14 @@ class _Step:
     def _gradients(self, place: int) -> int:
         if self.shards.any:
             return self.shards.gradients(self.stages[place], self.reduced[place])
-        if not self.reduced[place]:
-            return 0
-        stored = stored_tensors(self.config.model, self.config.parallel, self.stages[place])
-        return sum(t.elements for t in stored) * ITEMSIZE[self.config.train.param_dtype]
+        return self.whole[place] if self.reduced[place] else 0
 
     def _kept_of(self, stage: Stage, n: int) -> Counter[str]:
         """Of a block; what a stage receives lies in a buffer that is there anyway."""
         kept = self.blocks[n].kept
         if self.piped and n == stage.first_layer and not stage.embeds:
             kept = Counter(kept)
-            kept[RESIDUAL] -= self._boundary(n)
+            kept[RESIDUAL] -= self.ends.put_off
         return kept
 
     def _kept_by(self, stage: Stage) -> Counter[str]:
@@ -375,11 +425,6 @@ class _Step:
         if stage.predicts:
             kept.update(self.ends.loss_kept)
         return kept
-
-    def _boundary(self, n: int) -> int:
-        """The residual stream that enters a block."""
-        passes = EndPasses(self.config, Tape(True))
-        return passes.residual * ITEMSIZE[passes.dtype]
 
     def _handed_on(self, stage: Stage) -> int:
         """What a stage has handed on is there until its gradient has come."""
@@ -404,26 +449,26 @@ class _Step:
             each += train.micro_batch * train.seq_len**2 * size
         return each
 
-    def _buckets(self) -> dict[Any, int]:
-        """Bytes of the copy that a bucket of gradients is made into, by the block whose backward pass fills it; 'all': by
-        the end of the last. A tensor alone is not copied."""
-        parallel, size = self.config.parallel, ITEMSIZE[self.config.train.param_dtype]
-        stored = [t for stage in self.stages for t in stored_tensors(self.config.model, parallel, stage)][::-1]
+    def _buckets(self) -> dict[int | None, int]:
+        """Bytes of the copy that a bucket of gradients is made into, by the block whose backward pass fills it; None: at the
+        end. A tensor alone is not copied."""
+        parallel = self.config.parallel
+        stored = [tensor for stage in self.stages for tensor in self.stored[stage.index]][::-1]
         held = [t for t in stored if t.vector or not parallel.sharded]
-        late = [t for t in stored if parallel.sharded and not t.vector and t.cut.partial and not t.over_replicas(parallel)]
-        found: dict[Any, int] = {"all": 0}
+        late = [
+            t for t in stored if parallel.sharded and not t.vector and t.cut.partial and not t.over_replicas(parallel)
+        ]
+        found: dict[int | None, int] = {}
         for tensors, processes in (
             ([t for t in held if t.cut.partial], parallel.tp * parallel.dp),
             ([t for t in held if not t.cut.partial], parallel.dp),
             (late, parallel.tp),
         ):
-            sizes = [t.shard(parallel) * size for t in tensors]
-            rest = list(zip(tensors, sizes, strict=True))
+            sizes = [t.shard(parallel) * self.size for t in tensors]
             for length in bucket_lengths(sizes) if processes > 1 else ():
-                bucket, rest = rest[:length], rest[length:]
-                last = bucket[-1][0].unit
-                last = "all" if last is None and rest == [] else last
-                if length > 1:
-                    found[last] = max(found.get(last, 0), sum(n for _, n in bucket))
+                filled, copied = tensors[length - 1].unit, sum(sizes[:length])
+                tensors, sizes = tensors[length:], sizes[length:]
+                if length > 1 and (filled is not None or not tensors):
+                    place = filled if tensors else None
+                    found[place] = max(found.get(place, 0), copied)
         return found
-

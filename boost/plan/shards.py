@@ -1,4 +1,4 @@
-"""What replicas that share weights hold beside their shards: gathered weights, and gradients before they are summed. Arithmetic only.
+"""What replicas that share weights hold beside their shards: gathered weights, gradients before they are summed. No torch.
 
 The runtime is torch's fully_shard (`boost.parallel.sharding`): a unit is a block, or the ends of a stage (embedding, head). A unit
 is gathered into one flat tensor, from which its weights are copied; that tensor lives until the next unit is gathered. Its
@@ -6,36 +6,41 @@ gradients are copied into one flat tensor that is scattered.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from boost.config.schema import Config
 from boost.config.stages import Stage
 from boost.config.traffic import ITEMSIZE
 from boost.plan.memory import GATHERED, WORK
-from boost.plan.replicas import stored_tensors
+from boost.plan.replicas import StoredTensor
 
-Held = Callable[[int | None], dict[str, int]]
-"""Block, or None for the ends -> what is held beside shards while it is at work."""
+END = "end"
+"""The embedding, as the last of a backward pass."""
+
+Held = Callable[[int | str | None], dict[str, int]]
+"""Block, None for the head, or END -> what is held beside shards while it is at work."""
 
 
 class Shards:
     """Of the stages of one process."""
 
-    def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
+    def __init__(self, config: Config, stages: Sequence[Stage], stored: Mapping[int, Sequence[StoredTensor]]) -> None:
+        """`stored`: the stored tensors of each stage, by its index."""
         self.parallel, train = config.parallel, config.train
         self.any = self.parallel.sharded
         self.stages = stages
         self.compute, self.stored = ITEMSIZE[train.compute_dtype], ITEMSIZE[train.param_dtype]
-        self.units: dict[tuple[int, int | None], int] = {}
+        self.units: dict[tuple[int, int | str | None], int] = {}
         """Elements, by (stage, block or None)."""
+        self.shards: Counter[tuple[int, int | str | None]] = Counter()
+        """What of them stays."""
         self.vectors: Counter[int] = Counter()
-        self.shared: Counter[int] = Counter()
         for stage in stages:
-            for tensor in stored_tensors(config.model, self.parallel, stage):
+            for tensor in stored[stage.index] if self.any else ():
                 if tensor.sharers(self.parallel) > 1:
                     key = stage.index, tensor.unit
                     self.units[key] = self.units.get(key, 0) + tensor.elements
-                    self.shared[stage.index] += tensor.shard(self.parallel)
+                    self.shards[key] += tensor.shard(self.parallel)
                 else:
                     self.vectors[stage.index] += tensor.elements
         self.full = self.any and self.parallel.shard == "full"
@@ -52,46 +57,51 @@ class Shards:
             return 0
         kept = self.vectors[stage.index] * self.stored
         if self.scatters_each:
-            return kept + self.shared[stage.index] * self.stored
+            return kept + sum(n for (index, _), n in self.shards.items() if index == stage.index) * self.stored
         return kept + sum(n for (index, _), n in self.units.items() if index == stage.index) * self.stored
 
     def forward(self, stage: Stage, in_flight: Counter[int], reduced: Sequence[int]) -> Held:
         """Held during a forward pass."""
         later = any(in_flight.values()) or any(reduced)
 
-        def held(unit: int | None) -> dict[str, int]:
+        def held(unit: int | str | None) -> dict[str, int]:
             if not self.any:
                 return {}
-            return {GATHERED: self._gathered(stage, unit, later and not self.scatters_each)}
+            kept = later and not self.scatters_each
+            newest = 0 if kept or self.full else self.units.get((stage.index, int(unit or 0)), 0) * self.compute
+            return {GATHERED: self._gathered(stage, unit, kept) + newest}
 
         return held
 
-    def backward(self, stage: Stage, done: int, last: bool) -> Held:
-        """Held during a backward pass, the last one or another."""
+    def backward(self, stage: Stage, last: bool) -> Held:
+        """Held during a backward pass, the last one or another. END: when that of the embedding is through."""
+        scatters = not self.piped and (self.full or last)
 
-        def held(unit: int | None) -> dict[str, int]:
+        def held(unit: int | str | None) -> dict[str, int]:
             if not self.any:
                 return {}
-            own = self.units.get((stage.index, unit), 0)
-            result = {GATHERED: self._gathered(stage, unit, not self.scatters_each)}
-            if self.scatters_each or (last and not self.piped):
-                result[WORK] = own * self.stored
+            result = {GATHERED: self._gathered(stage, unit, self.piped or not scatters)}
+            if scatters and unit is not None:
+                result[WORK] = self.units.get((stage.index, None if unit == END else unit), 0) * self.stored
             return result
 
         return held
 
-    def _gathered(self, stage: Stage, unit: int | None, all_of_it: bool) -> int:
-        """Weights, and the flat tensor of the newest."""
-        newest = self.units.get((stage.index, unit), 0)
-        ends = sum(n for (_, block), n in self.units.items() if block is None)
+    def born(self, stage: Stage, unit: int | None, last: bool, usual: int) -> int:
+        """Gradients that a unit's first backward pass leaves: `usual`, or shards of them."""
+        if not self.any or self.piped or not (self.full or last):
+            return usual
+        return self.shards[stage.index, unit] * self.stored
+
+    def _gathered(self, stage: Stage, unit: int | str | None, all_of_it: bool) -> int:
+        """Weights; where they were gathered for now, also the flat tensor of the newest."""
         if all_of_it:
-            return (sum(self.units.values()) + (0 if self.piped else newest)) * self.compute
-        blocks = [n for (index, block), n in self.units.items() if index == stage.index and block is not None]
-        if not self.full and unit is not None:
-            before = sum(n for (i, b), n in self.units.items() if i == stage.index and b is not None and b <= unit)
-            return (ends + before + newest) * self.compute
-        if unit is None:
-            return (ends + (0 if self.full else sum(blocks)) + max(blocks, default=0)) * self.compute
-        return (ends + 2 * newest) * self.compute
-
-
+            return sum(self.units.values()) * self.compute
+        ends = sum(n for (_, block), n in self.units.items() if block is None)
+        blocks = {b: n for (index, b), n in self.units.items() if index == stage.index and isinstance(b, int)}
+        if unit == END:
+            return ends * self.compute
+        if self.full:
+            newest = max(blocks.values(), default=0) if unit is None else 2 * blocks[int(unit)]
+            return (ends + newest) * self.compute
+        return (ends + sum(n for b, n in blocks.items() if unit is None or b <= int(unit))) * self.compute

@@ -1,8 +1,8 @@
 """Lifetimes of tensors in a forward and a backward pass, in sizes alone: what eager autograd would hold, and when.
 
-An `Array` is a tensor of which only the size is known. It lives as a tensor lives, as long as something refers to it: Python frames,
-what a node of the graph saved, gradients on their way. So a function written on arrays, the way it is written on tensors, holds
-what that one holds. `Tape.live` counts bytes, `Tape.peak` the most that there were.
+An `Array` is a tensor of which only the size is known. It lives as a tensor lives, as long as something refers to it: Python
+frames, what a node of the graph saved, gradients on their way. So a function written on arrays, the way it is written on
+tensors, holds what that one holds. `Tape.live` counts bytes, `Tape.peak` the most that there were.
 
 Like torch: the node made last runs first; what it saved goes when it has run; gradients that meet are added into a new tensor;
 what a checkpointed function would save is made again when the first of it is asked for, up to the last of it.
@@ -124,7 +124,7 @@ class Tape:
         working = [self.new(*size) for size in work]
         made = self._replay(selected)
         if made is None:
-            made = [x.storage for x in inputs[:1] * len(results)] if view else [self.new(*s).storage for s in results]
+            made = [inputs[0].storage for _ in results] if view else [self.new(*s).storage for s in results]
             if selected and self._frame is not None:
                 self._frame.outputs.append(made)
         arrays = [Array(s, n, dtype, node, i) for i, (s, (n, dtype)) in enumerate(zip(made, results, strict=True))]
@@ -249,7 +249,9 @@ def _edges(roots: Sequence[Array], inputs_only: bool) -> tuple[dict[_Node, int],
     useful = seen
     if inputs_only:
         useful = set()
-        for node in sorted(order, key=lambda node: node.number if node.backward else -1):  # inputs of a node come before it
+        for node in sorted(
+            order, key=lambda node: node.number if node.backward else -1
+        ):  # inputs of a node come before it
             begins = node.backward is None and node.number < 0
             if begins or any(target in useful for target, _ in node.edges):
                 useful.add(node)

@@ -1,0 +1,73 @@
+"""What a whole step holds on one process of a real mesh of gloo processes: stages, shards, buckets and update included."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from boost.bench.memory import MemoryTracker
+from boost.config import Config
+from boost.config.schema import TrainConfig
+from boost.models.stored import storages
+from boost.optim.build import build_optimizer
+from boost.parallel.gradients import GradientReducer
+from boost.parallel.pipeline import Pipeline
+from boost.parallel.sharding import last_backward
+from boost.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS
+from tests import toy
+
+
+def step_peak(config: Config) -> tuple[int, int, dict[str, int]]:
+    """(pipeline rank, bytes at the worst moment, those by category) of a training step. Every process calls it."""
+    model, mesh = toy.toy_model(config)
+    stored = list(storages(model))
+    reducer = GradientReducer(stored, mesh)
+    optimizer = build_optimizer(stored, config, mesh)
+    train = config.train
+    tokens, targets = toy.toy_tokens(config, 1, train.global_batch // config.parallel.dp)
+    gc.collect()
+    tracker = MemoryTracker()
+    for storage in stored:
+        tracker.watch(storage.tensor, WEIGHTS)
+        storage.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS))
+    for value in optimizer.state_tensors():
+        tracker.watch(value, OPTIMIZER)
+    with tracker, _resizing(tracker):
+        reducer.begin(train.global_batch // (config.parallel.dp * train.micro_batch))
+        _passes(model, config, tokens, targets, train)
+        reducer.finish()
+        optimizer.step(train.steps - 1, config.optim.lr)
+    return mesh.pp.rank, sum(tracker.peak.values()), dict(tracker.peak)
+
+
+def _passes(model: Any, config: Config, tokens: Tensor, targets: Tensor, train: TrainConfig) -> None:
+    if isinstance(model, Pipeline):
+        model.backward(tokens, targets, None, 1)
+        return
+    pieces = list(zip(tokens.split(train.micro_batch), targets.split(train.micro_batch), strict=True))
+    for number, (some, theirs) in enumerate(pieces, start=1):
+        last_backward(model, number == len(pieces), config.parallel)
+        model(some, theirs).backward()
+
+
+@contextmanager
+def _resizing(tracker: MemoryTracker) -> Iterator[None]:
+    """fully_shard lets go of storages, and fills them again, under tensors that stay: no operation says so."""
+    usual = _fsdp_param.alloc_storage, _fsdp_param.free_storage
+
+    def alloc(tensor: Tensor) -> None:
+        usual[0](tensor)
+        tracker.watch(tensor, WEIGHTS)
+
+    def free(tensor: Tensor) -> None:
+        usual[1](tensor)
+        tracker.watch(tensor, WEIGHTS)
+
+    _fsdp_param.alloc_storage, _fsdp_param.free_storage = alloc, free
+    try:
+        yield
+    finally:
+        _fsdp_param.alloc_storage, _fsdp_param.free_storage = usual
