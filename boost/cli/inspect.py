@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from boost.bench.memory import Measured
     from boost.plan.inspection import Inspection, Row
     from boost.plan.memory import Memory
+    from boost.plan.peak import Peak
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -32,7 +33,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost inspect boost-7b --layout btp-sp --tp 8\n"
         "  boost inspect boost-7b --layout megatron --model.family dense\n"
         "  boost inspect boost-7b --memory --train.recompute low-rank\n"
-        "  boost inspect boost-13b --pp-rank 1                    the last of its two pipeline processes\n"
+        "  boost inspect boost-13b --memory --pp-rank 1           the last of its two pipeline processes\n"
         "  boost inspect boost-7b --layout vanilla --json         for programs: one entry for every collective\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
         "Bytes are those that one process sends: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
@@ -46,7 +47,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--pp-rank", type=int, default=0, metavar="R", help="which pipeline process is shown (default 0)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--memory", action="store_true", help="bytes of a step by category, predicted and measured")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="bytes of a step by category, kept and at its worst moment, predicted and measured",
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block")
     parser.set_defaults(takes_overrides=True)
     return parser
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     name, notes = printable(Path(args.config).name.removesuffix(".toml")), list(_notes(config))
     if args.svg is not None:
         args.svg.write_text(block_picture(inspection, name), encoding="utf-8", newline="\n")
-    held = _memory(config) if args.memory else None
+    held = _memory(config, args.pp_rank) if args.memory else None
     if args.json:
         memory = {"memory": memory_as_json(*held)} if held else {}
         print(json.dumps(as_json(inspection) | memory | {"notes": notes}, indent=2))
@@ -81,30 +86,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(config: Config, args: argparse.Namespace) -> None:
-    """Raises ConfigError for what cannot be shown."""
+    """Raises ConfigError for a pipeline process that is none."""
     parallel = config.parallel
     if not 0 <= args.pp_rank < parallel.pp:
         nearest = min(max(args.pp_rank, 0), parallel.pp - 1)
         raise ConfigError(
             f"--pp-rank = {args.pp_rank} is none of the {parallel.pp} pipeline processes; the nearest legal value is {nearest}"
         )
-    if args.memory and (parallel.pp > 1 or parallel.sharded):
-        field = f"parallel.pp = {parallel.pp}" if parallel.pp > 1 else f"parallel.shard = '{parallel.shard}'"
-        way_out = "--parallel.pp 1" if parallel.pp > 1 else "--parallel.shard none"
-        raise ConfigError(
-            f"--memory counts what a process holds of all blocks by itself, not yet with {field}; add {way_out}"
-        )
 
 
-def _memory(config: Config) -> "tuple[Memory, Measured]":
-    """Predicted and measured, the latter by running one process's share of a step on tensors without memory."""
+def _memory(config: Config, pp_rank: int) -> "tuple[Memory, Peak, Measured | None]":
+    """Predicted, and measured by running one process's share of a step on tensors without memory, which is possible where it
+    has all blocks and shares no weights."""
+    from boost.plan.memory import memory
+    from boost.plan.peak import peak
+
+    predicted = memory(config, pp_rank), peak(config, pp_rank)
+    if config.parallel.pp > 1 or config.parallel.sharded:
+        return *predicted, None
+
     from rich.console import Console
 
     with Console(stderr=True).status("running a step on tensors without memory, to see what it holds"):
         from boost.bench.memory import measure
-        from boost.plan.memory import memory
 
-        return memory(config), measure(config)
+        return *predicted, measure(config)
 
 
 def _notes(config: Config) -> Iterator[str]:
@@ -293,12 +299,14 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
         console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
 
 
-def memory_as_json(predicted: "Memory", measured: "Measured") -> dict[str, Any]:
-    """Bytes on one process for programs."""
+def memory_as_json(predicted: "Memory", peak: "Peak", measured: "Measured | None") -> dict[str, Any]:
+    """Bytes on one process for programs; what was not measured is null."""
     return {
         "predicted": predicted.by_category,
-        "measured": measured.kept,
-        "peak": measured.peak,
+        "predicted_peak": peak.by_category,
+        "moment": peak.moment,
+        "measured": measured.kept if measured else None,
+        "peak": measured.peak if measured else None,
         "kept": [
             {"category": k.category, "what": k.what, "shape": (k.rows, k.columns), "dtype": k.dtype, "bytes": k.bytes,
              "place": k.place, "layer": k.layer}
@@ -307,7 +315,7 @@ def memory_as_json(predicted: "Memory", measured: "Measured") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_memory(config: Config, predicted: "Memory", measured: "Measured") -> None:
+def print_memory(config: Config, predicted: "Memory", peak: "Peak", measured: "Measured | None") -> None:
     """What one process holds between forward and backward pass, and at the worst moment."""
     from rich.console import Console
     from rich.table import Table
@@ -320,24 +328,25 @@ def print_memory(config: Config, predicted: "Memory", measured: "Measured") -> N
     train = config.train
     every = f", every {train.recompute_every} blocks" if train.recompute_every > 1 else ""
     console.print(f"\nmemory of one process, train.recompute = {train.recompute}{every}", style="bold")
+    columns = [("predicted", predicted.by_category), ("at the peak", peak.by_category)]
+    if measured:
+        columns = [columns[0], ("measured", measured.kept), columns[1], ("measured", measured.peak)]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("category", no_wrap=True)
-    for heading in ("predicted", "measured", "at the peak"):
+    for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("what it is", style="dim")
-    sides = (predicted.by_category, measured.kept, measured.peak)
+    sides = [side for _, side in columns]
     for category, words in CATEGORIES.items():
         if any(side.get(category) for side in sides):
             table.add_row(category, *(human_bytes(side[category]) if category in side else "" for side in sides), words)
     table.add_row("sum", *(human_bytes(sum(side.values())) for side in sides), style="bold")
     console.print(table)
-    console.print(
-        Text(
-            "Predicted and measured: between the passes of a micro-batch, gradients behind them. Measured on\n"
-            "tensors that have shapes and no memory: the allocator's rounding comes on top."
-        ),
-        soft_wrap=True,
-    )
+    console.print(Text(f"The peak is predicted for: {peak.moment}. Before it: what is there between the passes."))
+    if measured:
+        console.print("Measured on tensors that have shapes and no memory: the allocator's rounding comes on top.")
+    else:
+        console.print("Predicted only: a pipeline and weights that replicas share cannot be run in one process.")
 
 
 def _count(number: int) -> str:

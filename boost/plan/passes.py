@@ -407,7 +407,7 @@ class BlockPasses(Passes):
                 turned = do.copied(h)
                 y = do.copied(do.linear(turned, matrices[0], a, rows * b))
                 return do.linear(y, matrices[1], b, rows * a)
-            if together and len(group.slots) > 1 and self.layout in ("single", "btp", "btp-sp"):
+            if together and len(group.slots) > 1 and self.layout in ("single", "btp"):
                 h = do.copied(h, backward=False)
             y = do.copied(do.linear(h, matrices[1], b, rows * a))
             return do.copied(do.linear(y, matrices[0], a, rows * b), backward=False)

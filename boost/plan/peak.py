@@ -133,14 +133,14 @@ def _passes(config: Config, layer: int, accumulates: bool, inputs_only: bool) ->
     del y, carried_on
     gradients = [tape.new(each.elements, each.dtype) for each in results]
     handed = sum(g.storage.bytes for g in gradients)
-    for each in results:
-        each.storage = None  # the next block has them
-    del each
+    results = [each.bare() for each in results]  # the next block has them
     begun = tape.peak = tape.live
     tape.backward(results, gradients, inputs_only)
-    stays = tape.put_off if inputs_only else [g for g in tape.gradients if g.dtype == passes.stored or passes.gathered]
-    back = arriving if not inputs_only else 0
-    return arriving, handed, forward, tape.peak - begun, max(sum(g.storage.bytes for g in stays) - back, 0)
+    if inputs_only:
+        stays = sum(g.storage.bytes for g in tape.put_off)
+    else:  # new gradients of weights, beside those of what arrived
+        stays = sum(g.storage.bytes for g in tape.gradients) - arriving
+    return arriving, handed, forward, tape.peak - begun, stays
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,8 @@ def _loss_passes(config: Config, accumulates: bool) -> tuple[int, int, int]:
 def _embedding_pass(config: Config, accumulates: bool) -> int:
     """The backward pass of the embedding."""
     tape = Tape(accumulates)
-    rows = [EndPasses(config, tape).embed()]
+    rows = [EndPasses(config, tape).embed().bare()]
     gradient = [tape.new(rows[0].elements, rows[0].dtype)]
-    rows[0].storage = None
     begun = tape.peak = tape.live
     tape.backward(rows, gradient)
     return tape.peak - begun

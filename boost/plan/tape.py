@@ -47,6 +47,10 @@ class Array:
         """A view of some of it, of which nobody asks a gradient."""
         return Array(self.storage, elements, self.dtype)
 
+    def bare(self) -> "Array":
+        """Its place in the graph, without holding its bytes: of what someone else has."""
+        return Array(None, self.elements, self.dtype, self.node, self.place)
+
 
 class _Node:
     __slots__ = ("backward", "edges", "frame", "number", "results", "saved")

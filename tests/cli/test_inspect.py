@@ -60,6 +60,7 @@ def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> 
     assert held["predicted"]["residual stream"] > 0
     for category, size in held["predicted"].items():
         assert held["measured"].get(category, 0) == size
+    assert sum(held["predicted_peak"].values()) == pytest.approx(sum(held["peak"].values()), rel=0.1)
     assert sum(k["bytes"] for k in held["kept"]) == sum(held["predicted"].values()) - sum(
         held["predicted"][category] for category in ("weights", "gradients", "optimizer")
     )
@@ -70,6 +71,28 @@ def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> 
     table = out[out.index("memory of one process") :]
     assert f"train.recompute = {policy}" in table
     assert "at the peak" in table and "residual stream" in table
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["boost-13b", "--pp-rank", "1"], ["boost-7b", "--parallel.dp", "2", "--parallel.shard", "full"]],
+    ids=["pipeline", "shards"],
+)
+def test_memory_of_stages_and_shards_is_predicted_only(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*words, "--memory", "--train.global_batch", "8"]
+    held = facts(capsys, *words)["memory"]
+    assert held["measured"] is held["peak"] is None
+    assert held["moment"] in ("loss", "backward pass of the loss", "backward pass of a block")
+    assert held["predicted_peak"]["latents"] == held["predicted"]["latents"] > 0
+    extra = {"pipeline": "pipeline buffers", "shards": "gathered weights"}[
+        "shards" if "--parallel.shard" in words else "pipeline"
+    ]
+    assert held["predicted_peak"][extra] > 0
+    code, out, _ = say(capsys, *words)
+    table = out[out.index("memory of one process") :]
+    assert code == 0 and "Predicted only" in table and "measured" not in table.partition("Predicted only")[0]
+    assert f"predicted for: {held['moment']}" in table and extra in table
+    assert max(len(line) for line in out.splitlines()) <= 100
 
 
 def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +154,6 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
         (["demo", "--tp", "0"], "parallel.tp = 0 is too small; the smallest legal value is 1"),
         (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' cuts dense linears"),
         (["boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is none of the 2 pipeline processes; the nearest legal value is 1"),
-        (["boost-13b", "--memory"], "not yet with parallel.pp = 2; add --parallel.pp 1"),
         (["nope"], "no configuration file and no preset named 'nope'"),
         (["demo", "--model.rnk", "3"], "unknown key 'model.rnk'; did you mean 'model.rank'?"),
     ],
