@@ -135,7 +135,9 @@ class _Bucket:
         making, tall = self._tall(2, 2)
         bases = sum(s.wide * min(s.wide, 2 * s.rank) + min(s.wide, 2 * s.rank) * 2 * s.rank for s in self.shapes)
         final = sum(s.wide * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
+        # Gathered; and of one factor a copy, its QR and what that is multiplied to.
         triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
+        triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         largest = max(s.elements for s in self.shapes)
         finding = tall + max(bases + 2 * largest, max(bases, final) + triangles + triangles // self.tp)
         sides = [(a.basis(self.tp), b.basis(self.tp), a.rank) for a, b in self.pairs]
