@@ -335,8 +335,7 @@ class BlockPasses(Passes):
         heads = self.model.kv_heads if slot.kv else self.p
         if heads < self.p:
             times = self.p // heads
-            y = self.tape.apply([y], [(n * times, dtype)], lambda t, g, s: [t.new(n, dtype)])[0]
-            return y
+            return self.tape.apply([y], [(n * times, dtype)], lambda t, g, s: [t.new(n, dtype)])[0]
         return self.tape.apply([y], [(n, dtype)], lambda t, g, s: [t.new(n, dtype)], view=True)[0]
 
     def _bend_up_vanilla(self, latents: Sequence[Array], group: Group, carried: Latents) -> tuple[list[Array], Latents]:
