@@ -24,6 +24,7 @@ from boost.parallel.mesh import Mesh, close_mesh, mesh_of, open_mesh
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS
+from boost.plan.peak import peak
 from boost.plan.timing import predict
 from boost.train.console import progress
 from boost.train.model import backward, build_model, initialize_model
@@ -110,9 +111,9 @@ def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, roun
     mesh = open_mesh(ParallelConfig(layout="single", dp=first.parallel.world_size), first.run.device)
     meshes = [mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh for _, config in work]
     steppers = [Stepper(config, of_its_own) for (_, config), of_its_own in zip(work, meshes, strict=True)]
-    seen = [_seen(stepper) for stepper in steppers]
-    for stepper in steppers:
+    for stepper in steppers:  # a pipeline's first step makes its buffers, and sends their shapes
         stepper.step()
+    seen = [_seen(stepper) for stepper in steppers]
     seconds: list[list[float]] = [[] for _ in steppers]
     for number in progress(rounds, f"steps of {len(work)} configurations", enabled=mesh.is_main):
         order = list(range(len(steppers)))
@@ -154,8 +155,6 @@ def _row(
 ) -> Step:
     config = stepper.config
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    from boost.plan.peak import peak
-
     ranks = range(config.parallel.pp)
     return Step(
         name=name,
