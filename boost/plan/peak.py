@@ -136,10 +136,9 @@ def _passes(config: Config, layer: int, accumulates: bool, inputs_only: bool) ->
     results = [each.bare() for each in results]  # the next block has them
     begun = tape.peak = tape.live
     tape.backward(results, gradients, inputs_only)
-    if inputs_only:
-        stays = sum(g.storage.bytes for g in tape.put_off)
-    else:  # new gradients of weights, beside those of what arrived
-        stays = sum(g.storage.bytes for g in tape.gradients) - arriving
+    # New gradients of weights come beside those of what arrived.
+    left, apart = (tape.put_off, 0) if inputs_only else (tape.gradients, arriving)
+    stays = sum(g.storage.bytes for g in left) - apart
     return arriving, handed, forward, tape.peak - begun, stays
 
 
