@@ -10,7 +10,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -135,7 +135,9 @@ class Link(Section):
     gb_s: Positive
     """GB/s that one process sends in large collectives (nccl-tests calls it bus bandwidth)."""
     half_mb: Amount = 0.0
-    """MB sent at which half of that is reached."""
+    """How slowly that is reached: small messages move at half of it, those of `half_mb` MB sent at two thirds."""
+    all_reduce: Annotated[tuple[Point, ...], Field(strict=False)] = ()
+    """(processes, GB/s) of all-reduces over so many processes or more, where the switch adds up (NVLink SHARP)."""
     measured: dict[str, Points] = Field(default_factory=dict)
     """(payload bytes, microseconds) of collectives measured over it, by kind or 'kind dtype', with `processes` processes."""
     processes: int = 2
@@ -148,9 +150,12 @@ class Link(Section):
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
         half = self.half_mb * 1e6
-        return self.latency_us * _MICRO + (sent + half * sent / (sent + half) if sent else 0.0) / (
-            self.gb_s * _GIGA * share
-        )
+        behind = half * sent / (sent + half) if sent else 0.0
+        return self.latency_us * _MICRO + (sent + behind) / (self._gb_s(kind, processes) * _GIGA * share)
+
+    def _gb_s(self, kind: str, processes: int) -> float:
+        reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
+        return reached[-1] if reached else self.gb_s
 
 
 def _rounds(kind: str, processes: int) -> float:
@@ -211,6 +216,16 @@ def names() -> list[str]:
 
 def load_hardware(name: str) -> Hardware:
     """A profile by name, or from a file `*.toml`. Raises ConfigError if there is none, or it cannot be read."""
+    try:
+        return Hardware.model_validate(_read(name))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--gpu = '{name}': {field}: {first['msg']}") from None
+
+
+def _read(name: str) -> dict[str, Any]:
+    """The document of a profile, unchecked; with `like`, the name of a profile of the package, on top of that one's."""
     path = Path(name) if name.endswith(".toml") else PROFILES / f"{name.lower()}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
@@ -222,10 +237,21 @@ def load_hardware(name: str) -> Hardware:
             "'boost plan calibrate' makes one of this machine"
         )
     try:
-        return Hardware.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--gpu = '{name}' is not TOML: {error}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--gpu = '{name}': {field}: {first['msg']}") from None
+    if "like" not in tree:
+        return tree
+    like = str(tree.pop("like"))
+    if like not in names():
+        raise ConfigError(f"--gpu = '{name}': like = '{like}' is no profile; the profiles are {', '.join(names())}")
+    return _merged(_read(like), tree)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two documents, the second of which counts where both say something."""
+    both = {
+        key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
+        for key, value in above.items()
+    }
+    return below | both

@@ -35,6 +35,8 @@ def span(axis: str, parallel: ParallelConfig, per_node: int) -> Span:
     }
     size, stride = strides[axis]
     here = min(size, max(per_node // stride, 1))
+    if axis == "pp" and parallel.world_size > per_node:
+        here = 1  # some neighbours are on two nodes, and all others wait for those
     # A group that does not begin where a node begins may still cross: TP 3 on nodes of 4.
     if axis != "pp" and here == size and per_node % (size * stride) and parallel.world_size > per_node:
         here = max(size // 2, 1)

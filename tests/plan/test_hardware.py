@@ -1,0 +1,230 @@
+"""Hardware profiles: all load, say where they come from, stand in a sane order, and meet what was measured."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from boost.errors import ConfigError
+from boost.plan.hardware import GemmSpeed, Hardware, Link, Speeds, load_hardware, names, seconds_at
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, STREAM, Work, gemm, moved
+from boost.train.hardware import gpu_peak_flops
+
+GPUS = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
+"""From the slowest to the fastest."""
+
+MIB = 2**20
+
+GEMMS = {  # (m, n, k): TFLOP/s. Sources: those of the profiles.
+    "a100-80g": {
+        (8192, 8192, 8192): 254, (4096, 4096, 4096): 228, (2048, 2048, 2048): 221.8, (1024, 1024, 1024): 119.4,
+        (802816, 192, 768): 157.8, (1024, 2145, 1024): 132.8, (6144, 12288, 12288): 250.8, (16384, 16384, 16384): 256.5,
+        (1024, 10240, 5120): 271.2,
+    },
+    "h100-80g": {
+        (4096, 4096, 4096): 808, (256, 4096, 4096): 412, (512, 4096, 4096): 644, (1024, 4096, 4096): 738,
+        (2048, 4096, 4096): 779, (4096, 256, 4096): 376, (4096, 512, 4096): 650, (4096, 1024, 4096): 738,
+        (4096, 2048, 4096): 758, (4096, 4096, 512): 543, (4096, 4096, 1024): 677, (4096, 4096, 2048): 739,
+        (256, 4096, 1024): 225, (1024, 4096, 1024): 490, (2048, 4096, 1024): 594, (256, 4096, 256): 78,
+        (1024, 4096, 256): 210, (2048, 1024, 2048): 523, (2048, 2048, 1024): 494, (1024, 1024, 4096): 470,
+    },
+    "b200-180g": {
+        (4096, 4096, 4096): 1417, (8192, 8192, 8192): 1610, (256, 4096, 4096): 651, (4096, 256, 4096): 645,
+        (4096, 512, 4096): 991, (4096, 1024, 4096): 1205, (4096, 2048, 4096): 1344, (4096, 4096, 256): 515,
+        (4096, 4096, 512): 805, (4096, 4096, 1024): 1076, (4096, 4096, 2048): 1278, (256, 4096, 1024): 292,
+        (4096, 256, 1024): 284, (4096, 512, 1024): 491, (4096, 1024, 1024): 716, (4096, 2048, 1024): 914,
+        (256, 2048, 4096): 394, (4096, 2048, 2048): 1170, (2048, 2048, 2048): 1006,
+    },
+}  # fmt: skip
+
+ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74, 0.09)}
+"""Fraction of a GEMM that is timed by itself, where the power limit does not slow it, and the mean error allowed. H100's differs
+from the profile's, which is of long training."""
+
+ALL_REDUCES = {  # (processes, {MiB: GB/s as nccl-tests counts them, bytes that one process sends a second}, mean error allowed)
+    "a100-80g": (4, {1: 42, 64: 169, 1024: 205}, 0.12),
+    "a100-80g-8": (8, {1: 36, 4: 71, 8: 90, 16: 109, 32: 133, 64: 167, 128: 174, 256: 214, 1024: 228}, 0.06),
+    "h100-80g": (8, {1: 44, 8: 172, 16: 234, 64: 362, 256: 423, 1024: 466}, 0.05),
+    "h200-141g": (8, {1: 40, 4: 107, 8: 155.5, 16: 220, 32: 276, 64: 346.5, 128: 402, 256: 436, 1024: 464}, 0.08),
+    "b200-180g": (8, {64: 420, 16384: 839}, 0.05),
+}
+
+MEMORY_GIB = {"a100-80g": 79.25, "h100-80g": 79.18, "h200-141g": 139.80, "b200-180g": 178.35}
+
+
+@pytest.mark.parametrize("name", names())
+def test_profiles_load_and_say_where_they_come_from(name: str) -> None:
+    hardware = load_hardware(name)
+    assert len(hardware.sources) >= 3
+    assert hardware.title
+    for dtype in ("bfloat16", "float32", "float64"):
+        speeds = hardware.speeds
+        assert 0 < speeds.seconds(gemm(4096, 4096, 4096, dtype)) < 1
+        for kernel in (ATTENTION, ATTENTION_BACKWARD):
+            assert 0 < speeds.seconds(Work(kernel, dtype, (1, 8, 8, 4096, 128), 10**12, 10**8)) < 1
+    assert Hardware.model_validate_json(hardware.model_dump_json()) == hardware
+
+
+def test_every_gpu_of_the_table_is_there() -> None:
+    assert {*GPUS, "a100-80g-8"} <= set(names())
+
+
+def test_faster_gpus_are_faster() -> None:
+    big, wide = gemm(8192, 8192, 8192, "bfloat16"), moved(STREAM, 10**9, 3, "bfloat16")
+    attention = Work(ATTENTION, "bfloat16", (1, 32, 32, 4096, 128), 10**12, 10**8)
+    sent = 256 * MIB
+    tables = []
+    for hardware in map(load_hardware, GPUS):
+        collective = hardware.node.seconds("all-reduce", "bfloat16", sent, sent, 8)
+        between = hardware.network.seconds("all-reduce", "bfloat16", sent, sent, 8)
+        work = [hardware.speeds.seconds(each) for each in (big, wide, attention)]
+        tables.append([*work, collective, between, 1 / hardware.usable_bytes])
+    for slower, faster in itertools.pairwise(tables):
+        for a, b in zip(slower[:3], faster[:3], strict=True):
+            assert b <= a
+        assert faster[3] <= slower[3] * 1.001
+    assert tables[3][3] < tables[1][3] < tables[0][3]
+    assert tables[1][4] < tables[0][4]
+    assert tables[3][5] < tables[2][5] < tables[1][5]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_peaks_are_those_that_training_counts_mfu_against(name: str) -> None:
+    """fp32 is without TF32 in both: nothing of the trainer switches it on."""
+    hardware = load_hardware(name)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        peak = hardware.peak_flops(str(dtype).removeprefix("torch."))
+        assert peak == pytest.approx(gpu_peak_flops(name.partition("-")[0], dtype), rel=0.01)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_memory_is_what_cuda_reports(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.memory_gb * 1e9 == pytest.approx(MEMORY_GIB[name] * 2**30, rel=0.002)
+    assert 0.9 * hardware.memory_gb * 1e9 < hardware.usable_bytes < hardware.memory_gb * 1e9
+
+
+@pytest.mark.parametrize("name", list(GEMMS))
+def test_gemms_meet_measured_ones(name: str) -> None:
+    fraction, allowed = ALONE[name]
+    speeds = load_hardware(name).speeds
+    alone = speeds.gemm["bfloat16"].model_copy(update={"fraction": fraction})
+    speeds = speeds.model_copy(update={"gemm": {"bfloat16": alone}})
+    errors = [
+        math.log(2 * m * n * k / speeds.seconds(gemm(m, n, k, "bfloat16")) / (tflops * 1e12))
+        for (m, n, k), tflops in GEMMS[name].items()
+    ]
+    assert sum(map(abs, errors)) / len(errors) < allowed
+    assert max(map(abs, errors)) < 0.33  # of the thinnest, which a tile or two decide
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("a100-80g", 0.80, 0.85), ("h100-80g", 0.73, 0.77), ("b200-180g", 0.69, 0.72)]
+)
+def test_large_gemms_sustain_what_training_does(name: str, least: float, most: float) -> None:
+    speeds = load_hardware(name).speeds
+    work = gemm(8192, 8192, 8192, "bfloat16")
+    assert least < work.flops / speeds.seconds(work) / (speeds.gemm["bfloat16"].tflops * 1e12) < most
+
+
+@pytest.mark.parametrize("name", list(ALL_REDUCES))
+def test_all_reduces_meet_measured_ones(name: str) -> None:
+    processes, table, allowed = ALL_REDUCES[name]
+    link = load_hardware(name).node
+    errors = []
+    for mib, gb_s in table.items():
+        sent = 2 * (processes - 1) * mib * MIB // processes
+        seconds = link.seconds("all-reduce", "bfloat16", mib * MIB, sent, processes)
+        errors.append(abs(math.log(seconds / (sent / (gb_s * 1e9)))))
+    assert sum(errors) / len(errors) < allowed
+    assert max(errors) < 0.3
+
+
+def test_switches_add_up_for_all_reduces_only() -> None:
+    link = load_hardware("h100-80g").node
+    large = 10**10
+    gathered, four, eight = (
+        large / link.seconds(kind, "bfloat16", large, large, processes) / 1e9
+        for kind, processes in (("all-gather", 8), ("all-reduce", 4), ("all-reduce", 8))
+    )
+    assert gathered == pytest.approx(363, rel=0.01)
+    assert four == pytest.approx(363, rel=0.01)
+    assert eight == pytest.approx(479, rel=0.01)
+
+
+def test_the_law_of_gemms() -> None:
+    speed = GemmSpeed(tflops=100, fraction=0.8, half=(64, 128, 0))
+    assert speed.flops_per_s(64, 128, 7) == pytest.approx(20e12)
+    assert speed.flops_per_s(10**9, 10**9, 1) == pytest.approx(80e12)
+
+
+def test_a_gemm_is_no_faster_than_its_bytes() -> None:
+    speeds = Speeds(
+        memory_gb_s=100,
+        memory_fraction=0.5,
+        kernel_us=3,
+        gemm={"float32": GemmSpeed(tflops=1, fraction=1)},
+        attention={},
+    )
+    thin = gemm(1000, 1, 1000, "float32")
+    assert speeds.seconds(thin) == pytest.approx(thin.bytes / 50e9 + 3e-6)
+    thick = gemm(1000, 1000, 1000, "float32")
+    assert speeds.seconds(thick) == pytest.approx(2e9 / 1e12 + 3e-6)
+    assert speeds.seconds(moved(STREAM, 1000, 3, "float32")) == pytest.approx(12000 / 50e9 + 3e-6)
+
+
+def test_measured_points_are_met_and_drawn_out() -> None:
+    points = [(1000.0, 10.0), (16000.0, 40.0)]
+    assert seconds_at(points, 1000) == pytest.approx(10e-6)
+    assert seconds_at(points, 16000) == pytest.approx(40e-6)
+    assert seconds_at(points, 4000) == pytest.approx(20e-6)  # halfway in logarithms
+    assert seconds_at(points, 1) == pytest.approx(10e-6)
+    assert seconds_at(points, 32000) == pytest.approx(80e-6)
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather"])
+def test_a_measured_link_is_scaled_to_other_numbers_of_processes(kind: str) -> None:
+    link = Link(name="loopback", latency_us=5, gb_s=1, measured={kind: ((100.0, 50.0), (1000.0, 100.0))}, processes=2)
+    of_two = link.seconds(kind, "float32", 1000, 500, 2)
+    assert of_two == pytest.approx(100e-6)
+    assert link.seconds(kind, "float32", 1000, 750, 4) == pytest.approx(1.5 * of_two)
+    assert link.seconds("reduce-scatter", "float32", 1000, 500, 2) == pytest.approx(5e-6 + 500 / 1e9)
+
+
+def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h100-80g'"):
+        load_hardware("H100")
+    with pytest.raises(ConfigError, match="profiles are a100-80g"):
+        load_hardware("zzzz")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_hardware(str(tmp_path / "mine.toml"))
+    with pytest.raises(ConfigError, match="float16"):
+        load_hardware("a100-80g").speeds.seconds(Work("gemm", "float16", (1, 8, 8, 8), 1024, 384))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("title = ", "is not TOML"),
+        ('like = "a100"', "like = 'a100' is no profile"),
+        ('like = "a100-80g"\nper_nodes = 2', "per_nodes"),
+        ('like = "a100-80g"\nper_node = 0', "per_node"),
+        ('like = "a100-80g"\n[title]\nx = 1', "title"),
+    ],
+)
+def test_profiles_that_cannot_be_read(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=says):
+        load_hardware(str(path))
+
+
+def test_a_profile_may_be_like_another(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "a100-80g"\nper_node = 2\n[network]\ngb_s = 12.0\n', encoding="utf-8")
+    mine, other = load_hardware(str(path)), load_hardware("a100-80g")
+    assert (mine.per_node, mine.network.gb_s) == (2, 12.0)
+    assert mine.network.latency_us == other.network.latency_us
+    assert mine.speeds == other.speeds

@@ -1,0 +1,81 @@
+"""Where the processes of a group lie, and what a collective costs there."""
+
+import itertools
+
+import pytest
+
+from boost.config.schema import ParallelConfig
+from boost.config.traffic import Collective
+from boost.plan.hardware import load_hardware
+from boost.plan.network import Span, seconds, span
+
+
+@pytest.mark.parametrize(
+    ("axis", "mesh", "per_node", "expected"),
+    [
+        ("tp", (4, 1, 1), 4, Span(4, 4)),
+        ("tp", (4, 2, 4), 4, Span(4, 4)),
+        ("tp", (8, 1, 1), 4, Span(8, 4)),
+        ("tp", (3, 1, 1), 4, Span(3, 3)),
+        ("tp", (3, 1, 2), 4, Span(3, 1)),  # the second group has one process on the first node
+        ("tp", (2, 1, 4), 8, Span(2, 2)),
+        ("dp", (4, 1, 4), 4, Span(4, 1)),
+        ("dp", (2, 1, 4), 8, Span(4, 4)),
+        ("dp", (2, 1, 8), 8, Span(8, 4)),
+        ("dp", (8, 1, 2), 8, Span(2, 1)),
+        ("dp", (1, 2, 4), 4, Span(4, 4)),
+        ("replicas", (2, 1, 4), 8, Span(8, 8)),
+        ("replicas", (4, 1, 4), 8, Span(16, 8)),
+        ("replicas", (2, 2, 2), 4, Span(4, 4)),
+        ("pp", (4, 2, 1), 8, Span(2, 2)),
+        ("pp", (4, 2, 1), 4, Span(2, 1)),
+        ("pp", (2, 4, 1), 4, Span(2, 1)),  # the second stage's neighbour is on the next node
+        ("world", (4, 2, 2), 8, Span(16, 8)),
+        ("world", (2, 1, 1), 8, Span(2, 2)),
+    ],
+)
+def test_spans(axis: str, mesh: tuple[int, int, int], per_node: int, expected: Span) -> None:
+    tp, pp, dp = mesh
+    found = span(axis, ParallelConfig(tp=tp, pp=pp, dp=dp, layout="btp"), per_node)
+    assert found == expected
+    assert found.inside == (found.per_node == found.processes)
+
+
+def reduced(elements: int, processes: int, axis: str = "tp", kind: str = "all-reduce") -> Collective:
+    return Collective("forward", kind, (elements,), "bfloat16", processes, axis=axis)
+
+
+@pytest.mark.parametrize("name", ["a100-80g", "h100-80g", "b200-180g"])
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"])
+@pytest.mark.parametrize("mesh", [(4, 1), (16, 1), (2, 16)])
+def test_more_bytes_take_longer(name: str, kind: str, mesh: tuple[int, int]) -> None:
+    hardware, parallel = load_hardware(name), ParallelConfig(tp=mesh[0], dp=mesh[1])
+    times = [seconds(reduced(2**power, mesh[0], "tp", kind), parallel, hardware) for power in range(4, 31)]
+    assert all(a < b for a, b in itertools.pairwise(times))
+    assert times[0] >= hardware.node.latency_us * 1e-6
+
+
+def test_a_node_is_faster_than_the_network() -> None:
+    hardware = load_hardware("h100-80g")
+    inside = seconds(reduced(2**26, 8), ParallelConfig(tp=8), hardware)
+    across = seconds(reduced(2**26, 8, "dp"), ParallelConfig(dp=8, tp=8), hardware)
+    assert across > 5 * inside
+
+
+def test_processes_of_a_node_send_over_all_of_its_ports() -> None:
+    """16 processes on two nodes of eight: eight ports of 45 GB/s; 16 on 16 nodes: one each."""
+    hardware = load_hardware("h100-80g")
+    large = 2**32
+    together = seconds(reduced(large, 16), ParallelConfig(tp=16), hardware)
+    apart = seconds(reduced(large, 16, "dp"), ParallelConfig(tp=8, dp=16), hardware)
+    sent = reduced(large, 16).sent_bytes
+    assert sent / together / 1e9 == pytest.approx(8 * 45, rel=0.02)
+    assert sent / apart / 1e9 == pytest.approx(45, rel=0.02)
+
+
+def test_a_port_does_not_outrun_the_node() -> None:
+    """However many ports there are, what a process sends leaves over its own link."""
+    hardware = load_hardware("a100-80g")
+    fast = hardware.model_copy(update={"network": hardware.network.model_copy(update={"gb_s": 200.0})})
+    large = reduced(2**32, 8)
+    assert large.sent_bytes / seconds(large, ParallelConfig(tp=8), fast) / 1e9 < hardware.node.gb_s
