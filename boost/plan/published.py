@@ -1,0 +1,331 @@
+"""The measurements of the BOOST paper (arXiv 2512.12131, MLSys 2026), and what the performance model says of each. Arithmetic only.
+
+How its runs are described, the same for every row; no constant is fitted to a row:
+
+- `full-rank`: the dense model under `megatron`, ungrouped: five all-reduces backward, as its code has them.
+- `vanilla`: `vanilla` in its published form (attention and gated product whole on every process), ungrouped.
+- `BOOST`: `btp`, online norm, grouped. Its code sends the statistic of RMSNorm as an all-reduce of its own: its collectives are
+  those of our sync norm; and it spends two all-reduces of full width on the embedding. Both are added.
+- 4 A100-80GB a node, bf16 weights and activations, sequences of 4096 tokens, four of them a step in micro-batches of one, 1F1B
+  where there is a pipeline (gpipe where micro-batches are fewer than stages), nothing recomputed.
+
+The paper does not say its micro-batches: `steps` takes other ones, and the report shows what they change. From the paper itself
+come two things of the profile a100-80g: speed of GEMMs (FLOP utilisation of its 7B) and of NVLink (its communication times).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from boost.config.load import load
+from boost.config.schema import Config
+from boost.config.stages import Stage, stages_of
+from boost.config.traffic import Collective
+from boost.plan.block import BlockWork
+from boost.plan.collectives import micro_batch_collectives
+from boost.plan.hardware import Hardware
+from boost.plan.network import seconds as collective_seconds
+from boost.plan.timing import Predictor
+from boost.plan.work import GEMM, REDUCE, STREAM, Work
+
+Way = Literal["full-rank", "vanilla", "BOOST"]
+
+WAYS: dict[Way, tuple[str, ...]] = {
+    "full-rank": ("--parallel.layout=megatron", "--parallel.grouping=false", "--model.family=dense"),
+    "vanilla": ("--parallel.layout=vanilla", "--parallel.grouping=false", "--parallel.vanilla=published"),
+    "BOOST": ("--parallel.layout=btp", "--parallel.grouping=true", "--parallel.norm=online"),
+}
+"""The three contenders, as our configuration says them."""
+
+SEQUENCES, TOKENS = 4, 4096
+"""Of a step, and of one of them."""
+
+RATIO_LIMIT = 0.15
+"""Largest error of a predicted ratio of two step times."""
+
+TIME_LIMIT = 0.05
+"""Largest error of a communication's or a GEMM's time, which the profile is fitted to."""
+
+MICRO_BATCHES = (1, 2, 4)
+"""Sequences of a micro-batch that the report looks at."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a training step of one size."""
+
+    size: str
+    tp: int
+    pp: int
+    seconds: dict[Way, float]
+
+
+def _row(size: str, tp: int, pp: int, full_rank: float, vanilla: float, boost: float) -> Row:
+    return Row(size, tp, pp, {"full-rank": full_rank, "vanilla": vanilla, "BOOST": boost})
+
+
+STEPS = (
+    _row("1B", 1, 1, 0.85, 0.56, 0.59),
+    _row("3B", 2, 1, 1.14, 1.41, 0.78),
+    _row("7B", 4, 1, 1.06, 1.64, 0.72),
+    _row("13B", 4, 2, 2.07, 2.42, 1.30),
+    _row("30B", 4, 4, 2.43, 2.58, 1.27),
+)
+
+FAMILIES = {"svd": (0.70, 1.57), "cola": (0.72, 1.64), "lax": (0.75, 1.72)}
+"""Seconds of a step of the 7B by architecture: (BOOST, vanilla). Full rank: 1.06."""
+
+COMMUNICATION: dict[str, dict[Way, tuple[int, float]]] = {
+    "3B": {"full-rank": (192, 1.54), "vanilla": (992, 7.50), "BOOST": (168, 1.45)},
+    "7B": {"full-rank": (256, 1.99), "vanilla": (1328, 9.75), "BOOST": (224, 1.86)},
+    "13B": {"full-rank": (320, 2.46), "vanilla": (1664, 12.09), "BOOST": (280, 2.28)},
+}
+"""(MB, ms) of all-reduces of one block, forward, TP 4, batch 4. Its MB are 2^20 bytes of payload, RMSNorm's statistic left out."""
+
+GEMM_MS: dict[Way, tuple[float, float]] = {
+    "full-rank": (0.566, 1.488),
+    "vanilla": (0.358, 0.654),
+    "BOOST": (0.303, 0.539),
+}
+"""7B, TP 4: (attention, MLP) ms. Times published utilisation they make 4096 tokens: read as a sequence's share of batch 4."""
+
+UTILISATION: dict[Way, tuple[float, float]] = {"vanilla": (0.61, 0.62), "BOOST": (0.72, 0.75)}
+"""7B, TP 4, batch 4: (attention, MLP), of the hardware's FLOP/s."""
+
+MLP_LINEARS = 4 / 3
+"""The published MLP times and utilisations are those of four linears of d_ff 11008, in all three columns; the model has three. Why
+is not known: the tables show both."""
+
+GROUPING_US = {1: (2773, 2395), 4: (7577, 7266)}
+"""Microseconds of one 7B block by batch, forward: (ungrouped, grouped)."""
+
+NORM_MS = {1: (0.375, 0.145), 4: (0.542, 0.523)}
+"""Milliseconds of RMSNorm by batch: (sync, online). Of what exactly is not said; compared with both norms of a 7B block."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A published number beside ours."""
+
+    table: str
+    what: str
+    published: float
+    predicted: float
+    unit: str
+    limit: float | None = None
+    """Largest relative error; None: shown, not judged."""
+
+    @property
+    def off(self) -> float:
+        """Relative error."""
+        return self.predicted / self.published - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within its limit."""
+        return self.limit is None or abs(self.off) <= self.limit
+
+
+@dataclass(frozen=True)
+class Step:
+    """Predicted seconds of a step of one size."""
+
+    row: Row
+    seconds: dict[Way, float]
+
+    def ratios(self) -> Iterator[Compared]:
+        """What BOOST gains."""
+        published, predicted = self.row.seconds, self.seconds
+        for way in ("full-rank", "vanilla"):
+            pair = published[way] / published["BOOST"], predicted[way] / predicted["BOOST"]
+            yield Compared("speed-up of BOOST", f"{self.row.size} against {way}", *pair, "x", RATIO_LIMIT)
+
+    def times(self) -> Iterator[Compared]:
+        """Seconds themselves."""
+        for way in WAYS:
+            yield Compared("step", f"{self.row.size} {way}", self.row.seconds[way], self.seconds[way], "s")
+
+
+def configuration(way: Way, row: Row, micro_batch: int = 1, more: Sequence[str] = ()) -> Config:
+    """One published run, as a configuration of ours. `more`: overrides."""
+    schedule = "1f1b" if micro_batch * row.pp <= SEQUENCES else "gpipe"
+    overrides = [
+        *WAYS[way],
+        f"--parallel.tp={row.tp}",
+        f"--parallel.pp={row.pp}",
+        f"--parallel.schedule={schedule}",
+        "--train.compute_dtype=bfloat16",
+        "--train.param_dtype=bfloat16",
+        "--train.recompute=none",
+        f"--train.seq_len={TOKENS}",
+        f"--train.global_batch={SEQUENCES}",
+        f"--train.micro_batch={micro_batch}",
+        *(["--parallel.layout=single"] if row.tp == 1 else []),
+    ]
+    return load(f"boost-{row.size.lower()}", [*overrides, *more])
+
+
+class Comparison:
+    """Predictions of everything that is published, on one hardware."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.predictor = Predictor(hardware)
+
+    def all(self) -> list[Compared]:
+        """Every published number beside ours, by table."""
+        steps = self.steps()
+        result = [each for step in steps for each in step.ratios()]
+        result += [each for step in steps for each in step.times()]
+        tables: tuple[Callable[[], Iterator[Compared]], ...] = (
+            self.families,
+            self.communication,
+            self.gemms,
+            self.grouping,
+            self.norms,
+        )
+        return result + [each for table in tables for each in table()]
+
+    def steps(self, micro_batch: int = 1, as_published: bool = True) -> list[Step]:
+        """Times of steps in micro-batches of so many sequences. `as_published`: with the collectives that only its code has."""
+        return [
+            Step(row, {way: self._seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS})
+            for row in STEPS
+        ]
+
+    def families(self) -> Iterator[Compared]:
+        """The 7B by architecture: ratios, then seconds."""
+        row = STEPS[2]
+        full = self._seconds("full-rank", configuration("full-rank", row))
+        judged, shown = [], []
+        for family, published in FAMILIES.items():
+            more = [f"--model.family={family}"]
+            ways: tuple[Way, Way] = ("BOOST", "vanilla")
+            boost, vanilla = (self._seconds(way, configuration(way, row, more=more)) for way in ways)
+            of_full, of_vanilla = row.seconds["full-rank"] / published[0], published[1] / published[0]
+            name = "7B by architecture"
+            judged.append(Compared(name, f"{family} against full-rank", of_full, full / boost, "x", RATIO_LIMIT))
+            judged.append(Compared(name, f"{family} against vanilla", of_vanilla, vanilla / boost, "x", RATIO_LIMIT))
+            shown.append(Compared(name, f"{family} BOOST", published[0], boost, "s"))
+            shown.append(Compared(name, f"{family} vanilla", published[1], vanilla, "s"))
+        yield from (*judged, *shown)
+
+    def communication(self) -> Iterator[Compared]:
+        """All-reduces of one block, forward: volume, which is exact, and time."""
+        times = []
+        for size, ways in COMMUNICATION.items():
+            for way, (mib, ms) in ways.items():
+                config = _block(way, size, SEQUENCES, *([_SYNC] if way == "BOOST" else []))
+                sums = [each for each in _forward(config) if each.shape[-1] > 1]  # the statistic left out
+                assert all(each.kind == "all-reduce" for each in sums)
+                payload = sum(2 * each.elements for each in sums) / 2**20
+                seconds = self._collectives(config, sums)
+                yield Compared("communication volume", f"{size} {way}", mib, payload, "MiB", 0.0)
+                times.append(Compared("communication time", f"{size} {way}", ms, 1e3 * seconds, "ms", TIME_LIMIT))
+        yield from times
+
+    def gemms(self) -> Iterator[Compared]:
+        """Products of one 7B block, forward: time of one sequence of four, utilisation of all four."""
+        for way, published in GEMM_MS.items():
+            for half, ms in zip(("attention", "MLP"), published, strict=True):
+                seconds, _ = self._products(way, half)
+                linears: list[tuple[str, float, float | None]] = [("", 1.0, TIME_LIMIT)]
+                if half == "MLP":
+                    linears = [(", three linears", 1.0, None), (", four linears", MLP_LINEARS, TIME_LIMIT)]
+                for words, times, limit in linears:
+                    ours = 1e3 * times * seconds / SEQUENCES
+                    yield Compared("GEMM time", f"7B {way} {half}{words}", ms, ours, "ms", limit)
+        for way, published in UTILISATION.items():
+            for half, share in zip(("attention", "MLP"), published, strict=True):
+                seconds, flops = self._products(way, half)
+                ours = flops / seconds / self.hardware.peak_flops("bfloat16")
+                yield Compared("GEMM utilisation", f"7B {way} {half}", 100 * share, 100 * ours, "%", TIME_LIMIT)
+
+    def grouping(self) -> Iterator[Compared]:
+        """Forward pass of one 7B block."""
+        for batch, published in GROUPING_US.items():
+            for grouped, us in zip((False, True), published, strict=True):
+                config = _block("BOOST", "7B", batch, f"--parallel.grouping={str(grouped).lower()}")
+                work = list(BlockWork(config, 0, fused_norm=True).forward())
+                issuing = self.hardware.host_us * 1e-6 * sum(each.calls for each in work)
+                sent = _block("BOOST", "7B", batch, f"--parallel.grouping={str(grouped).lower()}", _SYNC)
+                seconds = max(self._device(work), issuing) + self._collectives(sent, _forward(sent))
+                words = "grouped" if grouped else "ungrouped"
+                yield Compared("one block", f"7B, batch {batch}, {words}", us, 1e6 * seconds, "us")
+
+    def norms(self) -> Iterator[Compared]:
+        """Both RMSNorms of a 7B block, forward: what is neither product nor activation, and what the statistic adds on the wire."""
+        for batch, published in NORM_MS.items():
+            bare = [each for each in _forward(_block("BOOST", "7B", batch, _SYNC)) if each.shape[-1] > 1]
+            for norm, ms in zip(("sync", "online"), published, strict=True):
+                config = _block("BOOST", "7B", batch, f"--parallel.norm={norm}")
+                block = BlockWork(config, 0, fused_norm=True)
+                works = [w for group in (block.qkv, block.gate_up) for w in (*block.enter(group), *block.open(group))]
+                seconds = self._device(work for work in works if work.kernel in (REDUCE, STREAM))
+                seconds += self._collectives(config, _forward(config)) - self._collectives(config, bare)
+                yield Compared("norm", f"7B, batch {batch}, {norm}", ms, 1e3 * seconds, "ms")
+
+    def _seconds(self, way: Way, config: Config, as_published: bool = True) -> float:
+        seconds = self.predictor.predict(config).seconds
+        return seconds + self._only_published(config) if way == "BOOST" and as_published else seconds
+
+    def _only_published(self, config: Config) -> float:
+        """Seconds a step of collectives that only the paper's code has: every process waits for its own in each micro-batch, and
+        the busiest for those of the others once."""
+        parallel, train = config.parallel, config.train
+        if parallel.tp == 1:
+            return 0.0
+        added = [sum(self._added(config, stage) for stage in stages_of(config, rank)) for rank in range(parallel.pp)]
+        count = train.global_batch // (parallel.dp * train.micro_batch)
+        return (count - 1) * max(added) + sum(added)
+
+    def _added(self, config: Config, stage: Stage) -> float:
+        """The same of one micro-batch on one stage."""
+        train = config.train
+        sync = config.model_copy(update={"parallel": config.parallel.model_copy(update={"norm": "sync"})})
+        # One block is like another here: what is added is the same for all.
+        added = self._collectives(sync, _both_passes(sync)) - self._collectives(config, _both_passes(config))
+        embedding = Collective(
+            "forward",
+            "all-reduce",
+            (train.micro_batch * train.seq_len, config.model.dim),
+            train.compute_dtype,
+            config.parallel.tp,
+        )
+        return stage.layers * added + stage.embeds * self._collectives(config, [embedding] * 2)
+
+    def _products(self, way: Way, half: str) -> tuple[float, int]:
+        """(seconds, FLOPs) of the products of half a 7B block on one process, forward, batch 4."""
+        places = ("qkv", "o") if half == "attention" else ("gate_up", "down")
+        config = _block(way, "7B", SEQUENCES)
+        works = [w for w in BlockWork(config, 0, True).forward() if w.kernel == GEMM and w.place in places]
+        return self._device(works), sum(each.calls * each.flops for each in works)
+
+    def _device(self, works: Iterable[Work]) -> float:
+        return sum(each.calls * self.hardware.speeds.seconds(each) for each in works)
+
+    def _collectives(self, config: Config, collectives: Iterable[Collective]) -> float:
+        return sum(collective_seconds(each, config.parallel, self.hardware) for each in collectives)
+
+
+_SYNC = "--parallel.norm=sync"
+
+
+def _block(way: Way, size: str, batch: int, *more: str) -> Config:
+    """A configuration of `size` under TP 4 whose micro-batch has `batch` sequences: for one of its blocks."""
+    row = next(each for each in STEPS if each.size == size)
+    return configuration(way, replace(row, tp=4, pp=1), batch, more)
+
+
+def _both_passes(config: Config) -> list[Collective]:
+    """Collectives of one micro-batch in the first block."""
+    train = config.train
+    first = Stage(1, 3, 0, 1)
+    found = micro_batch_collectives(
+        config.model, config.parallel, train.micro_batch * train.seq_len, train.compute_dtype, stage=first
+    )
+    return [each for each in found if each.layer is not None]
+
+
+def _forward(config: Config) -> list[Collective]:
+    return [each for each in _both_passes(config) if each.phase == "forward"]
