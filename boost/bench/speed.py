@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +79,9 @@ def gemm_points(watch: Stopwatch, dtype: torch.dtype, largest: int, tokens: Sequ
                 continue
             x_TK, w_NK = torch.randn(t, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
             dy_TN = torch.randn(t, n, device=device, dtype=dtype)
-            yield _point("gemm", dtype, (t, n, k), watch.seconds(lambda x=x_TK, w=w_NK: x @ w.t()))
-            yield _point("gemm", dtype, (t, k, n), watch.seconds(lambda y=dy_TN, w=w_NK: y @ w))
-            yield _point("gemm", dtype, (n, k, t), watch.seconds(lambda y=dy_TN, x=x_TK: y.t() @ x))
+            yield _point("gemm", dtype, (t, n, k), watch.seconds(partial(torch.mm, x_TK, w_NK.t())))
+            yield _point("gemm", dtype, (t, k, n), watch.seconds(partial(torch.mm, dy_TN, w_NK)))
+            yield _point("gemm", dtype, (n, k, t), watch.seconds(partial(torch.mm, dy_TN.t(), x_TK)))
 
 
 def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int], tokens: int) -> Iterator[Point]:
@@ -88,18 +89,12 @@ def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int
     for head_dim, length in itertools.product((32, 64, 128), lengths):
         shape = (max(tokens // length, 1), 256 // head_dim, length, head_dim)
         q, k, v = (_head(shape, dtype, watch.mesh.device) for _ in range(3))
-
-        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         with torch.no_grad():
             yield _point("attention", dtype, shape, watch.seconds(forward))
         a = forward()
         d = torch.randn_like(a)
-
-        def backward(a: Tensor = a, d: Tensor = d, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> object:
-            return torch.autograd.grad(a, (q, k, v), d, retain_graph=True)
-
+        backward = partial(torch.autograd.grad, a, (q, k, v), d, retain_graph=True)
         yield _point("attention backward", dtype, shape, watch.seconds(backward))
 
 
@@ -118,34 +113,30 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
         x, y = (torch.randn(elements // width, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
         half = x[:, : width // 2]
-        adds = [
-            (3, lambda x=x, y=y: x + y),
-            (2, lambda x=x, row=row: x * row),
-            (2, lambda x=x, column=column: x * column),
-            (2, lambda half=half: torch.cat((half, half), dim=-1)),
-            (3, lambda x=x, y=y: x.mul(y)),
+        adds: list[tuple[int, Call]] = [
+            (3, partial(torch.add, x, y)),
+            (2, partial(torch.mul, x, row)),
+            (2, partial(torch.mul, x, column)),
+            (2, partial(torch.cat, (half, half), dim=-1)),
+            (3, partial(torch.mul, x, y)),
         ]
         moved = sum(times for times, _ in adds) * size
         spent = sum(watch.seconds(call) for _, call in adds)
         yield _point(STREAM, dtype, (moved // len(adds),), spent / len(adds))
-        yield _point(SILU, dtype, (2 * size,), watch.seconds(lambda x=x: F.silu(x)))
-        backward = torch.ops.aten.silu_backward
-        yield _point(
-            SILU_BACKWARD, dtype, (3 * size,), watch.seconds(lambda x=x, y=y, backward=backward: backward(y, x))
-        )
-        sums = (
-            watch.seconds(lambda x=x: x.sum(0)),
-            watch.seconds(lambda x=x: x.sum(-1)),
-            watch.seconds(lambda x=x: torch.linalg.vector_norm(x, dim=-1)),
-        )
-        yield _point(REDUCE, dtype, (size,), sum(sums) / 3)
-        z = torch.randn_like(x)
-        softmax = watch.seconds(lambda x=x: x.logsumexp(-1)) + watch.seconds(lambda z=z: z.sub_(1).clamp_(max=0).exp_())
-        softmax -= watch.seconds(lambda z=z: z.sub_(1).clamp_(max=0))
-        yield _point(LOSS, dtype, (3 * size // 2,), max(softmax, 1e-7) / 2)
+        yield _point(SILU, dtype, (2 * size,), watch.seconds(partial(F.silu, x)))
+        silu_backward = partial(torch.ops.aten.silu_backward, y, x)
+        yield _point(SILU_BACKWARD, dtype, (3 * size,), watch.seconds(silu_backward))
+        sums: list[Call] = [
+            partial(torch.sum, x, 0),
+            partial(torch.sum, x, -1),
+            partial(torch.linalg.vector_norm, x, dim=-1),
+        ]
+        yield _point(REDUCE, dtype, (size,), sum(map(watch.seconds, sums)) / 3)
+        # exp_ would run off to infinity if it were repeated on its own result.
+        logsumexp, exp = partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))
+        yield _point(LOSS, dtype, (3 * size // 2,), (watch.seconds(logsumexp) + watch.seconds(exp)) / 2)
         tokens = torch.randint(0, x.shape[0], (x.shape[0],), device=device)
-        look = watch.seconds(lambda x=x, t=tokens: F.embedding(t, x))
-        yield _point(LOOKUP, dtype, (2 * size,), look)
+        yield _point(LOOKUP, dtype, (2 * size,), watch.seconds(partial(F.embedding, tokens, x)))
         yield _point(OPTIMIZER, dtype, (7 * size,), watch.seconds(_adamw(x)))
 
 
@@ -165,10 +156,10 @@ def collective_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]
         whole = torch.randn(elements, dtype=dtype, device=mesh.device)
         part = whole[: elements // p].clone()
         calls: dict[str, Call] = {
-            "all-reduce": lambda x=whole: collectives.all_reduce(x, axis),
-            "all-gather": lambda x=part: collectives.all_gather(x, axis),
-            "reduce-scatter": lambda x=whole: collectives.reduce_scatter(x, axis),
-            "all-to-all": lambda x=whole: collectives.all_to_all(x, axis),
+            "all-reduce": partial(collectives.all_reduce, whole, axis),
+            "all-gather": partial(collectives.all_gather, part, axis),
+            "reduce-scatter": partial(collectives.reduce_scatter, whole, axis),
+            "all-to-all": partial(collectives.all_to_all, whole, axis),
         }
         for kind, call in calls.items():
             seconds = watch.seconds(call, collective=True)

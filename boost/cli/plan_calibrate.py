@@ -23,7 +23,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("local.toml"), metavar="FILE", help="default: local.toml")
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="processes at once (default: one for each GPU, or for each core, at most 8)"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes at once (default: one for each GPU, or for each core, at most 8)",
     )
     parser.add_argument(
         "--dtypes",

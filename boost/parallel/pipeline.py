@@ -39,6 +39,7 @@ class Part(nn.Module):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
+        self.sent_is_detached = False
 
     def forward(
         self, *arrived: Tensor, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
@@ -47,9 +48,10 @@ class Part(nn.Module):
         result = self.decoder(tokens_BS, targets_BS, document_ids_BS, arrived)
         if self.decoder.stage.predicts:
             return result
-        # Zero bubble detaches what it has sent in place, which a view does not allow.
+        # Zero bubble detaches what it has sent in place, which neither a view allows nor what a block keeps, as latents.
         whole = torch.contiguous_format
-        return tuple(x.contiguous() if x._base is None else x.clone(memory_format=whole) for x in result)
+        kept = [x._base is not None or (self.sent_is_detached and i > 0) for i, x in enumerate(result)]
+        return tuple(x.clone(memory_format=whole) if k else x.contiguous() for x, k in zip(result, kept, strict=True))
 
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *arrived: Tensor) -> Any:
         """As the decoder's."""
@@ -94,6 +96,7 @@ class Pipeline(nn.Module):
         batch, length = micro_batch
         stages = []
         for part, decoder in zip(self.parts, self.decoders, strict=True):
+            part.sent_is_detached = parallel.schedule == "zero-bubble"  # type: ignore[assignment]
             stage = decoder.stage
             # On no device: what is to be received, said in advance, so that no stage has to ask the one before.
             arriving, leaving = (

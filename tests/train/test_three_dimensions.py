@@ -176,7 +176,7 @@ CROSSING = [
     ({"gate": "tensor"}, {"layout": "btp", "grouping": False}),
     ({"gate": "dense"}, {"layout": "btp-sp"}),
     ({"gate": "dense", "over": "svd"}, {"layout": "vanilla"}),
-    ({"gate": "identity"}, {"layout": "btp-sp", "schedule": "zero-bubble"}),
+    ({"gate": "identity"}, {"tp": 1, "schedule": "zero-bubble", "virtual": 2}),
     ({"gate": "tensor"}, {"layout": "btp", "schedule": "interleaved-1f1b"}),
     ({"gate": "tensor"}, {"layout": "btp-sp", "pp": 1, "dp": 2, "shard": "full"}),
 ]
