@@ -34,8 +34,13 @@ def save(
 
 def markdown(facts: Facts, title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table for people with its command. A heading that ends in a colon is of numbers."""
-    lines = [f"# {title}", "", f"`{' '.join(facts['environment']['command'])}`", "", caption, ""]
-    lines.append(f"| {' | '.join(heading.rstrip(':') for heading in headings)} |")
+    command = " ".join(facts["environment"]["command"])
+    return f"# {title}\n\n`{command}`\n\n{caption}\n\n{table(headings, rows)}"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown. A heading that ends in a colon is of numbers."""
+    lines = [f"| {' | '.join(heading.rstrip(':') for heading in headings)} |"]
     lines.append(f"|{'|'.join('--:' if heading.endswith(':') else '---' for heading in headings)}|")
     lines += [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"

@@ -1,0 +1,185 @@
+"""The performance model against what was measured: the paper's runs, steps on a machine at hand, steps on a GPU.
+
+What was measured is kept with the hardware profile that the predictions came from; predictions are made again every time, so
+that a change of the model shows.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from boost.bench.results import Facts, save
+from boost.config import Config, load
+from boost.config.load import from_tree
+from boost.errors import ConfigError
+from boost.plan.collectives import step_collectives
+from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.published import MICRO_BATCHES, Compared, Comparison
+from boost.plan.timing import predict
+from boost.train.rundir import environment
+
+TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.15, 0.10, 0.0
+"""Largest relative errors of measured steps: seconds, bytes at the worst moment, bytes sent."""
+
+CONFIGURATIONS = 12
+"""Least number of configurations that a machine is measured with."""
+
+PAPERS_HARDWARE = "a100-80g"
+RESULTS = Path("benchmarks/results/validation")
+CALIBRATE = "boost plan calibrate --out {name}.toml && boost plan validate --measure --hardware {name}.toml"
+MACHINE, GPU = "machine", "gpu"
+"""Sections of the result by what the steps ran on."""
+
+TITLES = {MACHINE: "Steps measured on CPUs", GPU: "Steps measured on a GPU"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst of some predictions."""
+
+    section: str
+    what: str
+    count: int
+    worst: float
+    """Relative error, signed; of the prediction that is farthest off."""
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether all of them are within the limit."""
+        return abs(self.worst) <= self.limit
+
+
+def validate(out: Path, hardware: Path | None = None, measure: bool = False, write: bool = False) -> Facts:
+    """All sections: the published one computed, the others from `out`.json, whose predictions are made again.
+
+    `measure`: steps on this machine, first, with `hardware`, its profile. They take the place of those that are there; what was
+    measured on the other kind of device stays. `write` (or `measure`): `out`.json, .md and .svg are written.
+    Raises ConfigError, and StorageError if they cannot be.
+    """
+    if measure and hardware is None:
+        raise ConfigError(
+            f"--measure needs the profile of this machine, as --hardware FILE: {CALIBRATE.format(name='local')}"
+        )
+    kept = _read(out)
+    sections = {name: kept.get(name) for name in (MACHINE, GPU)}
+    if measure and hardware is not None:
+        profile = load_hardware(str(hardware))
+        sections[GPU if profile.device == "cuda" else MACHINE] = _measured(profile)
+    facts: Facts = {
+        "experiment": "validation",
+        "environment": environment(load(None)),
+        "published": published_facts(),
+        **{name: section and repredicted(section) for name, section in sections.items()},
+    }
+    facts["verdicts"] = [asdict(verdict) | {"holds": verdict.holds} for verdict in verdicts(facts)]
+    if measure or write:
+        from boost.bench.validate_report import as_markdown, draw
+
+        save(out, facts, as_markdown, draw)
+    return facts
+
+
+def published_facts() -> Facts:
+    """The paper's numbers beside ours, and what other micro-batches than it may have had would change."""
+    hardware = load_hardware(PAPERS_HARDWARE)
+    comparison = Comparison(hardware)
+    sensitivity = [
+        {
+            "micro_batch": micro_batch,
+            "ratios": [_compared(each) for step in steps for each in step.ratios()],
+            "steps": [_compared(each) for step in steps for each in step.times()],
+        }
+        for micro_batch, steps in ((n, comparison.steps(n)) for n in MICRO_BATCHES)
+    ]
+    return {
+        "hardware": hardware.model_dump(),
+        "compared": [_compared(each) for each in comparison.all()],
+        "micro_batches": sensitivity,
+    }
+
+
+def repredicted(section: Facts) -> Facts:
+    """A section of measured steps with the predictions of the model as it is now."""
+    hardware = Hardware.model_validate(section["hardware"])
+    rows = [row | predictions(from_tree(row["config"]), hardware) for row in section["rows"]]
+    return section | {"rows": rows}
+
+
+def predictions(config: Config, hardware: Hardware) -> Facts:
+    """What the model says of a step: seconds, and bytes at the worst moment and sent, on the busiest process."""
+    from boost.plan.peak import peak
+
+    ranks = range(config.parallel.pp)
+    return {
+        "predicted_s": predict(config, hardware).seconds,
+        "predicted_peak": max(peak(config, rank).total for rank in ranks),
+        "predicted_sent": max(sum(c.sent_bytes for c in step_collectives(config, rank)) for rank in ranks),
+    }
+
+
+def verdicts(facts: Facts) -> Iterator[Verdict]:
+    """What is judged, with its worst."""
+    judged = [each for each in facts["published"]["compared"] if each["limit"] is not None]
+    for table in dict.fromkeys(each["table"] for each in judged):
+        of_table = [each for each in judged if each["table"] == table]
+        yield Verdict(
+            "published", table, len(of_table), _worst([each["off"] for each in of_table]), of_table[0]["limit"]
+        )
+    for name in (MACHINE, GPU):
+        if facts[name]:
+            yield from measured_verdicts(name, facts[name]["rows"])
+
+
+def measured_verdicts(section: str, rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
+    """Of measured steps: seconds within 15 %, memory within 10 %, bytes exact."""
+    for what, limit in (("time", TIME_LIMIT), ("memory", PEAK_LIMIT), ("bytes sent", BYTES_LIMIT)):
+        yield Verdict(section, what, len(rows), _worst([off(row)[what] for row in rows]), limit)
+
+
+def off(row: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of one measured step."""
+    return {
+        "time": row["predicted_s"] / row["measured_s"] - 1,
+        "memory": row["predicted_peak"] / row["measured_peak"] - 1,
+        "bytes sent": _relative(row["predicted_sent"], row["counted_sent"]),
+    }
+
+
+def _relative(predicted: int, counted: int) -> float:
+    if counted == 0:
+        return 0.0 if predicted == 0 else 1.0
+    return predicted / counted - 1
+
+
+def _worst(errors: Sequence[float]) -> float:
+    return max(errors, key=abs)
+
+
+def _compared(each: Compared) -> Facts:
+    return asdict(each) | {"off": each.off, "holds": each.holds}
+
+
+def _measured(hardware: Hardware) -> Facts:
+    """A section, from this machine."""
+    from boost.bench.steps import measure
+
+    rows = [asdict(step) for step in measure(hardware)]
+    return {"environment": environment(load(None)), "hardware": hardware.model_dump(), "rows": rows}
+
+
+def _read(out: Path) -> Facts:
+    path = out.with_suffix(".json")
+    if not path.is_file():
+        return {}
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"--out = '{out}': {path.name} is not JSON ({error}); remove it, or name another one"
+        ) from None
+    if not isinstance(kept, dict) or kept.get("experiment") != "validation":
+        raise ConfigError(f"--out = '{out}': {path.name} is no result of this command; name another one")
+    return kept

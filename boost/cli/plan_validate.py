@@ -1,0 +1,78 @@
+"""`boost plan validate`: the performance model against what was measured."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from boost.bench.results import Facts
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "validate",
+        help="how right is it? against the paper's table and steps measured on machines",
+        description="Compares the performance model with the paper's measurements, and with steps that were measured on CPUs and\n"
+        "GPUs (PATH.json). Predictions are made again, from the profiles that stand beside the measurements. Exit code 1 if\n"
+        "one is farther off than its limit.",
+        epilog="examples:\n"
+        "  boost plan validate                                    the verdicts\n"
+        "  boost plan validate --json                             every number\n"
+        "  boost plan validate --write                            the report again, under benchmarks/results\n"
+        "  boost plan calibrate --out local.toml && boost plan validate --measure --hardware local.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--measure", action="store_true", help="measure steps on this machine first (some minutes)")
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="profile of this machine, for --measure")
+    parser.add_argument("--write", action="store_true", help="write the report (with --measure it is written anyway)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/validation"),
+        metavar="PATH",
+        help="PATH.json is read; it, PATH.md and PATH.svg are written (default benchmarks/results/validation)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.hardware is not None and not args.measure:
+        raise ConfigError(f"--hardware = '{args.hardware}' is the profile of a machine to be measured; add --measure")
+    if (args.measure or args.write) and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+
+    from boost.bench.validate import validate
+
+    facts = validate(args.out, args.hardware, args.measure, args.write)
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print_verdicts(facts)
+    return 0 if all(verdict["holds"] for verdict in facts["verdicts"]) else 1
+
+
+def print_verdicts(facts: "Facts") -> None:
+    """What is judged, and what is not there to be judged."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from boost.bench.validate import CALIBRATE, GPU, MACHINE
+    from boost.bench.validate_report import VERDICT_HEADINGS, verdict_words
+
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
+    shown = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in VERDICT_HEADINGS:
+        shown.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left", no_wrap=True)
+    for verdict in facts["verdicts"]:
+        shown.add_row(*verdict_words(verdict), style=None if verdict["holds"] else "bold red")
+    console.print(shown)
+    for name, words, file in ((MACHINE, "No steps were measured on CPUs", "local"), (GPU, "No GPU was at hand", "gpu")):
+        if not facts[name]:
+            console.print(Text(f"\n{words}: {CALIBRATE.format(name=file)}", style="dim"), soft_wrap=True)
