@@ -25,7 +25,8 @@ def as_markdown(facts: Facts) -> str:
 def verdict_words(verdict: dict[str, Any]) -> tuple[str, ...]:
     """Cells of one verdict: section, what, how many, the worst error, the limit, the verdict."""
     limit = "equal" if verdict["limit"] == 0 else f"{verdict['limit']:.0%}"
-    holds = "holds" if verdict["holds"] else "does not hold"
+    few = verdict["count"] < verdict["least"]
+    holds = "holds" if verdict["holds"] else f"fewer than {verdict['least']}" if few else "does not hold"
     return verdict["section"], verdict["what"], str(verdict["count"]), _percent(verdict["worst"]), limit, holds
 
 
