@@ -26,6 +26,15 @@ def test_every_ratio_of_the_five_rows(compared: list[Compared]) -> None:
         assert abs(each.off) <= 0.15, each
 
 
+def test_seconds_are_near_without_a_pipeline_and_low_with_one(compared: list[Compared]) -> None:
+    """Not judged: the paper does not say its micro-batches, on which the bubble depends. But they do not run away."""
+    seconds = of("step", compared)
+    assert len(seconds) == 3 * len(STEPS)
+    for each in seconds:
+        least, most = (-0.4, -0.1) if each.what.startswith(("13B", "30B")) else (-0.2, 0.25)
+        assert least < each.off < most, each
+
+
 def test_every_ratio_by_architecture(compared: list[Compared]) -> None:
     ratios = [each for each in of("7B by architecture", compared) if each.unit == "x"]
     assert len(ratios) == 6
