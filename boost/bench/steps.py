@@ -1,33 +1,40 @@
 """Optimizer steps as a run does them, on made-up tokens: how long they take, what they hold, what they send.
 
-Beside each the performance model's prediction, from a hardware profile that was measured with other shapes.
+Beside each the performance model's prediction, from a hardware profile that was measured with other shapes. A share is the
+work of one TP process of several, run by itself on torch's fake process group, whose collectives do nothing.
 """
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from boost.bench.memory import MemoryTracker
-from boost.config import Config
+from boost.config import Config, load
 from boost.config.schema import ParallelConfig
 from boost.data.batches import Batch
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, agree, clip
-from boost.parallel.mesh import Mesh, close_mesh, mesh_of, open_mesh
-from boost.plan.collectives import step_collectives
+from boost.parallel.mesh import Mesh, choose_device, close_mesh, mesh_of, open_mesh
 from boost.plan.hardware import Hardware
 from boost.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS
-from boost.plan.peak import peak
-from boost.plan.timing import predict
+from boost.plan.prediction import prediction
 from boost.train.console import progress
+from boost.train.launch import launch
 from boost.train.model import backward, build_model, initialize_model
+
+ROUNDS = 11
+"""Interleaved rounds of each configuration; medians count."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Step:
     name: str
     processes: int
     config: dict[str, Any]
+    share: bool
+    """Of one TP process by itself, collectives left out."""
     predicted_s: float
     measured_s: float
     """Median."""
@@ -105,27 +114,71 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
     return result[2:]
 
 
-def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int) -> list[Step]:
-    """One process of the measurement of configurations with one number of processes, in interleaved rounds."""
+def measure(hardware: Hardware) -> list[Step]:
+    """Steps of `cases` on this machine, in interleaved rounds of those with one number of processes.
+
+    Raises ConfigError if the machine is not of the profile's kind.
+    """
+    found: list[Step] = []
+    for processes, share, names in _together(hardware.device):
+        work = [(name, case(name, hardware.device)) for name in names]
+        with tempfile.TemporaryDirectory(prefix="boost-steps-") as folder:
+            out = Path(folder) / "steps.json"
+            code = launch(_measure_into, (work, hardware, share, out), processes, log_dir=None)
+            if code:
+                raise SystemExit(code)
+            found += [Step(**row | {"quartiles_s": tuple(row["quartiles_s"])}) for row in json.loads(out.read_text())]
+    return found
+
+
+def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share: bool, out: Path) -> int:
+    rows = measure_shares(work, hardware) if share else measure_process(work, hardware)
+    if rows:
+        out.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
+    return 0
+
+
+def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[Step]:
+    """One process of the measurement of configurations with one number of processes. Rows on the main one, else []."""
     first = work[0][1]
     mesh = open_mesh(ParallelConfig(layout="single", dp=first.parallel.world_size), first.run.device)
     meshes = [mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh for _, config in work]
     steppers = [Stepper(config, of_its_own) for (_, config), of_its_own in zip(work, meshes, strict=True)]
+    rows = _rows([name for name, _ in work], steppers, hardware, rounds, share=False)
+    mesh.barrier()
+    close_mesh()
+    return rows if mesh.is_main else []
+
+
+def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[Step]:
+    """The same of one TP process by itself, of groups that are not there. All configurations have one size of TP."""
+    # Behind the import of torch's own tests, where its fake process group lives.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    parallel, device = work[0][1].parallel, choose_device(work[0][1].run.device)
+    torch.set_flush_denormal(True)  # what a gather that gathers nothing leaves may be any number
+    dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
+    steppers = [Stepper(config, mesh_of(config.parallel, device)) for _, config in work]
+    rows = _rows([name for name, _ in work], steppers, hardware, rounds, share=True)
+    dist.destroy_process_group()
+    return rows
+
+
+def _rows(
+    names: Sequence[str], steppers: Sequence[Stepper], hardware: Hardware, rounds: int, share: bool
+) -> list[Step]:
     for stepper in steppers:  # a pipeline's first step makes its buffers, and sends their shapes
         stepper.step()
     seen = [_seen(stepper) for stepper in steppers]
     seconds: list[list[float]] = [[] for _ in steppers]
-    for number in progress(rounds, f"steps of {len(work)} configurations", enabled=mesh.is_main):
+    for number in progress(rounds, f"steps of {len(steppers)} configurations", enabled=steppers[0].mesh.is_main):
         order = list(range(len(steppers)))
         for i in order[number % len(order) :] + order[: number % len(order)]:
             seconds[i].append(steppers[i].seconds())
-    result = [
-        _row(name, stepper, hardware, times, *facts)
-        for (name, _), stepper, times, facts in zip(work, steppers, seconds, seen, strict=True)
+    return [
+        _row(name, stepper, hardware, share, times, *facts)
+        for name, stepper, times, facts in zip(names, steppers, seconds, seen, strict=True)
     ]
-    mesh.barrier()
-    close_mesh()
-    return result
 
 
 def _seen(stepper: Stepper) -> tuple[int, int]:
@@ -146,27 +199,30 @@ def _seen(stepper: Stepper) -> tuple[int, int]:
         hook.remove()
     facts = torch.tensor([sum(tracker.peak.values()), sum(c.sent_bytes for c in counter.collectives)])
     if stepper.mesh.size > 1:
-        torch.distributed.all_reduce(facts, torch.distributed.ReduceOp.MAX)
+        dist.all_reduce(facts, dist.ReduceOp.MAX)
     return int(facts[0]), int(facts[1])
 
 
 def _row(
-    name: str, stepper: Stepper, hardware: Hardware, times: Sequence[float], measured_peak: int, counted: int
+    name: str,
+    stepper: Stepper,
+    hardware: Hardware,
+    share: bool,
+    times: Sequence[float],
+    measured_peak: int,
+    counted: int,
 ) -> Step:
-    config = stepper.config
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    ranks = range(config.parallel.pp)
     return Step(
         name=name,
-        processes=config.parallel.world_size,
-        config=config.model_dump(),
-        predicted_s=predict(config, hardware).seconds,
+        processes=stepper.config.parallel.world_size,
+        config=stepper.config.model_dump(),
+        share=share,
         measured_s=statistics.median(times),
         quartiles_s=(low, high),
-        predicted_peak=max(peak(config, rank).total for rank in ranks),
         measured_peak=measured_peak,
-        predicted_sent=max(sum(c.sent_bytes for c in step_collectives(config, rank)) for rank in ranks),
         counted_sent=counted,
+        **asdict(prediction(stepper.config, hardware, share)),
     )
 
 
@@ -178,3 +234,89 @@ def _batches(config: Config) -> list[Batch]:
     rng = np.random.default_rng(train.seed)
     made: Iterable[np.ndarray] = (rng.integers(0, config.model.vocab_size, shape) for _ in range(count))
     return [Batch(x[:, :-1].copy(), x[:, 1:].copy(), np.zeros_like(x[:, 1:])) for x in made]
+
+
+def cases(device: str) -> list[str]:
+    """Names of the configurations that are measured on a kind of device."""
+    return list(_CASES[device])
+
+
+def case(name: str, device: str) -> Config:
+    """One of them."""
+    return load("demo", [*_BASE[device], *_CASES[device][name]])
+
+
+def _together(device: str) -> list[tuple[int, bool, list[str]]]:
+    """(processes, whether they are shares, names) of those that are measured in one run."""
+    groups: dict[tuple[int, bool, int], list[str]] = {}
+    for name in cases(device):
+        parallel, share = case(name, device).parallel, name.startswith("share")
+        key = (1 if share else parallel.world_size, share, parallel.tp)
+        groups.setdefault(key if share else (key[0], False, 0), []).append(name)
+    return [(processes, share, names) for (processes, share, _), names in groups.items()]
+
+
+def _flags(**fields: Any) -> list[str]:
+    places = {"micro_batch": "train", "global_batch": "train", "seq_len": "train", "recompute": "train"}
+    places |= dict.fromkeys(("tp", "pp", "dp", "layout", "shard", "norm"), "parallel")
+    return [f"--{places.get(name, 'model')}.{name}={value}" for name, value in fields.items()]
+
+
+def _shape(dim: int, layers: int, ffn: int, heads: int, **others: Any) -> list[str]:
+    rank = {} if others.get("family") == "dense" else {"rank": dim // 4}
+    return _flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **rank, **others)
+
+
+_SMALL, _MIDDLE, _LARGE = (512, 4, 1376, 8), (768, 3, 2048, 12), (1024, 2, 2736, 16)
+_1B, _3B, _7B = (2048, 6, 5472, 32), (3072, 4, 8192, 24), (4096, 4, 11008, 32)
+
+_BASE = {
+    "cpu": [*_flags(vocab_size=4096, seq_len=256, tp=1), "--run.device=cpu"],
+    "cuda": [
+        *_flags(vocab_size=32000, seq_len=4096, tp=1),
+        "--run.device=cuda",
+        "--train.compute_dtype=bfloat16",
+    ],
+}
+_CASES: dict[str, dict[str, list[str]]] = {
+    "cpu": {
+        "cola 512": _shape(*_SMALL) + _flags(micro_batch=4, global_batch=4),
+        "dense 512": _shape(*_SMALL, family="dense") + _flags(micro_batch=4, global_batch=4),
+        "lax 768": _shape(*_MIDDLE, family="lax") + _flags(micro_batch=4, global_batch=4),
+        "cola 1024, 2 micro-batches": _shape(*_LARGE) + _flags(micro_batch=2, global_batch=4),
+        "cola 512, low-rank": _shape(*_SMALL) + _flags(micro_batch=8, global_batch=8, recompute="low-rank"),
+        "btp 512": _shape(*_SMALL) + _flags(tp=2, layout="btp", micro_batch=4, global_batch=4),
+        "btp-sp 512": _shape(*_SMALL) + _flags(tp=2, layout="btp-sp", micro_batch=8, global_batch=8),
+        "vanilla 512": _shape(*_SMALL) + _flags(tp=2, layout="vanilla", micro_batch=4, global_batch=4),
+        "megatron-sp 512": _shape(*_SMALL, family="dense")
+        + _flags(tp=2, layout="megatron-sp", micro_batch=4, global_batch=4),
+        "btp 768, full-block": _shape(*_MIDDLE)
+        + _flags(tp=2, layout="btp", recompute="full-block", micro_batch=4, global_batch=4),
+        "dp 768": _shape(*_MIDDLE) + _flags(dp=2, micro_batch=4, global_batch=8),
+        "pp 512": _shape(*_SMALL) + _flags(pp=2, micro_batch=2, global_batch=8),
+        "btp 1024, 2 micro-batches": _shape(*_LARGE) + _flags(tp=2, layout="btp", micro_batch=4, global_batch=8),
+        "btp-sp 1024": _shape(*_LARGE) + _flags(tp=2, layout="btp-sp", micro_batch=4, global_batch=4),
+        "vanilla 1024": _shape(*_LARGE) + _flags(tp=2, layout="vanilla", micro_batch=2, global_batch=2),
+        "megatron 1024": _shape(*_LARGE, family="dense")
+        + _flags(tp=2, layout="megatron", micro_batch=4, global_batch=4),
+        "share of TP 4, btp 1024": _shape(*_LARGE) + _flags(tp=4, layout="btp", micro_batch=4, global_batch=4),
+        "share of TP 4, btp-sp 1024": _shape(*_LARGE) + _flags(tp=4, layout="btp-sp", micro_batch=4, global_batch=4),
+        "share of TP 8, vanilla 1024": _shape(*_LARGE) + _flags(tp=8, layout="vanilla", micro_batch=4, global_batch=4),
+    },
+    "cuda": {
+        "cola 1B": _shape(*_1B) + _flags(micro_batch=2, global_batch=2),
+        "dense 1B": _shape(*_1B, family="dense") + _flags(micro_batch=2, global_batch=2),
+        "svd 1B, 4 sequences": _shape(*_1B, family="svd") + _flags(micro_batch=4, global_batch=4),
+        "lax 1B": _shape(*_1B, family="lax") + _flags(micro_batch=2, global_batch=2),
+        "cola 3B, low-rank": _shape(*_3B) + _flags(micro_batch=4, global_batch=8, recompute="low-rank"),
+        "cola 7B": _shape(*_7B) + _flags(micro_batch=2, global_batch=4),
+        "dense 7B": _shape(*_7B, family="dense") + _flags(micro_batch=2, global_batch=2),
+        **{
+            f"share of TP {tp}, {layout} 7B": _shape(*_7B, family="dense" if layout == "megatron-sp" else "cola")
+            + _flags(tp=tp, layout=layout, micro_batch=4, global_batch=4)
+            for tp in (2, 4, 8)
+            for layout in ("btp", "btp-sp", "vanilla", "megatron-sp")
+        },
+    },
+}  # fmt: skip
+"""By kind of device: sizes, layouts, families and batches that calibration does not measure."""

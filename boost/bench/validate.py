@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from boost.bench.results import Facts, save
-from boost.config import Config, load
+from boost.config import load
 from boost.config.load import from_tree
 from boost.errors import ConfigError
-from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware, load_hardware
-from boost.plan.peak import peak
+from boost.plan.prediction import prediction
 from boost.plan.published import MICRO_BATCHES, Compared, Comparison
-from boost.plan.timing import predict
 from boost.train.rundir import environment
 
 TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.15, 0.10, 0.0
@@ -107,18 +105,8 @@ def published_facts() -> Facts:
 def repredicted(section: Facts) -> Facts:
     """A section of measured steps with the predictions of the model as it is now."""
     hardware = Hardware.model_validate(section["hardware"])
-    rows = [row | predictions(from_tree(row["config"]), hardware) for row in section["rows"]]
+    rows = [row | asdict(prediction(from_tree(row["config"]), hardware, row["share"])) for row in section["rows"]]
     return section | {"rows": rows}
-
-
-def predictions(config: Config, hardware: Hardware) -> Facts:
-    """What the model says of a step: seconds, and bytes at the worst moment and sent, on the busiest process."""
-    ranks = range(config.parallel.pp)
-    return {
-        "predicted_s": predict(config, hardware).seconds,
-        "predicted_peak": max(peak(config, rank).total for rank in ranks),
-        "predicted_sent": max(sum(c.sent_bytes for c in step_collectives(config, rank)) for rank in ranks),
-    }
 
 
 def verdicts(facts: Facts) -> Iterator[Verdict]:

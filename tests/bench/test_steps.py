@@ -1,11 +1,15 @@
 """Steps on made-up tokens are steps of a run, and what is predicted of them is what they hold and send."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from boost.bench import steps
 from boost.plan.hardware import load_hardware
+from boost.plan.prediction import prediction
+from boost.train.launch import launch
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -32,3 +36,31 @@ def test_bytes_are_exact_and_the_peak_is_near() -> None:
         low, high = row.quartiles_s
         assert low <= row.measured_s <= high
         assert row.processes == 2
+
+
+SHARE = {
+    "model": {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16},
+    "train": {"seq_len": 128, "micro_batch": 2, "global_batch": 2},
+    "parallel": {"tp": 4, "layout": "btp"},
+    "run": {"device": "cpu"},
+}
+
+
+def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -> None:
+    """In a process of its own: the fake process group is the process's only one."""
+    out = tmp_path / "steps.json"
+    work = [("share", toy.toy_config("float32", **SHARE))]
+    assert launch(steps._measure_into, (work, load_hardware("a100-80g"), True, out), 1, log_dir=None) == 0
+    (row,) = json.loads(out.read_text())
+    assert (row["share"], row["processes"]) == (True, 4)
+    assert row["counted_sent"] == row["predicted_sent"] > 0
+    assert row["predicted_peak"] == pytest.approx(row["measured_peak"], rel=0.1)
+    assert 0 < row["predicted_s"] < prediction(work[0][1], load_hardware("a100-80g")).predicted_s
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_configurations_are_legal_and_of_many_kinds(device: str) -> None:
+    configs = [steps.case(name, device) for name in steps.cases(device)]
+    assert len(configs) >= 12
+    assert {"btp", "btp-sp", "vanilla", "megatron-sp"} <= {config.parallel.layout for config in configs}
+    assert sorted(name for _, _, names in steps._together(device) for name in names) == sorted(steps.cases(device))

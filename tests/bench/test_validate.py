@@ -13,6 +13,7 @@ from boost.bench.validate_report import as_markdown, draw, measured_section
 from boost.config.load import from_tree
 from boost.errors import ConfigError
 from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.prediction import prediction
 from tests import toy
 
 A100 = load_hardware("a100-80g")
@@ -37,18 +38,19 @@ def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[
     for number in range(count):
         tp = 1 + number % 2
         config = toy.toy_config("float32", parallel={"tp": tp, "layout": "btp"}, model={"layers": 1 + number // 2})
-        ours = validate.predictions(from_tree(config.model_dump()), hardware)
-        seconds = slower * ours["predicted_s"]
+        ours = prediction(from_tree(config.model_dump()), hardware)
+        seconds = slower * ours.predicted_s
         result.append(
             steps.Step(
                 name=f"btp, {1 + number // 2} blocks",
                 processes=tp,
                 config=config.model_dump(),
+                share=False,
                 measured_s=seconds,
                 quartiles_s=(0.99 * seconds, 1.02 * seconds),
-                measured_peak=int(1.02 * ours["predicted_peak"]),
-                counted_sent=ours["predicted_sent"],
-                **ours,
+                measured_peak=int(1.02 * ours.predicted_peak),
+                counted_sent=ours.predicted_sent,
+                **asdict(ours),
             )
         )
     return result
