@@ -32,6 +32,7 @@ from boost.plan.prediction import prediction
 from boost.train.console import progress
 from boost.train.launch import launch
 from boost.train.model import backward, build_model, initialize_model
+from boost.train.rundir import available_cores
 
 ROUNDS = 11
 """Interleaved rounds of each configuration; medians count."""
@@ -141,6 +142,7 @@ def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share:
 def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[Step]:
     """One process of the measurement of configurations with one number of processes. Rows on the main one, else []."""
     first = work[0][1]
+    _threads(hardware)
     mesh = open_mesh(ParallelConfig(layout="single", dp=first.parallel.world_size), first.run.device)
     meshes = [mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh for _, config in work]
     steppers = [Stepper(config, of_its_own) for (_, config), of_its_own in zip(work, meshes, strict=True)]
@@ -156,12 +158,18 @@ def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, round
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     parallel, device = work[0][1].parallel, choose_device(work[0][1].run.device)
+    _threads(hardware)
     torch.set_flush_denormal(True)  # what a gather that gathers nothing leaves may be any number
     dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
     steppers = [Stepper(config, mesh_of(config.parallel, device)) for _, config in work]
     rows = _rows([name for name, _ in work], steppers, hardware, rounds, share=True)
     dist.destroy_process_group()
     return rows
+
+
+def _threads(hardware: Hardware) -> None:
+    """As many as a process had when the profile was measured, even where it has the machine for itself now."""
+    torch.set_num_threads(max(available_cores() // hardware.per_node, 1))
 
 
 def _rows(
