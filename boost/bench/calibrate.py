@@ -61,7 +61,7 @@ def profile_of(mesh: Mesh, points: dict[str, list[Point]], links: Sequence[Point
     )
     link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links)
     profile: dict[str, Any] = {
-        "title": f"{_device_name(mesh)}, {mesh.size} processes, measured",
+        "title": _title(mesh),
         "device": mesh.device.type,
         "per_node": mesh.size,
         "memory_gb": round(total / 1e9, 2),
@@ -248,10 +248,12 @@ def _calls(config: Any) -> int:
     return sum(times * each.calls for each, times in work.items())
 
 
-def _device_name(mesh: Mesh) -> str:
+def _title(mesh: Mesh) -> str:
+    processes = "1 process" if mesh.size == 1 else f"{mesh.size} processes"
     if mesh.device.type == "cuda":
-        return torch.cuda.get_device_name(mesh.device)
-    return cpu_model()
+        return f"{torch.cuda.get_device_name(mesh.device)}, {processes}"
+    threads = torch.get_num_threads()
+    return f"{cpu_model()}, {processes} of {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def _write(out: Path, profile: dict[str, Any]) -> None:
