@@ -6,6 +6,7 @@
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
+#   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; leave it alone)
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check curves recompute fit families clean
+.PHONY: setup train test check curves recompute fit families validate clean
 
 setup: $(READY)
 
@@ -79,6 +80,10 @@ FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --mode
 families: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost bench families demo $(FAMILIES)
+
+validate: setup
+	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
+	$(BIN)/boost plan validate --measure --hardware runs/local.toml
 
 clean:
 	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache
