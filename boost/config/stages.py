@@ -89,6 +89,7 @@ def costs(config: Config) -> Costs:
     return Costs(embedding, blocks, 6.0 * tokens * model.vocab_size * model.dim)
 
 
+@functools.lru_cache(maxsize=4096)
 def balanced(costs: Costs, count: int) -> tuple[int, ...]:
     """Blocks of each of `count` stages, at least one: the cheapest worst stage, and of those splits the evenest.
 

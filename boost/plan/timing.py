@@ -13,11 +13,12 @@ from typing import Any
 from boost.config.architecture import crossed, first_alike, flops_per_token
 from boost.config.factors import needs_whole_factors
 from boost.config.schema import Config, ModelConfig, RecomputeName
-from boost.config.stages import Stage, stages_of
+from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
 from boost.plan.collectives import micro_batch_collectives
 from boost.plan.hardware import Hardware, Speeds
 from boost.plan.network import seconds as collective_seconds
+from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step import Counted, block_work, ends_work, step_work
@@ -139,12 +140,13 @@ class Predictor:
         """As the function."""
         parallel, train, hardware = config.parallel, config.train, self.hardware
         count = train.global_batch // (parallel.dp * train.micro_batch)
-        passes = [self._pass(config, stages_of(config, rank)) for rank in range(parallel.pp)]
+        every = stages(config)
+        passes = [self._pass(config, every[rank :: parallel.pp]) for rank in range(parallel.pp)]
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
         parts[BUBBLE] = _bubble(config, passes, worst)
-        held = stages_of(config, busiest)
+        held = every[busiest :: parallel.pp]
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[REPLICAS] += exposed
         parts[OPTIMIZER_TIME] += self._once(config, held)
@@ -233,7 +235,7 @@ class Predictor:
     def _replicas(self, config: Config, held: Sequence[Stage], worst: Pass, count: int) -> tuple[float, float]:
         """(exposed, hidden) seconds of gradients and of weights that replicas share, a step."""
         parallel, overlap = config.parallel, self.hardware.overlap
-        key = ("replicas", parallel.dp, parallel.shard, parallel.shard_outer, held, min(count, 2))
+        key = ("replicas", parallel.dp, parallel.pp, parallel.shard, parallel.shard_outer, held, min(count, 2))
         sums: Seconds = self._cached(config, key, self._replica_sums, config, held)
         # Sums are under way during the last backward pass; gathers for the whole step during all of it.
         cover = overlap * (worst.backward if parallel.shard == "none" else worst.total)
@@ -255,7 +257,7 @@ class Predictor:
         """What is done between the last backward pass and the next step."""
         parallel, train = config.parallel, config.train
         accumulated = train.global_batch // (parallel.dp * train.micro_batch)
-        key = ("once", parallel.dp, parallel.shard, parallel.shard_outer, held, accumulated)
+        key = ("once", parallel.dp, parallel.pp, parallel.shard, parallel.shard_outer, held, accumulated)
         return self._cached(config, key, self._once_seconds, config, held)
 
     def _once_seconds(self, config: Config, held: Sequence[Stage]) -> float:
@@ -275,8 +277,9 @@ class Predictor:
         if all(model is not each for each in self._models):
             self._models.append(model)  # kept, so that its identity is not given to another
         shared = (p.layout, p.tp, p.norm, p.grouping, p.vanilla, train.micro_batch, train.seq_len)
-        # Where processes lie on nodes follows from the sizes of the other axes too.
-        places = (p.dp, p.pp)
+        # How a group lies on nodes, and how many processes a node has.
+        per_node = self.hardware.per_node
+        places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
         whole = (id(model), shared, places, train.compute_dtype, train.param_dtype, key)
         if whole not in self._known:
             self._known[whole] = function(*arguments)
