@@ -21,7 +21,7 @@ from boost.plan.network import seconds as collective_seconds
 from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
-from boost.plan.step import Counted, block_work, ends_work, step_work
+from boost.plan.step import Counted, block_work, ends_work, kinds_of_blocks, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 
 GEMMS = "matrix products"
@@ -162,6 +162,23 @@ class Predictor:
             hidden=hidden,
         )
 
+    def at_least(self, config: Config) -> float:
+        """Seconds that `predict` says at least if nothing is recomputed, for a fraction of its work: stages of equal length,
+        replicas and optimizer for nothing."""
+        parallel, train, kinds = config.parallel, config.train, kinds_of_blocks(config.model, range(config.model.layers))
+        total = sum(
+            count * self._cached(config, (layer, "none"), self._block, config, layer, "none").total
+            for layer, count in kinds.items()
+        )
+        ends = (Stage(0, 2), Stage(1, 2)) if parallel.pp > 1 else (Stage(),)
+        for stage in ends:
+            key = (stage.embeds, stage.predicts)
+            total += self._cached(config, key, self._ends, config, stage).total
+        count = train.global_batch // (parallel.dp * train.micro_batch)
+        if parallel.schedule == "zero-bubble":
+            return count * total / parallel.pp
+        return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
+
     def _speeds(self, config: Config) -> Speeds:
         return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
 
@@ -235,8 +252,9 @@ class Predictor:
     def _replicas(self, config: Config, held: Sequence[Stage], worst: Pass, count: int) -> tuple[float, float]:
         """(exposed, hidden) seconds of gradients and of weights that replicas share, a step."""
         parallel, overlap = config.parallel, self.hardware.overlap
-        key = ("replicas", parallel.dp, parallel.pp, parallel.shard, parallel.shard_outer, held, min(count, 2))
-        sums: Seconds = self._cached(config, key, self._replica_sums, config, held)
+        # A pipeline under FSDP gathers for each micro-batch, all in phase 'step'.
+        gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
+        sums: Seconds = self._of_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
         # Sums are under way during the last backward pass; gathers for the whole step during all of it.
         cover = overlap * (worst.backward if parallel.shard == "none" else worst.total)
         if parallel.shard == "full" and parallel.pp > 1:
@@ -249,16 +267,16 @@ class Predictor:
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
         """Seconds by phase: of each micro-batch, or once a step."""
         sums: Seconds = defaultdict(float)
-        for each in (*gradient_collectives(config, held), *gathers(config, held)):
-            sums[each.phase] += collective_seconds(each, config.parallel, self.hardware)
+        alike = Counter((*gradient_collectives(config, held), *gathers(config, held)))
+        for each, times in alike.items():
+            sums[each.phase] += times * collective_seconds(each, config.parallel, self.hardware)
         return sums
 
     def _once(self, config: Config, held: Sequence[Stage]) -> float:
         """What is done between the last backward pass and the next step."""
-        parallel, train = config.parallel, config.train
-        accumulated = train.global_batch // (parallel.dp * train.micro_batch)
-        key = ("once", parallel.dp, parallel.pp, parallel.shard, parallel.shard_outer, held, accumulated)
-        return self._cached(config, key, self._once_seconds, config, held)
+        accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
+        seconds: float = self._of_step(config, ("once", held, accumulated), self._once_seconds, config, held)
+        return seconds
 
     def _once_seconds(self, config: Config, held: Sequence[Stage]) -> float:
         work = step_work(config, held)
@@ -272,15 +290,24 @@ class Predictor:
         return seconds
 
     def _cached(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function` returns, computed once for all configurations that agree on model, TP, layout and micro-batch."""
+        """What `function` returns of a micro-batch, computed once for all configurations that agree on model, TP, layout and
+        micro-batch."""
+        p, train, per_node = config.parallel, config.train, self.hardware.per_node
+        # How a group lies on nodes, and how many processes a node has.
+        places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
+        shared = (p.norm, p.grouping, p.vanilla, train.micro_batch, train.seq_len, places)
+        return self._known_or(config, (shared, key), function, arguments)
+
+    def _of_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The same of what is done once a step, whatever the micro-batch."""
+        p = config.parallel
+        return self._known_or(config, ((p.dp, p.pp, p.shard, p.shard_outer), key), function, arguments)
+
+    def _known_or(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         model, p, train = config.model, config.parallel, config.train
         if all(model is not each for each in self._models):
             self._models.append(model)  # kept, so that its identity is not given to another
-        shared = (p.layout, p.tp, p.norm, p.grouping, p.vanilla, train.micro_batch, train.seq_len)
-        # How a group lies on nodes, and how many processes a node has.
-        per_node = self.hardware.per_node
-        places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
-        whole = (id(model), shared, places, train.compute_dtype, train.param_dtype, key)
+        whole = (id(model), p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
         if whole not in self._known:
             self._known[whole] = function(*arguments)
         return self._known[whole]

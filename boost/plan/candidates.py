@@ -1,0 +1,156 @@
+"""Every legal way to train a model on so many GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
+
+What is legal is asked of the rules that `boost train` obeys (`boost.config.rules`). Three choices are left out, because another
+is never slower and never larger: `gpipe`, which orders the work of 1F1B so that more of it is kept; ungrouped linears, which
+do the same work in more and smaller operations; and `btp`'s sync RMSNorm, which sends what online sends in collectives of
+their own. A test holds that up. A choice that the user has fixed is kept.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from boost.config import rules
+from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
+from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConfig
+from boost.errors import ConfigError
+from boost.plan.hardware import Hardware
+
+SCHEDULES = (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zero-bubble", 1), ("zero-bubble", 2))
+"""Orders of a pipeline, with the stages that a process holds."""
+
+POLICIES: tuple[RecomputeName, ...] = (
+    "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",
+)  # fmt: skip
+"""What blocks recompute, from the most that is kept to the least."""
+
+EVERY = (1, 2)
+"""All blocks, or every second one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question: how is this model trained on these GPUs?"""
+
+    base: Config
+    """The model, and all that is not searched for; choices that are fixed are read from it."""
+    gpus: int
+    """Processes of the mesh, one a device."""
+    hardware: Hardware
+    """What the devices do."""
+    fixed: frozenset[str] = frozenset()
+    """Dotted keys that are not searched for, as 'parallel.tp'."""
+
+    def __post_init__(self) -> None:
+        assert self.gpus >= 1
+
+    def choices(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
+        """What a field may be: the fixed value, or each of `usual`."""
+        if key not in self.fixed:
+            return usual
+        section, name = key.split(".")
+        return (getattr(getattr(self.base, section), name),)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in rising order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def powers_of_two(number: int) -> list[int]:
+    """Those that divide it, in rising order."""
+    return [1 << n for n in range(number.bit_length()) if number % (1 << n) == 0]
+
+
+def legal(config: Config) -> bool:
+    """Whether `boost train` would take it."""
+    try:
+        rules.check(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def structures(request: Request) -> Iterator[ParallelConfig]:
+    """Meshes, layouts, sharding and schedules. Not all are legal, for want of a micro-batch to check them with."""
+    for tp in request.choices("parallel.tp", divisors(request.gpus)):
+        for pp in request.choices("parallel.pp", divisors(request.gpus)):
+            for dp in request.choices("parallel.dp", [request.gpus // (tp * pp)]):
+                if tp * pp * dp == request.gpus and pp <= request.base.model.layers:
+                    mesh = request.base.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
+                    yield from _of_mesh(request, mesh)
+
+
+def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
+    usual = LOW_RANK_LAYOUTS if request.base.model.low_rank else DENSE_LAYOUTS
+    for layout in request.choices("parallel.layout", usual if mesh.tp > 1 else ("single",)):
+        for shard, outer in _sharding(request, mesh, layout):
+            for schedule, virtual in _schedules(request, mesh):
+                changes = {"layout": layout, "shard": shard, "shard_outer": outer}
+                yield mesh.model_copy(update={**changes, "schedule": schedule, "virtual": virtual})
+
+
+def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:
+    """(shard, shard_outer). One replica has nothing to share but outer factors."""
+    has_outer = layout == "btp-sp" and mesh.tp > 1
+    for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
+        usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp > 1 or outer))]
+        for shard in request.choices("parallel.shard", usual):
+            yield shard, outer
+
+
+def _schedules(request: Request, mesh: ParallelConfig) -> Iterator[tuple[str, int]]:
+    usual: dict[str, list[int]] = {}
+    for name, virtual in SCHEDULES if mesh.pp > 1 else SCHEDULES[:1]:
+        usual.setdefault(name, []).append(virtual)
+    for schedule in request.choices("parallel.schedule", list(usual)):
+        for virtual in request.choices("parallel.virtual", usual.get(schedule, [1])):
+            yield schedule, virtual
+
+
+def micro_batches(request: Request, dp: int) -> Sequence[int]:
+    """Sequences of a micro-batch, in rising order: powers of two that divide what a replica has."""
+    batch = request.base.train.global_batch
+    usual = [] if batch % dp else powers_of_two(batch // dp)
+    return request.choices("train.micro_batch", usual)
+
+
+def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[RecomputeName, int]]:
+    """(recompute, recompute_every), from the most that is kept to the least."""
+    low_rank = request.base.model.low_rank
+    usual = [
+        name
+        for name in POLICIES
+        if (low_rank or not name.startswith("low-rank")) and (name != "low-rank-sharded" or parallel.layout == "btp-sp")
+    ]
+    for policy in request.choices("train.recompute", usual):
+        every = EVERY if policy != "none" and request.base.model.layers > 1 else EVERY[:1]
+        for n in reversed(request.choices("train.recompute_every", every)):
+            yield policy, n
+
+
+class Variants:
+    """Configurations as changes of one, which share its model (predictions are cached by the model's identity)."""
+
+    def __init__(self, request: Request) -> None:
+        self.base = request.base
+        self._trains: dict[tuple[Any, ...], TrainConfig] = {}
+
+    def of(self, parallel: ParallelConfig, micro_batch: int, policy: RecomputeName = "none", every: int = 1) -> Config:
+        """The configuration. Unchecked."""
+        key = micro_batch, policy, every
+        if key not in self._trains:
+            changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
+            self._trains[key] = self.base.train.model_copy(update=changes)
+        return self.base.model_copy(update={"parallel": parallel, "train": self._trains[key]})
+
+
+def every_candidate(request: Request) -> Iterator[Config]:
+    """All legal configurations, one by one: what the search looks through, and is tested against."""
+    variants = Variants(request)
+    for parallel in structures(request):
+        for micro_batch in micro_batches(request, parallel.dp):
+            for policy, every in policies(request, parallel):
+                config = variants.of(parallel, micro_batch, policy, every)
+                if legal(config):
+                    yield config

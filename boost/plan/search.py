@@ -1,0 +1,262 @@
+"""The fastest configuration that fits, of all legal ones, in seconds. Arithmetic only.
+
+Time is cheaper to predict than memory, so that candidates are gone through in the order of their time and the first one that
+fits is the answer. Candidates that differ in recomputation alone are one node of that order: without recomputation is the
+fastest of them, and a bound of its time, then its time, stands for all until the node is reached. What a node's thriftiest
+policy has no room for, no other policy and no larger micro-batch of the same structure has.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from boost.config.schema import Config, ParallelConfig
+from boost.config.stages import stages
+from boost.errors import ConfigError
+from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batches, policies, structures
+from boost.plan.memory import STATES
+from boost.plan.peak import Peak, peak
+from boost.plan.timing import Predictor, StepTime
+
+Test = Callable[[Config], bool]
+Tick = Callable[[int, int], None]
+"""Is told how many of how many are done."""
+
+
+def anything(config: Config) -> bool:
+    """No restriction."""
+    return True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration with its prediction."""
+
+    config: Config
+    time: StepTime
+    peak: Peak
+    """Of the pipeline process that holds the most."""
+    pp_rank: int
+    """That process."""
+    usable: int
+    """Bytes that a device has for tensors."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes at the worst moment of the worst process."""
+        return self.peak.total
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are missing; 0 or less if it fits."""
+        return self.memory - self.usable
+
+
+@dataclass
+class _Node:
+    """Candidates that differ in recomputation alone."""
+
+    bound: float
+    """Seconds of a step without recomputation, or less."""
+    config: Config
+    """One of them that is legal."""
+    exact: bool = False
+    """Whether `bound` is that time."""
+    children: list[tuple[float, Config]] | None = None
+    """Those that may fit, once the node was reached; in rising order of time."""
+
+
+@dataclass
+class Search:
+    """The candidates of a request, and what was found out about them."""
+
+    request: Request
+    tick: Tick | None = None
+    considered: int = 0
+    """Candidates that the search decides between."""
+    timed: int = 0
+    """Predictions of time made."""
+    weighed: int = 0
+    """Predictions of memory made."""
+    _nodes: list[_Node] = field(default_factory=list)
+    _peaks: dict[Any, tuple[Peak, int]] = field(default_factory=dict)
+    _full: dict[Any, int] = field(default_factory=dict)
+    """By structure: the smallest micro-batch for which even the thriftiest policy has no room."""
+
+    def __post_init__(self) -> None:
+        self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
+        self.usable = self.request.hardware.usable_bytes
+        self._floors: dict[tuple[Any, ...], int] = {}
+        listed = list(structures(self.request))
+        for done, parallel in enumerate(listed):
+            self._list(parallel)
+            if self.tick:
+                self.tick(done + 1, len(listed))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no configuration is legal."""
+        return not self._nodes
+
+    def fastest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
+        """The fastest candidate that fits and passes `test` (and whose parallel section passes `of`), if there is one."""
+        numbers = itertools.count()
+        waiting: list[tuple[float, int, _Node | Config]] = [
+            (node.bound, next(numbers), node) for node in self._nodes if of is None or of(node.config.parallel)
+        ]
+        heapq.heapify(waiting)
+        while waiting:
+            _, _, first = heapq.heappop(waiting)
+            if isinstance(first, Config):
+                if self.weigh(first)[0].total <= self.usable:
+                    return self.plan(first)
+            elif not first.exact:
+                self._refine(first)
+                heapq.heappush(waiting, (first.bound, next(numbers), first))
+            else:
+                for seconds, config in self._opened(first):
+                    if test(config):
+                        heapq.heappush(waiting, (seconds, next(numbers), config))
+        return None
+
+    def smallest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
+        """The candidate of the least memory that passes, if any does; of a mesh and layout the thriftiest one is weighed."""
+        thrifty: dict[Any, tuple[Any, Config]] = {}
+        for node in self._nodes:
+            parallel = node.config.parallel
+            if of is None or of(parallel):
+                for config in self._all_children(node):
+                    key = parallel.tp, parallel.pp, parallel.layout
+                    rank = _thrift(config)
+                    if test(config) and (key not in thrifty or rank < thrifty[key][0]):
+                        thrifty[key] = rank, config
+        found = [config for _, config in thrifty.values()]
+        return self.plan(min(found, key=lambda config: self.weigh(config)[0].total)) if found else None
+
+    def plan(self, config: Config) -> Plan:
+        """Prediction of one configuration."""
+        held, pp_rank = self.weigh(config)
+        return Plan(config, self.predictor.predict(config), held, pp_rank, self.usable)
+
+    def weigh(self, config: Config) -> tuple[Peak, int]:
+        """(peak, pipeline process) of the process that holds the most."""
+        key = config.parallel, config.train
+        name = tuple(repr(part) for part in key)
+        if name not in self._peaks:
+            self.weighed += 1
+            self._peaks[name] = worst_peak(config)
+        return self._peaks[name]
+
+    def _list(self, parallel: ParallelConfig) -> None:
+        """Nodes of one structure."""
+        for micro_batch in micro_batches(self.request, parallel.dp):
+            known = any(node.config.parallel is parallel for node in self._nodes[-1:])
+            if known and self._floor(parallel, micro_batch) > self.usable:
+                return  # the smallest micro-batch stays listed, so that it can be said what is missing
+            config = next(
+                (c for c in self._policies(parallel, micro_batch) if legal(c)),
+                None,
+            )
+            if config is None:
+                continue
+            self.considered += sum(1 for _ in policies(self.request, parallel))
+            without = self._variants.of(parallel, micro_batch)
+            self._nodes.append(_Node(self.predictor.at_least(without), config))
+
+    def _refine(self, node: _Node) -> None:
+        """From a bound to the time without recomputation."""
+        self.timed += 1
+        without = self._variants.of(node.config.parallel, node.config.train.micro_batch)
+        node.bound, node.exact = self.predictor.predict(without).seconds, True
+
+    def _policies(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
+        return [self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel)]
+
+    def _all_children(self, node: _Node) -> list[Config]:
+        parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
+        return [config for config in self._policies(parallel, micro_batch) if legal(config)]
+
+    def _opened(self, node: _Node) -> list[tuple[float, Config]]:
+        """Children of a node with their times; none if even the thriftiest does not fit."""
+        if node.children is None:
+            configs, place = self._all_children(node), repr(node.config.parallel)
+            micro_batch = node.config.train.micro_batch
+            if micro_batch >= self._full.get(place, micro_batch + 1):
+                node.children = []
+            elif self.weigh(min(configs, key=_thrift))[0].total > self.usable:
+                node.children, self._full[place] = [], micro_batch
+            else:
+                self.timed += len(configs)
+                timed = [(self.predictor.predict(config).seconds, config) for config in configs]
+                node.children = sorted(timed, key=lambda each: each[0])
+        return node.children
+
+    def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
+        """Bytes that any process needs beside its states: those of one block, or of the loss."""
+        key = parallel.layout, parallel.norm, parallel.tp, micro_batch
+        if key not in self._floors:
+            model, train = self.request.base.model, self.request.base.train
+            ranks = {name: rank for name, rank in model.ranks.items() if not name.startswith("layers.")}
+            changes = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1}
+            alone = parallel.model_copy(update={**changes, "split": ()})
+            found = []
+            for policy in ("none", "full-block"):
+                of_one = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": policy}
+                config = self.request.base.model_copy(
+                    update={
+                        "model": model.model_copy(update={"layers": 1, "ranks": ranks}), "parallel": alone,
+                        "train": train.model_copy(update={**of_one, "recompute_every": 1}),
+                    }
+                )  # fmt: skip
+                held = peak(config).by_category
+                found.append(sum(size for category, size in held.items() if category not in STATES))
+            self._floors[key] = min(found)
+        return self._floors[key]
+
+
+def _thrift(config: Config) -> tuple[Any, ...]:
+    """Smaller for less memory, among configurations of one model, mesh and layout."""
+    parallel, train = config.parallel, config.train
+    return (
+        train.micro_batch,
+        -POLICIES.index(train.recompute),
+        train.recompute_every,
+        -("none", "optimizer", "full").index(parallel.shard),
+        not parallel.shard_outer,
+        parallel.schedule != "1f1b",
+        parallel.norm != "online",
+        parallel.virtual,
+    )
+
+
+def worst_peak(config: Config) -> tuple[Peak, int]:
+    """(peak, pipeline process) of the process that holds the most.
+
+    Of processes that hold equally many blocks under each policy, the first one has the most micro-batches under way.
+    """
+    policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
+    every, ranks = stages(config), dict[Any, int]()
+    for rank in range(pp):
+        held = every[rank::pp]
+        blocks = Counter(policies_of[n] for stage in held for n in stage.numbers)
+        ends = [(stage.embeds, stage.predicts) for stage in held]
+        ranks.setdefault((tuple(sorted(blocks.items())), tuple(ends)), rank)
+    return max(((peak(config, rank), rank) for rank in ranks.values()), key=lambda each: each[0].total)
+
+
+def require_legal(search: Search) -> None:
+    """Raises ConfigError, with the rule that is broken, if there is no legal configuration."""
+    if not search.empty:
+        return
+    request = search.request
+    variants = Variants(request)
+    for parallel in structures(request):
+        for micro_batch in (*micro_batches(request, parallel.dp), 1):
+            from boost.config import rules
+
+            for policy in policies(request, parallel):
+                rules.check(variants.of(parallel, micro_batch, *policy))
+    raise ConfigError(f"no mesh of {request.gpus} processes is legal")
