@@ -90,6 +90,7 @@ class Search:
         self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
         self.usable = self.request.hardware.usable_bytes
         self._floors: dict[tuple[Any, ...], int] = {}
+        self._cuts: dict[tuple[Any, ...], bool] = {}
         listed = list(structures(self.request))
         for done, parallel in enumerate(listed):
             self._list(parallel)
@@ -153,16 +154,16 @@ class Search:
     def _list(self, parallel: ParallelConfig) -> None:
         """Nodes of one structure."""
         for micro_batch in micro_batches(self.request, parallel.dp):
+            if not self._cuttable(parallel, micro_batch):
+                continue
             known = any(node.config.parallel is parallel for node in self._nodes[-1:])
             if known and self._floor(parallel, micro_batch) > self.usable:
                 return  # the smallest micro-batch stays listed, so that it can be said what is missing
-            config = next(
-                (c for c in self._policies(parallel, micro_batch) if legal(c)),
-                None,
-            )
+            listed = list(policies(self.request, parallel))
+            config = next((c for each in listed if legal(c := self._variants.of(parallel, micro_batch, *each))), None)
             if config is None:
                 continue
-            self.considered += sum(1 for _ in policies(self.request, parallel))
+            self.considered += 1 if parallel.schedule == "zero-bubble" else len(listed)
             without = self._variants.of(parallel, micro_batch)
             self._nodes.append(_Node(self.predictor.at_least(without), config))
 
@@ -172,12 +173,10 @@ class Search:
         without = self._variants.of(node.config.parallel, node.config.train.micro_batch)
         node.bound, node.exact = self.predictor.predict(without).seconds, True
 
-    def _policies(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
-        return [self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel)]
-
     def _all_children(self, node: _Node) -> list[Config]:
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
-        return [config for config in self._policies(parallel, micro_batch) if legal(config)]
+        listed = (self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel))
+        return [config for config in listed if legal(config)]
 
     def _opened(self, node: _Node) -> list[tuple[float, Config]]:
         """Children of a node with their times; none if even the thriftiest does not fit."""
@@ -194,24 +193,33 @@ class Search:
                 node.children = sorted(timed, key=lambda each: each[0])
         return node.children
 
+    def _alone(self, parallel: ParallelConfig, micro_batch: int) -> Config:
+        """One micro-batch on one TP group, without pipeline and replicas."""
+        changes = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
+        train = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": "none", "recompute_every": 1}
+        base = self.request.base
+        return base.model_copy(
+            update={"parallel": parallel.model_copy(update=changes), "train": base.train.model_copy(update=train)}
+        )
+
+    def _cuttable(self, parallel: ParallelConfig, micro_batch: int) -> bool:
+        """Whether TP may cut this model so: asked once, not for each mesh around it."""
+        key = parallel.layout, parallel.norm, parallel.tp, micro_batch
+        if key not in self._cuts:
+            self._cuts[key] = legal(self._alone(parallel, micro_batch))
+        return self._cuts[key]
+
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
-        """Bytes that any process needs beside its states: those of one block, or of the loss."""
+        """Bytes that some process needs beside its states: for one block, or for the loss."""
         key = parallel.layout, parallel.norm, parallel.tp, micro_batch
         if key not in self._floors:
-            model, train = self.request.base.model, self.request.base.train
+            config, model = self._alone(parallel, micro_batch), self.request.base.model
             ranks = {name: rank for name, rank in model.ranks.items() if not name.startswith("layers.")}
-            changes = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1}
-            alone = parallel.model_copy(update={**changes, "split": ()})
+            config = config.model_copy(update={"model": model.model_copy(update={"layers": 1, "ranks": ranks})})
             found = []
             for policy in ("none", "full-block"):
-                of_one = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": policy}
-                config = self.request.base.model_copy(
-                    update={
-                        "model": model.model_copy(update={"layers": 1, "ranks": ranks}), "parallel": alone,
-                        "train": train.model_copy(update={**of_one, "recompute_every": 1}),
-                    }
-                )  # fmt: skip
-                held = peak(config).by_category
+                train = config.train.model_copy(update={"recompute": policy})
+                held = peak(config.model_copy(update={"train": train})).by_category
                 found.append(sum(size for category, size in held.items() if category not in STATES))
             self._floors[key] = min(found)
         return self._floors[key]

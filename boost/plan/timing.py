@@ -165,7 +165,8 @@ class Predictor:
     def at_least(self, config: Config) -> float:
         """Seconds that `predict` says at least if nothing is recomputed, for a fraction of its work: stages of equal length,
         replicas and optimizer for nothing."""
-        parallel, train, kinds = config.parallel, config.train, kinds_of_blocks(config.model, range(config.model.layers))
+        parallel, train, model = config.parallel, config.train, config.model
+        kinds = self._of_step(config, "kinds", lambda: kinds_of_blocks(model, range(model.layers)))
         total = sum(
             count * self._cached(config, (layer, "none"), self._block, config, layer, "none").total
             for layer, count in kinds.items()
