@@ -17,7 +17,7 @@ from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batches, policies, structures
-from boost.plan.memory import STATES
+from boost.plan.memory import OPTIMIZER, STATES, WEIGHTS
 from boost.plan.peak import Peak, peak
 from boost.plan.timing import Predictor, StepTime
 
@@ -83,14 +83,17 @@ class Search:
     """Predictions of memory made."""
     _nodes: list[_Node] = field(default_factory=list)
     _peaks: dict[Any, tuple[Peak, int]] = field(default_factory=dict)
+    _lacking: dict[Any, int] = field(default_factory=dict)
+    """Of candidates that do not fit: bytes of weights and optimizer alone, on a process that is too small."""
     _full: dict[Any, int] = field(default_factory=dict)
-    """By structure: the smallest micro-batch for which even the thriftiest policy has no room."""
+    """By structure and by mesh: the smallest micro-batch for which even the thriftiest candidate has no room; 0: none has."""
 
     def __post_init__(self) -> None:
         self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
         self.usable = self.request.hardware.usable_bytes
         self._floors: dict[tuple[Any, ...], int] = {}
         self._cuts: dict[tuple[Any, ...], bool] = {}
+        self._thriftiest: dict[tuple[Any, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
         for done, parallel in enumerate(listed):
             self._list(parallel)
@@ -112,7 +115,7 @@ class Search:
         while waiting:
             _, _, first = heapq.heappop(waiting)
             if isinstance(first, Config):
-                if self.weigh(first)[0].total <= self.usable:
+                if self.fits(first):
                     return self.plan(first)
             elif not first.exact:
                 self._refine(first)
@@ -124,13 +127,13 @@ class Search:
         return None
 
     def smallest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """The candidate of the least memory that passes, if any does; of a mesh and layout the thriftiest one is weighed."""
+        """The candidate of the least memory that passes, if any does; of a mesh the thriftiest one is weighed."""
         thrifty: dict[Any, tuple[Any, Config]] = {}
         for node in self._nodes:
             parallel = node.config.parallel
             if of is None or of(parallel):
                 for config in self._all_children(node):
-                    key = parallel.tp, parallel.pp, parallel.layout
+                    key = _mesh(parallel)
                     rank = _thrift(config)
                     if test(config) and (key not in thrifty or rank < thrifty[key][0]):
                         thrifty[key] = rank, config
@@ -142,14 +145,32 @@ class Search:
         held, pp_rank = self.weigh(config)
         return Plan(config, self.predictor.predict(config), held, pp_rank, self.usable)
 
+    def fits(self, config: Config) -> bool:
+        """Whether every process has room."""
+        key = self._name(config)
+        if key not in self._peaks and key not in self._lacking:
+            self.weighed += 1
+            held = list[tuple[Peak, int]]()
+            for rank in worst_ranks(config):
+                held.append((peak(config, rank), rank))
+                if held[-1][0].total > self.usable:
+                    states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
+                    self._lacking[key] = states
+                    return False
+            self._peaks[key] = max(held, key=lambda each: each[0].total)
+        return key not in self._lacking and self._peaks[key][0].total <= self.usable
+
     def weigh(self, config: Config) -> tuple[Peak, int]:
         """(peak, pipeline process) of the process that holds the most."""
-        key = config.parallel, config.train
-        name = tuple(repr(part) for part in key)
-        if name not in self._peaks:
+        key = self._name(config)
+        if key not in self._peaks:
             self.weighed += 1
-            self._peaks[name] = worst_peak(config)
-        return self._peaks[name]
+            self._peaks[key] = worst_peak(config)
+        return self._peaks[key]
+
+    @staticmethod
+    def _name(config: Config) -> tuple[str, str]:
+        return repr(config.parallel), repr(config.train)
 
     def _list(self, parallel: ParallelConfig) -> None:
         """Nodes of one structure."""
@@ -165,6 +186,8 @@ class Search:
                 continue
             self.considered += 1 if parallel.schedule == "zero-bubble" else len(listed)
             without = self._variants.of(parallel, micro_batch)
+            best = self._thriftiest.get(_mesh(parallel), parallel)
+            self._thriftiest[_mesh(parallel)] = min(best, parallel, key=_thrift_of)
             self._nodes.append(_Node(self.predictor.at_least(without), config))
 
     def _refine(self, node: _Node) -> None:
@@ -181,17 +204,28 @@ class Search:
     def _opened(self, node: _Node) -> list[tuple[float, Config]]:
         """Children of a node with their times; none if even the thriftiest does not fit."""
         if node.children is None:
-            configs, place = self._all_children(node), repr(node.config.parallel)
-            micro_batch = node.config.train.micro_batch
-            if micro_batch >= self._full.get(place, micro_batch + 1):
+            configs, micro_batch = self._all_children(node), node.config.train.micro_batch
+            if self._is_full(node, min(configs, key=_thrift)):
                 node.children = []
-            elif self.weigh(min(configs, key=_thrift))[0].total > self.usable:
-                node.children, self._full[place] = [], micro_batch
             else:
                 self.timed += len(configs)
                 timed = [(self.predictor.predict(config).seconds, config) for config in configs]
                 node.children = sorted(timed, key=lambda each: each[0])
         return node.children
+
+    def _is_full(self, node: _Node, thriftiest: Config) -> bool:
+        """Whether no child fits: the thriftiest structure of the mesh is asked first, then the node's own."""
+        parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
+        of_mesh = thriftiest.model_copy(update={"parallel": self._thriftiest[_mesh(parallel)]})
+        asked = [(_mesh(parallel), of_mesh)] if legal(of_mesh) else []
+        for place, config in (*asked, (repr(parallel), thriftiest)):
+            if micro_batch >= self._full.get(place, micro_batch + 1):
+                return True
+            if not self.fits(config):
+                states = self._lacking.get(self._name(config), 0)
+                self._full[place] = 0 if states > self.usable else micro_batch
+                return True
+        return False
 
     def _alone(self, parallel: ParallelConfig, micro_batch: int) -> Config:
         """One micro-batch on one TP group, without pipeline and replicas."""
@@ -225,25 +259,25 @@ class Search:
         return self._floors[key]
 
 
+def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
+    """Structures that differ in the schedule of the pipeline alone."""
+    return parallel.layout, parallel.norm, parallel.tp, parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
+
+
 def _thrift(config: Config) -> tuple[Any, ...]:
-    """Smaller for less memory, among configurations of one model, mesh and layout."""
-    parallel, train = config.parallel, config.train
-    return (
-        train.micro_batch,
-        -POLICIES.index(train.recompute),
-        train.recompute_every,
-        -("none", "optimizer", "full").index(parallel.shard),
-        not parallel.shard_outer,
-        parallel.schedule != "1f1b",
-        parallel.norm != "online",
-        parallel.virtual,
-    )
+    """Smaller for less memory, among configurations of one model, mesh, layout and sharding."""
+    train = config.train
+    return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_thrift_of(config.parallel)
 
 
-def worst_peak(config: Config) -> tuple[Peak, int]:
-    """(peak, pipeline process) of the process that holds the most.
+def _thrift_of(parallel: ParallelConfig) -> tuple[Any, ...]:
+    return parallel.schedule != "1f1b", parallel.virtual
 
-    Of processes that hold equally many blocks under each policy, the first one has the most micro-batches under way.
+
+def worst_ranks(config: Config) -> list[int]:
+    """Pipeline processes of which one holds the most.
+
+    Of those that hold equally many blocks under each policy, the first one has the most micro-batches under way.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
     every, ranks = stages(config), dict[Any, int]()
@@ -252,7 +286,12 @@ def worst_peak(config: Config) -> tuple[Peak, int]:
         blocks = Counter(policies_of[n] for stage in held for n in stage.numbers)
         ends = [(stage.embeds, stage.predicts) for stage in held]
         ranks.setdefault((tuple(sorted(blocks.items())), tuple(ends)), rank)
-    return max(((peak(config, rank), rank) for rank in ranks.values()), key=lambda each: each[0].total)
+    return list(ranks.values())
+
+
+def worst_peak(config: Config) -> tuple[Peak, int]:
+    """(peak, pipeline process) of the process that holds the most."""
+    return max(((peak(config, rank), rank) for rank in worst_ranks(config)), key=lambda each: each[0].total)
 
 
 def require_legal(search: Search) -> None:
