@@ -2,11 +2,19 @@
 
 import importlib
 import keyword
+from collections.abc import Sequence
 from typing import Any
 
-COMMANDS = ("prepare", "train", "eval", "generate", "config", "inspect", "bench", "export", "import")
+COMMANDS = ("prepare", "train", "eval", "generate", "config", "inspect", "plan", "bench", "export", "import")
 
 
 def load_command(name: str) -> Any:
-    """The module of one command, which imports nothing heavy by itself. `import` is in import_.py: a keyword names no module."""
-    return importlib.import_module(f"boost.cli.{name}{'_' * keyword.iskeyword(name)}")
+    """The module of one command, which imports nothing heavy by itself. `import` is in import_.py: a keyword names no module;
+    a command of two words is in a file of both, as `plan calibrate` in plan_calibrate.py."""
+    return importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
+
+
+def joined(words: Sequence[str], commands: Sequence[str] = COMMANDS) -> list[str]:
+    """A command line whose first word is the command, of two words where there is such a one: ['plan calibrate', ...]."""
+    two = " ".join(words[:2])
+    return [two, *words[2:]] if two in commands and len(words) > 1 else list(words)

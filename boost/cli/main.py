@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from boost import __version__
-from boost.cli import COMMANDS, load_command
+from boost.cli import COMMANDS, joined, load_command
 from boost.errors import BoostError, StorageError
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 2 bad input, 3 training stopped by itself, 1 our defect."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(joined(words))
     try:
         if not getattr(args, "takes_overrides", False) and overrides + unknown:
             parser.error(f"unrecognized arguments: {' '.join(overrides + unknown)} (see boost {args.command} --help)")

@@ -93,12 +93,17 @@ def change_family(model: dict[str, Any], family: str, over: str = "cola") -> Non
 
 def from_tree(tree: dict[str, Any]) -> Config:
     """The checked configuration of a parsed TOML or JSON document. Raises ConfigError."""
-    try:
-        config = Config.model_validate(_integers_to_floats(Config, tree))
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+    config = validated(tree)
     rules.check(config)
     return config
+
+
+def validated(tree: dict[str, Any]) -> Config:
+    """The same with every field checked by itself, not against the others. Raises ConfigError."""
+    try:
+        return Config.model_validate(_integers_to_floats(Config, tree))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
 
 
 def to_toml(config: Config) -> str:

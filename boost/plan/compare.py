@@ -10,7 +10,7 @@ from boost.config.architecture import parameter_count
 from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
 from boost.config.schema import Config, ParallelConfig
 from boost.plan.inspection import human_bytes
-from boost.plan.search import Plan, Search, Test, anything
+from boost.plan.search import Plan, Search, Test, Tick, anything
 from boost.plan.timing import (
     ATTENTION_TIME,
     BUBBLE,
@@ -85,10 +85,13 @@ def kinds(search: Search) -> Iterator[Kind]:
         yield Kind("no recomputation", lambda parallel: True, lambda config: config.train.recompute == "none")
 
 
-def contenders(search: Search, best: Plan) -> list[Contender]:
+def contenders(search: Search, best: Plan, tick: Tick | None = None) -> list[Contender]:
     """The best of each kind but the best itself, the fastest first; behind them those that do not fit."""
     found: dict[str, tuple[list[str], Plan]] = {}
-    for kind in kinds(search):
+    listed = list(kinds(search))
+    for done, kind in enumerate(listed):
+        if tick:
+            tick(done, len(listed))
         plan = search.fastest(kind.test, kind.of) or search.smallest(kind.test, kind.of)
         if plan is not None and plan.config != best.config:
             found.setdefault(repr((plan.config.parallel, plan.config.train)), ([], plan))[0].append(kind.name)
@@ -155,7 +158,9 @@ def choices(config: Config) -> str:
         words.append(parallel.schedule + (f" x {parallel.virtual}" if parallel.virtual > 1 else ""))
     words.append(f"micro-batch {train.micro_batch}")
     if train.recompute != "none":
-        words.append(train.recompute + (f" in every {train.recompute_every}nd block" if train.recompute_every == 2 else ""))
+        words.append(
+            train.recompute + (f" in every {train.recompute_every}nd block" if train.recompute_every == 2 else "")
+        )
     return ", ".join(words)
 
 

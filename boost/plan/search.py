@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from boost.config import rules
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
@@ -204,7 +205,7 @@ class Search:
     def _opened(self, node: _Node) -> list[tuple[float, Config]]:
         """Children of a node with their times; none if even the thriftiest does not fit."""
         if node.children is None:
-            configs, micro_batch = self._all_children(node), node.config.train.micro_batch
+            configs = self._all_children(node)
             if self._is_full(node, min(configs, key=_thrift)):
                 node.children = []
             else:
@@ -229,7 +230,15 @@ class Search:
 
     def _alone(self, parallel: ParallelConfig, micro_batch: int) -> Config:
         """One micro-batch on one TP group, without pipeline and replicas."""
-        changes = {"pp": 1, "dp": 1, "shard": "none", "shard_outer": False, "schedule": "1f1b", "virtual": 1, "split": ()}
+        changes = {
+            "pp": 1,
+            "dp": 1,
+            "shard": "none",
+            "shard_outer": False,
+            "schedule": "1f1b",
+            "virtual": 1,
+            "split": (),
+        }
         train = {"micro_batch": micro_batch, "global_batch": micro_batch, "recompute": "none", "recompute_every": 1}
         base = self.request.base
         return base.model_copy(
@@ -302,8 +311,6 @@ def require_legal(search: Search) -> None:
     variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
-            from boost.config import rules
-
             for policy in policies(request, parallel):
                 rules.check(variants.of(parallel, micro_batch, *policy))
     raise ConfigError(f"no mesh of {request.gpus} processes is legal")

@@ -140,8 +140,7 @@ class Predictor:
         """As the function."""
         parallel, train, hardware = config.parallel, config.train, self.hardware
         count = train.global_batch // (parallel.dp * train.micro_batch)
-        every = stages(config)
-        passes = [self._pass(config, every[rank :: parallel.pp]) for rank in range(parallel.pp)]
+        every, passes = stages(config), self.passes(config)
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
@@ -161,6 +160,11 @@ class Predictor:
             peak_flops=hardware.peak_flops(train.compute_dtype),
             hidden=hidden,
         )
+
+    def passes(self, config: Config) -> list[Pass]:
+        """One micro-batch on each pipeline process."""
+        every = stages(config)
+        return [self._pass(config, every[rank :: config.parallel.pp]) for rank in range(config.parallel.pp)]
 
     def at_least(self, config: Config) -> float:
         """Seconds that `predict` says at least if nothing is recomputed, for a fraction of its work: stages of equal length,

@@ -1,0 +1,337 @@
+"""`boost plan`: which layout, mesh and batch for these GPUs, how fast it will be, and why; before any of them is rented."""
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.config import Config, load, presets
+from boost.config.load import change_family, parse_overrides, read_source, validated
+from boost.config.rules import check
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from boost.plan.candidates import Request
+    from boost.plan.hardware import Hardware
+    from boost.plan.search import Plan, Search, Tick
+
+SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
+"""Beside parallel.*: what the search chooses if the command line does not."""
+
+SLACK = 0.05
+"""A global batch in tokens may be rounded so far, to sequences that meshes divide."""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "plan",
+        help="which layout, mesh and batch, before renting the GPUs",
+        usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
+        "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      one configuration, broken down",
+        description="Searches all legal configurations of a model on so many GPUs for the fastest that fits, and says why the\n"
+        "others lose. Nothing is started: it is arithmetic, and takes seconds.",
+        epilog="examples:\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost of 10^9 tokens\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           TP 4, broken down\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
+        "  boost plan run.toml --gpu a100-80g --svg run.svg                                   a configuration of yours\n"
+        "  boost plan --model 7b --gpus 4 --gpu a100-80g --longest-sequence                   or --largest-batch\n"
+        "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
+        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them) or a TOML file; of a file, [parallel]\n"
+        "and what is searched for are not read. Any --parallel.KEY, --train.micro_batch, --train.recompute fixes that choice.\n"
+        "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a preset or TOML file to explain as it is, no search"
+    )
+    parser.add_argument("--model", metavar="M", help="size, preset or TOML file")
+    parser.add_argument("--family", metavar="F", help="short for --model.family")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs, all of them in one mesh")
+    parser.add_argument("--gpu", metavar="PROFILE", help="hardware: name of a profile, or a .toml file")
+    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default: the profile's)")
+    parser.add_argument("--global-batch", metavar="B", help="sequences or tokens of a step (default: the model file's)")
+    parser.add_argument("--seq", type=int, metavar="L", help="tokens of a sequence (default: the model file's)")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of the run")
+    parser.add_argument("--compute-dtype", metavar="D", help="short for --train.compute_dtype (default: bfloat16)")
+    parser.add_argument("--price", type=float, metavar="P", help="of one GPU and hour: the cost of 10^9 tokens is told")
+    parser.add_argument("--top", type=int, default=8, metavar="K", help="runners-up that are shown (default 8)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--explain", action="store_true", help="time and memory of the best, broken down")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw that")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the best as a configuration for 'boost train'"
+    )
+    parser.add_argument("--force", action="store_true", help="let --write replace a file")
+    questions = parser.add_mutually_exclusive_group()
+    questions.add_argument("--longest-sequence", action="store_true", help="the most tokens of a sequence that fit")
+    questions.add_argument("--largest-batch", action="store_true", help="the largest micro-batch that fits")
+    questions.add_argument(
+        "--largest-model", action="store_true", help="the largest boost-* shape that fits, and its most blocks"
+    )
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from boost.plan.hardware import load_hardware, names
+
+    if args.gpu is None:
+        raise ConfigError(f"--gpu is missing; write --gpu PROFILE, one of {', '.join(names())}, or a .toml file")
+    hardware = load_hardware(args.gpu)
+    for name in ("per_node", "gpus", "seq", "steps", "top"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; the smallest legal value is 1")
+    if args.price is not None and not args.price > 0:
+        raise ConfigError(f"--price = {args.price:g} must be more than 0, the price of one GPU and hour")
+    if args.per_node is not None:
+        hardware = hardware.model_copy(update={"per_node": args.per_node})
+    if args.write is not None and args.write.exists() and not args.force:
+        raise ConfigError(f"{args.write} exists; --force replaces it")
+    if args.config is not None:
+        return _explain_config(args, hardware)
+    if args.largest_model and args.model is None:
+        args.model = "1b"
+    for name in ("model", "gpus"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name} is missing; as in: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
+    request = request_of(args, hardware)
+    if args.longest_sequence or args.largest_batch or args.largest_model:
+        return _question(args, request)
+    return _best(args, request)
+
+
+def _best(args: argparse.Namespace, request: "Request") -> int:
+    from boost.cli import plan_report
+    from boost.plan.compare import contenders, notes
+    from boost.plan.search import Search, require_legal
+
+    begun = time.perf_counter()
+    with progress("configurations") as tick:
+        search = Search(request, tick)
+    require_legal(search)
+    with progress("comparing") as tick:
+        best = search.fastest()
+        if best is None:
+            raise ConfigError(_fits_nowhere(args, search))
+        others = contenders(search, best, tick)
+        dense = _dense(request)
+    said = list(notes(search, best, others, dense))
+    command = plan_report.command_line(args, best.config, source_of(args.model))
+    report = plan_report.Report(
+        args, request, search, best, others[: args.top], said, command, time.perf_counter() - begun
+    )
+    if args.write is not None:
+        args.write.write_text(plan_report.written(report), encoding="utf-8", newline="\n")
+    if args.json:
+        plan_report.print_json(report)
+    else:
+        plan_report.print_report(report)
+    if args.explain or args.svg is not None:
+        _explained(args, best, request.hardware)
+    return 0
+
+
+def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
+    """One configuration as it is."""
+    from boost.plan.search import Plan, worst_peak
+    from boost.plan.timing import predict
+
+    config = load(args.config, args.overrides)
+    held, pp_rank = worst_peak(config)
+    plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes)
+    if args.json:
+        import json
+
+        from boost.cli.plan_report import as_json
+
+        print(json.dumps(as_json(plan, args.price), indent=2))
+    else:
+        from boost.cli.plan_report import console, print_plan
+
+        print_plan(console(), plan, args)
+    _explained(args, plan, hardware)
+    return 0
+
+
+def _explained(args: argparse.Namespace, plan: "Plan", hardware: "Hardware") -> None:
+    from boost.cli import plan_explain
+
+    if not args.json:
+        plan_explain.print_explanation(plan, hardware)
+    if args.svg is not None:
+        name = Path(args.config or args.model).name.removesuffix(".toml")
+        args.svg.write_text(plan_explain.picture(plan, name, args.gpu), encoding="utf-8", newline="\n")
+        if not args.json:
+            print(f"\n{args.svg} written")
+
+
+def _question(args: argparse.Namespace, request: "Request") -> int:
+    from boost.cli import plan_report
+    from boost.plan import questions
+
+    with progress("configurations") as tick:
+        if args.largest_model:
+            shapes = [(name, _shape(args, name)) for name in presets() if name.startswith("boost-")]
+            found = questions.largest_model(request, shapes)
+            if found is None:
+                raise ConfigError(
+                    f"none of the boost-* models fits on {args.gpus} x {args.gpu}; take more GPUs or a shorter --seq"
+                )
+            name, model = found
+            request = replace(request, base=request.base.model_copy(update={"model": model}))
+            answers = questions.most_layers(request, tick)
+            what = f"blocks of {name}'s shape"
+        elif args.longest_sequence:
+            answers, what = questions.longest_sequence(request, tick), "tokens of a sequence"
+        else:
+            answers, what = questions.largest_batch(request, tick), "sequences of a micro-batch"
+    plan_report.print_answers(args, request, answers, what)
+    return 0
+
+
+def _shape(args: argparse.Namespace, name: str) -> Any:
+    return base_of(argparse.Namespace(**{**vars(args), "model": name}))[0].model
+
+
+def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
+    """What is asked for. Raises ConfigError."""
+    from boost.plan.candidates import Request
+
+    base, fixed = base_of(args)
+    return Request(base, args.gpus, hardware, fixed)
+
+
+def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
+    """(what is not searched for, keys that are fixed)."""
+    changes = dict(parse_overrides(args.overrides))
+    for key, value in (
+        ("model.family", args.family), ("train.compute_dtype", args.compute_dtype), ("train.steps", args.steps),
+        ("train.seq_len", args.seq),
+    ):  # fmt: skip
+        if value is not None:
+            changes[key] = value
+    tree = read_source(source_of(args.model))
+    tree.pop("parallel", None)
+    train = tree.setdefault("train", {})
+    for key in SEARCHED:
+        train.pop(key.partition(".")[2], None)
+    train.update(compute_dtype="bfloat16", micro_batch=1)
+    if "model.family" in changes:
+        change_family(tree.setdefault("model", {}), changes["model.family"])
+    for key, value in changes.items():
+        section, name = key.split(".", 1)
+        tree.setdefault(section, {})[name] = value
+    base = validated(tree)
+    alone = {"parallel": ParallelConfig(layout="single"), "train": base.train.model_copy(update={"micro_batch": 1})}
+    if args.global_batch is not None:
+        sequences = global_batch(args.global_batch, base.train.seq_len, args.gpus)
+        alone["train"] = alone["train"].model_copy(update={"global_batch": sequences})
+        base = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": sequences})})
+    check(
+        base.model_copy(
+            update={**alone, "train": alone["train"].model_copy(update={"recompute": "none", "recompute_every": 1})}
+        )
+    )
+    return base, frozenset(key for key in changes if key.startswith("parallel.") or key in SEARCHED)
+
+
+def source_of(model: str) -> str:
+    """The preset or file that is meant by '7b', 'cola-1b', 'my.toml'. Raises ConfigError."""
+    sizes = [name.removeprefix("boost-") for name in presets() if name.startswith("boost-")]
+    if model.lower() in sizes:
+        return f"boost-{model.lower()}"
+    if model not in presets() and not Path(model).is_file():
+        ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
+        raise ConfigError(
+            f"--model = '{model}' is no size, preset or file; the sizes are {', '.join(ordered)}, and 'boost config' lists the presets"
+        )
+    return model
+
+
+def global_batch(words: str, seq_len: int, gpus: int) -> int:
+    """Sequences of '256' (as many), '1M-tokens', '500k' (tokens, rounded by at most SLACK to what meshes divide)."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)(-tokens|-sequences)?", words.replace(",", "").replace("_", ""))
+    if not found:
+        raise ConfigError(
+            f"--global-batch = '{words}' is no number of sequences (256) or tokens (1M-tokens, 500k-tokens, 4M)"
+        )
+    number, unit, of = found.groups()
+    amount = float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit.lower()]
+    if of != "-tokens" and (not unit or of == "-sequences"):
+        if amount < 1 or amount != int(amount) or amount > 2**31:
+            raise ConfigError(f"--global-batch = '{words}': sequences are a whole number, 1 to {2**31:,}")
+        return int(amount)
+    wanted = amount / seq_len
+    if wanted < 1:
+        raise ConfigError(
+            f"--global-batch = '{words}' is less than one sequence of {seq_len:,} tokens; the smallest is {seq_len}-tokens"
+        )
+    if wanted > 2**31:
+        raise ConfigError(f"--global-batch = '{words}' is too large; the largest legal value is {2**31} sequences")
+    reach = range(max(round(wanted * (1 - SLACK)), 1), min(round(wanted * (1 + SLACK)), round(wanted) + 5000) + 1)
+
+    def rank(n: int) -> tuple[bool, int, float]:
+        return n % gpus == 0, n & -n, -abs(n - wanted)
+
+    return max(reach, key=rank, default=round(wanted))
+
+
+def _dense(request: "Request") -> "Plan | None":
+    """The best of the dense model of the same shape, or what comes nearest to fitting."""
+    from boost.plan.search import Search
+
+    base = request.base
+    if (
+        not base.model.low_rank
+        or request.fixed & {"parallel.layout", "train.recompute"}
+        or base.optim.name in ("loro", "muon")
+    ):
+        return None
+    model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
+    tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}
+    other = Search(replace(request, base=validated(tree)))
+    return other.fastest() or other.smallest()
+
+
+def _fits_nowhere(args: argparse.Namespace, search: "Search") -> str:
+    from boost.plan.compare import choices, mesh
+    from boost.plan.inspection import human_bytes
+    from boost.plan.questions import way_out
+
+    nearest = search.smallest()
+    assert nearest is not None
+    config, ways = nearest.config, way_out(search)
+    return (
+        f"{args.model} ({config.model.family}) fits in no configuration on {args.gpus} x {args.gpu}: the thriftiest "
+        f"({mesh(config.parallel)}, {choices(config)}) needs {human_bytes(nearest.memory)} of {human_bytes(nearest.usable)}; "
+        + (f"it fits {ways}" if ways else "nor on more of them; take a smaller model")
+    )
+
+
+@contextmanager
+def progress(what: str) -> "Iterator[Tick]":
+    """A bar on standard error, where that is a terminal and it takes longer than a moment."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    terminal = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+        task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
+
+        def tick(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)
+
+        yield tick

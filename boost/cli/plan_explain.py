@@ -1,0 +1,138 @@
+"""`boost plan --explain`: one configuration's time and memory, as tables and as bars."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from boost.plan.bars import Bar, bars_picture
+from boost.plan.compare import choices, human_seconds, mesh
+from boost.plan.explain import busiest, products, rows_that_matter, sent
+from boost.plan.hardware import Hardware
+from boost.plan.inspection import human_bytes
+from boost.plan.memory import CATEGORIES
+from boost.plan.search import Plan
+from boost.plan.timing import PARTS, Predictor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PHASES = {"forward": "fwd", "recompute": "again", "backward": "bwd", "step": "step"}
+_BAR = 28
+
+
+def print_explanation(plan: Plan, hardware: Hardware) -> None:
+    """Time, products, collectives, memory."""
+    from boost.cli.plan_report import console
+
+    out = console()
+    rank = busiest(plan.config, Predictor(hardware))
+    where = f", pipeline process {rank} (the busiest)" if plan.config.parallel.pp > 1 else ""
+    out.print(f"\ntime of a step{where}", style="bold")
+    _print_parts(out, plan.time.parts, {part: human_seconds(s) for part, s in plan.time.parts.items()}, PARTS)
+    if plan.time.hidden > 0:
+        out.print(f"DP collectives that computation hides: {human_seconds(plan.time.hidden)}", style="dim")
+    _print_products(out, plan, hardware, rank)
+    _print_sent(out, plan, hardware, rank)
+    where = f", pipeline process {plan.pp_rank} (the fullest)" if plan.config.parallel.pp > 1 else ""
+    out.print(f"\nmemory of one GPU at its worst moment: {plan.peak.moment}{where}", style="bold")
+    held = _in_order(plan)
+    _print_parts(out, held, {category: human_bytes(size) for category, size in held.items()}, CATEGORIES)
+    if plan.missing > 0:
+        out.print(f"out of memory by {human_bytes(plan.missing)}", style="red")
+    else:
+        out.print(f"left of {human_bytes(plan.usable)}: {human_bytes(-plan.missing)}", style="dim")
+
+
+def _in_order(plan: Plan) -> dict[str, float]:
+    held = plan.peak.by_category
+    return {category: float(held[category]) for category in CATEGORIES if held.get(category)}
+
+
+def _print_parts(
+    out: "Console", parts: Mapping[str, float], words: Mapping[str, str], meaning: Mapping[str, str]
+) -> None:
+    from rich.bar import Bar as RichBar
+    from rich.table import Table
+
+    whole = sum(parts.values())
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(width=_BAR)
+    table.add_column(style="dim")
+    begin = 0.0
+    for part, size in parts.items():
+        bar = RichBar(whole, begin, begin + size, width=_BAR, color="cyan")
+        table.add_row(part, words[part], f"{size / whole:.0%}", bar, meaning[part])
+        begin += size
+    out.print(table)
+
+
+def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
+    from rich.table import Table
+
+    listed = products(plan.config, hardware, rank)
+    shown = list(rows_that_matter(listed))
+    out.print("\nmatrix products and attention of one process in a step", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("place", "pass"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("m x n x k", "calls", "TFLOP", "bytes", "FLOP/byte", "time", "of peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in shown:
+        work = each.work
+        shape = work.shape if work.shape[0] > 1 else work.shape[1:]
+        table.add_row(
+            work.place, _PHASES[work.phase], " x ".join(f"{n}" for n in shape), f"{each.calls:,}", f"{each.flops / 1e12:,.1f}",
+            human_bytes(each.bytes), f"{work.intensity:,.0f}", human_seconds(each.seconds), f"{each.share_of_peak:.0%}",
+        )  # fmt: skip
+    out.print(table)
+    rest = listed[len(shown) :]
+    if rest:
+        out.print(f"and {len(rest)} smaller shapes: {human_seconds(sum(each.seconds for each in rest))}", style="dim")
+    out.print("Attention's shape: sequences, heads, key/value heads, tokens, width of a head.", style="dim")
+
+
+def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
+    from rich.table import Table
+
+    listed = sent(plan.config, hardware, rank)
+    out.print("\ncollectives of one process in a step", style="bold")
+    if not listed:
+        out.print("none: one process does everything")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("axis", "place", "pass", "kind", "over"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("processes", "times", "sent", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in listed:
+        c = each.collective
+        table.add_row(
+            c.axis, c.place, _PHASES[c.phase], c.kind, each.link, f"{c.processes}", f"{each.times:,}", human_bytes(each.bytes),
+            human_seconds(each.seconds),
+        )  # fmt: skip
+    out.print(table)
+
+
+def picture(plan: Plan, name: str, gpu: str) -> str:
+    """Both bars as SVG."""
+    time, held = plan.time, _in_order(plan)
+    left = max(-plan.missing, 0)
+    bars = [
+        Bar(
+            f"A step: {human_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
+            time.parts,
+            {part: human_seconds(seconds) for part, seconds in time.parts.items()},
+        ),
+        Bar(
+            f"Memory of a GPU at its worst moment: {human_bytes(plan.memory)}",
+            held,
+            {category: human_bytes(size) for category, size in held.items()},
+            float(left),
+            f"{human_bytes(left)} of {human_bytes(plan.usable)} are left" if left else "it does not fit",
+        ),
+    ]
+    parallel = plan.config.parallel
+    title = f"{name} on {parallel.world_size} x {gpu.removesuffix('.toml')}"
+    return bars_picture(title, f"{mesh(parallel)}; {choices(plan.config)}", bars)

@@ -1,0 +1,312 @@
+"""What `boost plan` found, for people, for programs, and as a configuration file."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from boost.config import Config, to_toml
+from boost.config.architecture import parameter_count
+from boost.config.load import change_family, read_source, validated
+from boost.plan.candidates import Request
+from boost.plan.compare import Contender, choices, human_seconds, mesh
+from boost.plan.inspection import human_bytes
+from boost.plan.questions import Answer
+from boost.plan.search import Plan, Search
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was found out."""
+
+    args: argparse.Namespace
+    request: Request
+    search: Search
+    best: Plan
+    others: list[Contender]
+    notes: list[str]
+    command: list[str]
+    """`boost train` and its flags."""
+    seconds: float
+    """That the search took."""
+
+
+def console() -> "Console":
+    """As wide as the terminal; a pipe has no width."""
+    from rich.console import Console
+
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=110)
+
+
+def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
+    """`boost train` with the flags that make `config` of `source`; or with the file that was written."""
+    if args.write is not None:
+        return ["train", str(args.write)]
+    return ["train", source, *flags(config, source)]
+
+
+def flags(config: Config, source: str) -> list[str]:
+    """`--section.key value` words that make `config` of a preset or file."""
+    words: list[str] = []
+    family = ["--model.family", config.model.family]
+    tree = read_source(source)
+    plain = validated(tree)
+    if plain.model.family != config.model.family:
+        words += family
+        change_family(tree.setdefault("model", {}), config.model.family)
+        plain = validated(tree)
+    before, after = plain.model_dump(), config.model_dump()
+    for section, table in after.items():
+        for key, value in table.items():
+            if value != before[section][key]:
+                words += [f"--{section}.{key}", _word(value)]
+    return words
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def launch(report: Report) -> list[str]:
+    """The command that starts it, in lines."""
+    parallel, per_node = report.best.config.parallel, report.request.hardware.per_node
+    command, gpus = report.command, parallel.world_size
+    if gpus <= per_node:
+        return _wrapped("boost", command)
+    nodes = -(-gpus // per_node)
+    words = ["--nnodes", str(nodes), "--nproc-per-node", str(per_node), "--rdzv-backend", "c10d"]
+    lines = ["torchrun " + shlex.join([*words, "--rdzv-endpoint", "FIRST_NODE:29400"]) + " \\"]
+    lines += ["    " + line for line in _wrapped("-m boost.cli.main", command)]
+    if gpus % per_node:
+        lines.append(f"# on the last node with --nproc-per-node {gpus % per_node}")
+    return lines
+
+
+def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
+    """A command in lines that end in a backslash; a flag stays with its value."""
+    pieces: list[str] = []
+    for word in words:
+        quoted = shlex.quote(word)
+        if pieces and pieces[-1].startswith("--") and " " not in pieces[-1]:
+            pieces[-1] += f" {quoted}"
+        else:
+            pieces.append(quoted)
+    lines, line = [], first
+    for piece in pieces:
+        if len(line) + len(piece) > width:
+            lines.append(line + " \\")
+            line = "    " + piece
+        else:
+            line += " " + piece
+    return [*lines, line]
+
+
+def written(report: Report) -> str:
+    """The configuration file, with what was asked and predicted as comments."""
+    best, args = report.best, report.args
+    asked = "boost " + shlex.join(_asked(args))
+    lines = [
+        f"# Chosen by: {asked}",
+        f"# Predicted on {report.request.gpus} x {args.gpu}: {human_seconds(best.time.seconds)} a step, "
+        f"{best.time.tokens_per_second:,.0f} tokens/s, MFU {best.time.mfu:.1%}, {human_bytes(best.memory)} of "
+        f"{human_bytes(best.usable)} a GPU.",
+    ]
+    return "\n".join(lines) + "\n" + to_toml(best.config)
+
+
+def _asked(args: argparse.Namespace) -> list[str]:
+    words = ["plan"]
+    for name in ("model", "family", "gpus", "gpu", "per_node", "global_batch", "seq", "steps", "compute_dtype"):
+        if (value := getattr(args, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return [*words, *args.overrides]
+
+
+# For programs.
+
+
+def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
+    """One configuration and its prediction. Seconds and bytes."""
+    time = plan.time
+    cost = {} if price is None else {"cost_per_billion_tokens": time.cost_per_billion(price)}
+    return {
+        "fits": plan.missing <= 0,
+        "step_seconds": time.seconds,
+        "step_parts": time.parts,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "memory_bytes": plan.memory,
+        "usable_bytes": plan.usable,
+        "memory_by_category": plan.peak.by_category,
+        "memory_moment": plan.peak.moment,
+        "pp_rank": plan.pp_rank,
+        **cost,
+        "config": plan.config.model_dump(),
+    }
+
+
+def print_json(report: Report) -> None:
+    """All of it."""
+    args, search = report.args, report.search
+    train = report.best.config.train
+    result = {
+        "model": args.model,
+        "gpu": args.gpu,
+        "gpus": args.gpus,
+        "global_batch": train.global_batch,
+        "tokens": train.global_batch * train.seq_len,
+        "considered": search.considered,
+        "best": as_json(report.best, args.price),
+        "runners_up": [
+            {"kinds": other.kinds, "why": other.why, **as_json(other.plan, args.price)} for other in report.others
+        ],
+        "notes": report.notes,
+        "command": launch(report),
+    }
+    print(json.dumps(result, indent=2))
+
+
+# For people.
+
+
+def print_report(report: Report) -> None:
+    """The best, how to run it, the runners-up, and what should be known."""
+    from rich.text import Text
+
+    out, args = console(), report.args
+    facts = {
+        "model": _model(report.best.config, args.model),
+        "hardware": f"{args.gpus} x {report.request.hardware.title}",
+    }
+    facts["batch"] = _batch(report.best.config, args.global_batch)
+    for key, value in facts.items():
+        out.print(Text(f"{key:<12}{value}"), soft_wrap=True)
+    effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
+    out.print(Text(f"\nthe fastest that fits (of {effort})", style="bold"))
+    print_plan(out, report.best, args)
+    out.print("\nrun it", style="bold")
+    for line in launch(report):
+        out.print(Text(f"  {line}"), soft_wrap=True)
+    _print_others(out, report)
+    if report.notes:
+        out.print()
+    for note in report.notes:
+        out.print(Text(f"- {note}"))
+    if args.write is not None:
+        out.print(Text(f"\n{args.write} written"), soft_wrap=True)
+
+
+def _model(config: Config, name: str) -> str:
+    model = config.model
+    rank = f", r {model.rank}" if model.rank else ""
+    return (
+        f"{name}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}{rank}; "
+        f"{parameter_count(model) / 1e9:.3g}B parameters"
+    )
+
+
+def _batch(config: Config, asked: str | None) -> str:
+    train = config.train
+    tokens = train.global_batch * train.seq_len
+    source = ", the model file's; --global-batch 1M-tokens asks for another" if asked is None else ""
+    if asked is not None and asked != str(train.global_batch):
+        source = f" (asked for: {asked}, rounded to sequences that meshes divide)"
+    return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step{source}"
+
+
+def print_plan(out: "Console", plan: Plan, args: argparse.Namespace) -> None:
+    """Choices and predictions of one configuration."""
+    from rich.text import Text
+
+    time, parallel = plan.time, plan.config.parallel
+    process = f", pipeline process {plan.pp_rank}" if parallel.pp > 1 else ""
+    room = f"{plan.memory / plan.usable:.0%}" if plan.missing <= 0 else f"OUT OF MEMORY by {human_bytes(plan.missing)}"
+    facts = {
+        "mesh": mesh(parallel),
+        "choices": choices(plan.config),
+        "step": human_seconds(time.seconds),
+        "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
+        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable a GPU ({room}{process})",
+    }
+    if args.price is not None:
+        cost = time.cost_per_billion(args.price)
+        facts["cost"] = f"{cost:,.2f} for 10^9 tokens, at {args.price:g} for a GPU and hour"
+    for key, value in facts.items():
+        out.print(Text(f"  {key:<10}{value}"), soft_wrap=True)
+    parts = sorted(time.parts.items(), key=lambda each: -each[1])
+    shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
+    out.print(Text(f"  {'of which':<10}{', '.join(shares)}"), soft_wrap=True)
+
+
+def _print_others(out: "Console", report: Report) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not report.others:
+        return
+    out.print("\nrunners-up: the best of each other kind, and what it loses by", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("best", no_wrap=False, max_width=24)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("configuration, and why it loses")
+    for other in report.others:
+        plan, fits = other.plan, other.plan.missing <= 0
+        words = Text(f"{mesh(plan.config.parallel)}; {choices(plan.config)}\n")
+        words.append(other.why, style="dim" if fits else "red")
+        ratio = f"{plan.time.seconds / report.best.time.seconds:.2f} x" if fits else ""
+        step = human_seconds(plan.time.seconds) if fits else "-"
+        table.add_row("; ".join(other.kinds), step, ratio, human_bytes(plan.memory), words)
+    out.print(table)
+
+
+def print_answers(args: argparse.Namespace, request: Request, answers: list[Answer], what: str) -> None:
+    """A question's answer for each recomputation policy."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = [answer for answer in answers if answer.plan is not None]
+    if args.json:
+        listed = [
+            {
+                "recompute": each.policy,
+                "most": each.amount,
+                **({} if each.plan is None else as_json(each.plan, args.price)),
+            }
+            for each in answers
+        ]
+        print(json.dumps({"question": what, "answers": listed}, indent=2))
+        return
+    out = console()
+    if not found:
+        out.print(Text(f"not even the least fits on {args.gpus} x {args.gpu}"))
+        return
+    most = max(found, key=lambda each: each.amount)
+    out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"), soft_wrap=True)
+    if most.plan is not None:
+        out.print(Text(_model(most.plan.config, args.model)), soft_wrap=True)
+    out.print("\nby what the backward pass recomputes", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("train.recompute", no_wrap=True)
+    for heading in ("most", "memory", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("with")
+    for each in answers:
+        if each.plan is None:
+            table.add_row(each.policy, "0", "", "", "does not fit")
+            continue
+        plan = each.plan
+        speed = f"{plan.time.tokens_per_second:,.0f}"
+        table.add_row(
+            each.policy, f"{each.amount:,}", human_bytes(plan.memory), speed,
+            f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
+        )  # fmt: skip
+    out.print(table)
+    out.print(Text("\nThe global batch is the least that gives every replica and stage work; tokens/s are of that."))

@@ -1,0 +1,135 @@
+"""One configuration, broken down: what the busiest pipeline process multiplies and sends in a step, and for how long."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from boost.config.architecture import first_alike
+from boost.config.schema import Config
+from boost.config.stages import stages_of
+from boost.config.traffic import Collective
+from boost.plan.collectives import micro_batch_collectives
+from boost.plan.hardware import Hardware
+from boost.plan.network import seconds as collective_seconds
+from boost.plan.network import span
+from boost.plan.replicas import gathers, gradient_collectives
+from boost.plan.step import Counted, block_work, ends_work, step_work
+from boost.plan.timing import Predictor
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix products (or attention) of one shape, of a whole step on one process."""
+
+    work: Work
+    """One of them."""
+    calls: int
+    seconds: float
+    """All of them."""
+    peak_flops: float
+    """Of the device, in the dtype of the work."""
+
+    @property
+    def flops(self) -> int:
+        """All of them."""
+        return self.calls * self.work.flops
+
+    @property
+    def bytes(self) -> int:
+        """Read and written by all of them."""
+        return self.calls * self.work.bytes
+
+    @property
+    def share_of_peak(self) -> float:
+        """FLOP/s that are reached, of the peak."""
+        return self.flops / self.seconds / self.peak_flops
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives that are alike, of a whole step on one process."""
+
+    collective: Collective
+    times: int
+    link: str
+    """What they go over: the profile's word."""
+    seconds: float
+    """All of them, hidden or not."""
+
+    @property
+    def bytes(self) -> int:
+        """That one process sends."""
+        return self.times * self.collective.sent_bytes
+
+
+def products(config: Config, hardware: Hardware, pp_rank: int) -> list[Product]:
+    """Products of pipeline process `pp_rank` in a step, those that take longest first."""
+    train, parallel = config.train, config.parallel
+    count = train.global_batch // (parallel.dp * train.micro_batch)
+    policies, fused = train.recompute_by_layer(config.model.layers), hardware.device == "cuda"
+    total: Counted = Counter()
+    held = stages_of(config, pp_rank)
+    for stage in held:
+        alike = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
+        for (layer, policy), blocks in alike.items():
+            _add(total, block_work(config, layer, policy, fused), blocks * count)
+        _add(total, ends_work(config, stage.embeds, stage.predicts, fused), count)
+    _add(total, step_work(config, held), 1)
+    speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
+    merged: Counted = Counter()
+    for work, times in total.items():
+        if work.kernel in (GEMM, ATTENTION, ATTENTION_BACKWARD):
+            merged[replace(work, calls=1)] += times * work.calls
+    peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
+    listed = [Product(work, calls, calls * speeds.seconds(work), peak[work.dtype]) for work, calls in merged.items()]
+    return sorted(listed, key=lambda each: -each.seconds)
+
+
+def _add(total: Counted, work: Counted, times: int) -> None:
+    for each, count in work.items():
+        total[each] += times * count
+
+
+def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[Sent]:
+    """Collectives of pipeline process `pp_rank` in a step, in the order in which they come up; TP's first."""
+    train, parallel = config.train, config.parallel
+    count = train.global_batch // (parallel.dp * train.micro_batch)
+    held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len
+    policies = train.recompute_by_layer(config.model.layers)
+    found: Counter[Collective] = Counter()
+    for stage in held:
+        listed = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype, True, policies, stage)
+        found.update({each: times * count for each, times in _alike(listed).items()})
+    for each, times in _alike((*gradient_collectives(config, held), *gathers(config, held))).items():
+        found[each] += times * (count if each.phase in ("forward", "backward") else 1)
+    return [
+        Sent(each, times, _link(each, config, hardware), times * collective_seconds(each, parallel, hardware))
+        for each, times in found.items()
+    ]
+
+
+def _alike(collectives: Iterable[Collective]) -> Counter[Collective]:
+    """Those of all blocks together."""
+    return Counter(replace(each, layer=None) for each in collectives)
+
+
+def _link(collective: Collective, config: Config, hardware: Hardware) -> str:
+    inside = span(collective.axis, config.parallel, hardware.per_node).inside
+    return hardware.node.name if inside else hardware.network.name
+
+
+def busiest(config: Config, predictor: Predictor) -> int:
+    """The pipeline process that the others wait for."""
+    passes = predictor.passes(config)
+    return max(range(len(passes)), key=lambda rank: passes[rank].total)
+
+
+def rows_that_matter(listed: list[Product], share: float = 0.97) -> Iterator[Product]:
+    """The first ones, until they make up `share` of the time."""
+    total, told = sum(each.seconds for each in listed), 0.0
+    for each in listed:
+        if told >= share * total:
+            return
+        told += each.seconds
+        yield each

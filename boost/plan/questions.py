@@ -1,0 +1,165 @@
+"""What is the longest sequence, the largest micro-batch, the largest model that these GPUs can train? Answers with the
+configuration that does it. Arithmetic only: memory decides, and of a mesh its thriftiest ways are asked.
+
+The global batch is the least that gives every replica and stage work: parallel.dp x parallel.pp micro-batches.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from boost.config.architecture import parameter_count
+from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
+from boost.plan.candidates import POLICIES, Request, Variants, legal, structures
+from boost.plan.peak import peak
+from boost.plan.search import Plan, Search, Tick, worst_peak, worst_ranks
+from boost.plan.timing import Predictor
+
+SEQUENCE_STEP = 1024
+"""Sequences are lengthened in steps of so many tokens."""
+
+MOST = 1 << 14
+"""No question is answered beyond so many steps, sequences or blocks."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The most of something under one recomputation policy."""
+
+    policy: RecomputeName
+    amount: int
+    """Tokens of a sequence, sequences of a micro-batch, or blocks; 0: not even one step."""
+    plan: Plan | None
+    """The configuration that does it."""
+
+
+Sized = Callable[[Config, int], Config]
+"""A configuration with n of what is asked for."""
+
+
+def longest_sequence(request: Request, tick: Tick | None = None) -> list[Answer]:
+    """Tokens of a sequence, one sequence a micro-batch: by recomputation policy, in steps of SEQUENCE_STEP."""
+
+    def sized(config: Config, n: int) -> Config:
+        return _train(config, seq_len=n * SEQUENCE_STEP, **_least_batch(config.parallel, 1))
+
+    return [replace(each, amount=each.amount * SEQUENCE_STEP) for each in _by_policy(request, sized, tick)]
+
+
+def largest_batch(request: Request, tick: Tick | None = None) -> list[Answer]:
+    """Sequences of a micro-batch on one replica: by recomputation policy."""
+
+    def sized(config: Config, n: int) -> Config:
+        return _train(config, **_least_batch(config.parallel, n))
+
+    return _by_policy(request, sized, tick)
+
+
+def most_layers(request: Request, tick: Tick | None = None) -> list[Answer]:
+    """Blocks of this shape, one sequence a micro-batch: by recomputation policy."""
+
+    def sized(config: Config, n: int) -> Config:
+        model = config.model.model_copy(update={"layers": n})
+        return _train(config.model_copy(update={"model": model}), **_least_batch(config.parallel, 1))
+
+    return _by_policy(request, sized, tick)
+
+
+def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tuple[str, ModelConfig] | None:
+    """Of named shapes, the one of the most parameters that fits with one sequence a micro-batch."""
+    for name, model in sorted(shapes, key=lambda each: -parameter_count(each[1])):
+        asked = replace(request, base=request.base.model_copy(update={"model": model}))
+        if fits_at_all(asked):
+            return name, model
+    return None
+
+
+def fits_at_all(request: Request) -> bool:
+    """Whether some configuration has room for a micro-batch of one sequence."""
+    for config in _thrifty(request, POLICIES[::-1]):
+        if _fits(_train(config, **_least_batch(config.parallel, 1)), request.hardware.usable_bytes):
+            return True
+    return False
+
+
+def way_out(search: Search) -> str:
+    """Where a model that fits nowhere does fit: on how many of these GPUs, or with how short a sequence."""
+    request, ways = search.request, []
+    gpus = request.gpus
+    free = not request.fixed & {"parallel.tp", "parallel.pp", "parallel.dp"}
+    while free and gpus < 4096 and not ways:
+        gpus *= 2
+        if fits_at_all(replace(request, gpus=gpus)):
+            ways.append(
+                f"on {gpus} of them (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)"
+            )
+    length = request.base.train.seq_len // 2
+    while length >= 64:
+        if fits_at_all(replace(request, base=_train(request.base, seq_len=length))):
+            ways.append(f"with sequences of {length:,} tokens (--seq {length})")
+            break
+        length //= 2
+    return " or ".join(ways)
+
+
+def _by_policy(request: Request, sized: Sized, tick: Tick | None) -> list[Answer]:
+    names = [name for name in POLICIES if request.base.model.low_rank or not name.startswith("low-rank")]
+    names = [name for name in names if name in request.choices("train.recompute", names)]
+    configs = {name: list(_thrifty(request, (name,))) for name in names}
+    total, done, answers = sum(map(len, configs.values())), 0, []
+    for name in names:
+        best, chosen = 0, None
+        for config in configs[name]:
+            more = _most(config, sized, request.hardware.usable_bytes, best)
+            if more > best:
+                best, chosen = more, config
+            done += 1
+            if tick:
+                tick(done, total)
+        answers.append(Answer(name, best, _planned(sized(chosen, best), request) if chosen else None))
+    return answers
+
+
+def _thrifty(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Config]:
+    """Each mesh, layout and sharding under 1F1B, with each of these policies in all blocks."""
+    variants = Variants(request)
+    for parallel in structures(request):
+        if parallel.schedule == "1f1b" or "parallel.schedule" in request.fixed:
+            for name in request.choices("train.recompute", names):
+                every = request.choices("train.recompute_every", (1,))[0]
+                yield variants.of(parallel, 1, name, every)
+
+
+def _most(config: Config, sized: Sized, usable: int, beyond: int) -> int:
+    """The largest n > `beyond` that is legal and fits; `beyond` if there is none."""
+
+    def good(n: int) -> bool:
+        asked = sized(config, n)
+        return legal(asked) and _fits(asked, usable)
+
+    first = next((n for n in range(beyond + 1, beyond + 3) if legal(sized(config, n))), beyond + 1)
+    if not good(first):
+        return beyond
+    low, high = first, 2 * first
+    while high <= MOST and good(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
+
+
+def _fits(config: Config, usable: int) -> bool:
+    return legal(config) and all(peak(config, rank).total <= usable for rank in worst_ranks(config))
+
+
+def _planned(config: Config, request: Request) -> Plan:
+    held, pp_rank = worst_peak(config)
+    return Plan(config, Predictor(request.hardware).predict(config), held, pp_rank, request.hardware.usable_bytes)
+
+
+def _least_batch(parallel: ParallelConfig, micro_batch: int) -> dict[str, int]:
+    return {"micro_batch": micro_batch, "global_batch": parallel.dp * parallel.pp * micro_batch}
+
+
+def _train(config: Config, **changes: int) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
