@@ -185,6 +185,7 @@ def _question(args: argparse.Namespace, request: "Request") -> int:
                     f"none of the boost-* models fits on {args.gpus} x {args.gpu}; take more GPUs or a shorter --seq"
                 )
             name, model = found
+            args.model = name
             request = replace(request, base=request.base.model_copy(update={"model": model}))
             answers = questions.most_layers(request, tick)
             what = f"blocks of {name}'s shape"

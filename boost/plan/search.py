@@ -8,6 +8,7 @@ policy has no room for, no other policy and no larger micro-batch of the same st
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batc
 from boost.plan.memory import OPTIMIZER, STATES, WEIGHTS
 from boost.plan.peak import Peak, peak
 from boost.plan.timing import Predictor, StepTime
+
+AXES = ("parallel.tp", "parallel.pp", "parallel.dp")
+"""Sizes whose product is the number of processes."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
@@ -308,9 +312,25 @@ def require_legal(search: Search) -> None:
     if not search.empty:
         return
     request = search.request
+    _require_mesh(request)
     variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
             for policy in policies(request, parallel):
                 rules.check(variants.of(parallel, micro_batch, *policy))
-    raise ConfigError(f"no mesh of {request.gpus} processes is legal")
+    raise ConfigError(
+        f"no mesh of {request.gpus} processes is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
+    )
+
+
+def _require_mesh(request: Request) -> None:
+    """Raises ConfigError if sizes that are fixed make no mesh of so many processes."""
+    sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
+    for key, size in sizes.items():
+        if request.gpus % size:
+            best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
+            raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; the nearest legal value is {best}")
+    made = math.prod(sizes.values())
+    if sizes and (request.gpus % made or (len(sizes) == len(AXES) and made != request.gpus)):
+        words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
+        raise ConfigError(f"{words} = {made} processes do not make --gpus = {request.gpus}; leave one of them out")
