@@ -251,7 +251,8 @@ def source_of(model: str) -> str:
     if model not in presets() and not Path(model).is_file():
         ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
         raise ConfigError(
-            f"--model = '{model}' is no size, preset or file; the sizes are {', '.join(ordered)}, and 'boost config' lists the presets"
+            f"--model = '{model}' is no size, preset or file; the sizes are {', '.join(ordered)}, "
+            "and 'boost config' lists the presets"
         )
     return model
 

@@ -309,4 +309,8 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
     out.print(table)
-    out.print(Text("\nThe global batch is the least that gives every replica and stage work; tokens/s are of that."))
+    out.print(
+        Text(
+            "\nOf a global batch of two micro-batches for each replica and stage; larger ones are faster where there is a pipeline."
+        )
+    )

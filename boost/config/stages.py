@@ -97,6 +97,8 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
     """
     layers = len(costs.blocks)
     assert count <= layers
+    if count == 1:
+        return (layers,)
     before = [sum(costs.blocks[:i]) for i in range(layers + 1)]
     unit = (costs.embedding + before[-1] + costs.head) / count
 

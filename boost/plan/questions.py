@@ -1,7 +1,7 @@
 """What is the longest sequence, the largest micro-batch, the largest model that these GPUs can train? Answers with the
 configuration that does it. Arithmetic only: memory decides, and of a mesh its thriftiest ways are asked.
 
-The global batch is the least that gives every replica and stage work: parallel.dp x parallel.pp micro-batches.
+The global batch is two micro-batches for each replica and stage, so that gradients of an earlier one are there.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,10 @@ SEQUENCE_STEP = 1024
 """Sequences are lengthened in steps of so many tokens."""
 
 MOST = 1 << 14
-"""No question is answered beyond so many steps, sequences or blocks."""
+"""No question is answered beyond so many steps or sequences."""
+
+MOST_BLOCKS = 512
+"""Nor beyond so many blocks."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def most_layers(request: Request, tick: Tick | None = None) -> list[Answer]:
         model = config.model.model_copy(update={"layers": n})
         return _train(config.model_copy(update={"model": model}), **_least_batch(config.parallel, 1))
 
-    return _by_policy(request, sized, tick)
+    return _by_policy(request, sized, tick, MOST_BLOCKS)
 
 
 def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tuple[str, ModelConfig] | None:
@@ -74,11 +77,16 @@ def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tu
 
 
 def fits_at_all(request: Request) -> bool:
-    """Whether some configuration has room for a micro-batch of one sequence."""
-    for config in _thrifty(request, POLICIES[::-1]):
-        if _fits(_train(config, **_least_batch(config.parallel, 1)), request.hardware.usable_bytes):
-            return True
-    return False
+    """Whether some configuration has room for micro-batches of one sequence, whatever the global batch."""
+    usable = request.hardware.usable_bytes
+    thrifty = _thrifty(request, POLICIES[::-1])
+    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), usable) for config in thrifty)
+
+
+def fits(request: Request) -> bool:
+    """Whether some configuration has room for micro-batches of one sequence, with the request's global batch."""
+    usable = request.hardware.usable_bytes
+    return any(_fits(config, usable) for config in _thrifty(request, POLICIES[::-1]))
 
 
 def way_out(search: Search) -> str:
@@ -86,22 +94,22 @@ def way_out(search: Search) -> str:
     request, ways = search.request, []
     gpus = request.gpus
     free = not request.fixed & {"parallel.tp", "parallel.pp", "parallel.dp"}
-    while free and gpus < 4096 and not ways:
+    while free and gpus < 1024 and not ways:
         gpus *= 2
-        if fits_at_all(replace(request, gpus=gpus)):
+        if fits(replace(request, gpus=gpus)):
             ways.append(
                 f"on {gpus} of them (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)"
             )
     length = request.base.train.seq_len // 2
     while length >= 64:
-        if fits_at_all(replace(request, base=_train(request.base, seq_len=length))):
+        if fits(replace(request, base=_train(request.base, seq_len=length))):
             ways.append(f"with sequences of {length:,} tokens (--seq {length})")
             break
         length //= 2
     return " or ".join(ways)
 
 
-def _by_policy(request: Request, sized: Sized, tick: Tick | None) -> list[Answer]:
+def _by_policy(request: Request, sized: Sized, tick: Tick | None, most: int = MOST) -> list[Answer]:
     names = [name for name in POLICIES if request.base.model.low_rank or not name.startswith("low-rank")]
     names = [name for name in names if name in request.choices("train.recompute", names)]
     configs = {name: list(_thrifty(request, (name,))) for name in names}
@@ -109,7 +117,7 @@ def _by_policy(request: Request, sized: Sized, tick: Tick | None) -> list[Answer
     for name in names:
         best, chosen = 0, None
         for config in configs[name]:
-            more = _most(config, sized, request.hardware.usable_bytes, best)
+            more = _most(config, sized, request.hardware.usable_bytes, best, most)
             if more > best:
                 best, chosen = more, config
             done += 1
@@ -129,7 +137,7 @@ def _thrifty(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Con
                 yield variants.of(parallel, 1, name, every)
 
 
-def _most(config: Config, sized: Sized, usable: int, beyond: int) -> int:
+def _most(config: Config, sized: Sized, usable: int, beyond: int, most: int) -> int:
     """The largest n > `beyond` that is legal and fits; `beyond` if there is none."""
 
     def good(n: int) -> bool:
@@ -140,7 +148,7 @@ def _most(config: Config, sized: Sized, usable: int, beyond: int) -> int:
     if not good(first):
         return beyond
     low, high = first, 2 * first
-    while high <= MOST and good(high):
+    while high <= most and good(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -158,7 +166,7 @@ def _planned(config: Config, request: Request) -> Plan:
 
 
 def _least_batch(parallel: ParallelConfig, micro_batch: int) -> dict[str, int]:
-    return {"micro_batch": micro_batch, "global_batch": parallel.dp * parallel.pp * micro_batch}
+    return {"micro_batch": micro_batch, "global_batch": 2 * parallel.dp * parallel.pp * micro_batch}
 
 
 def _train(config: Config, **changes: int) -> Config:

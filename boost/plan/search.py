@@ -26,6 +26,9 @@ from boost.plan.timing import Predictor, StepTime
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp")
 """Sizes whose product is the number of processes."""
 
+FEW = 3
+"""Blocks of a stage from which recomputing them in full holds less than keeping their activations."""
+
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
 """Is told how many of how many are done."""
@@ -221,6 +224,8 @@ class Search:
     def _is_full(self, node: _Node, thriftiest: Config) -> bool:
         """Whether no child fits: the thriftiest structure of the mesh is asked first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
+        if self.request.base.model.layers < FEW * parallel.stages:
+            return False  # recomputing a block may take more than its activations
         of_mesh = thriftiest.model_copy(update={"parallel": self._thriftiest[_mesh(parallel)]})
         asked = [(_mesh(parallel), of_mesh)] if legal(of_mesh) else []
         for place, config in (*asked, (repr(parallel), thriftiest)):

@@ -1,0 +1,155 @@
+"""The search against every candidate, one by one."""
+
+from dataclasses import replace
+
+import pytest
+
+from boost.config import Config, load
+from boost.config.load import from_tree
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
+from boost.plan.candidates import Request, every_candidate, legal
+from boost.plan.compare import contenders, human_seconds, notes, time_difference
+from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.search import Search, require_legal, worst_peak
+from boost.plan.timing import GEMMS, HOST, Predictor
+
+SHAPE = ("--model.dim=256", "--model.ffn_dim=512", "--model.layers=4", "--model.heads=4", "--model.vocab_size=1024")
+TRAIN = ("--train.seq_len=512", "--train.global_batch=4", "--train.compute_dtype=bfloat16")
+
+
+def base(*overrides: str) -> Config:
+    """A small model, with nothing chosen yet."""
+    config = load(None, [*SHAPE, *TRAIN, "--train.micro_batch=1", *overrides])
+    return config.model_copy(update={"parallel": ParallelConfig(layout="single")})
+
+
+def hardware(usable: float = 80e9) -> Hardware:
+    return load_hardware("a100-80g").model_copy(update={"memory_gb": usable / 1e9, "reserve_gb": 0.0})
+
+
+@pytest.mark.parametrize("family", ["cola", "dense"])
+def test_the_search_finds_what_trying_all_finds(family: str) -> None:
+    config = base(f"--model.family={family}", "--model.layers=8")
+    fixed = frozenset({"train.recompute_every", "parallel.shard_outer"})  # fewer candidates, of all other kinds
+    request = Request(config, 4, hardware(), fixed)
+    predictor = Predictor(request.hardware)
+    every = [(predictor.predict(each).seconds, worst_peak(each)[0].total, each) for each in every_candidate(request)]
+    assert len(every) > 100
+    sizes = sorted(size for _, size, _ in every)
+    for usable in (sizes[-1], sizes[len(sizes) // 2], sizes[len(sizes) // 10], sizes[0]):
+        search = Search(Request(config, 4, hardware(usable), fixed))
+        for test in (lambda c: True, lambda c: c.parallel.tp == 2, lambda c: c.train.recompute == "none"):
+            fitting = [seconds for seconds, size, each in every if size <= search.usable and test(each)]
+            found = search.fastest(test)
+            assert (found is None) == (not fitting)
+            if found is not None:
+                assert found.time.seconds == pytest.approx(min(fitting), rel=1e-12) and found.missing <= 0
+        smallest = search.smallest()
+        assert smallest is not None and smallest.memory == sizes[0]
+
+
+def test_candidates_are_what_the_loader_takes_and_no_more() -> None:
+    request = Request(base(), 4, hardware())
+    every = list(every_candidate(request))
+    assert len({(repr(each.parallel), repr(each.train)) for each in every}) == len(every)
+    for each in every[::7]:
+        assert from_tree(each.model_dump(exclude_none=True)) == each
+    parallels = [each.parallel for each in every]
+    assert {p.layout for p in parallels} == {"single", "btp", "btp-sp", "vanilla"}
+    assert {(p.tp, p.pp, p.dp) for p in parallels} == {
+        (t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0
+    }
+    assert {p.schedule for p in parallels} == {"1f1b", "interleaved-1f1b", "zero-bubble"}
+    assert {p.shard for p in parallels} == {"none", "optimizer", "full"} and {p.shard_outer for p in parallels} == {
+        False,
+        True,
+    }
+    odd = every[0].model_copy(update={"parallel": every[0].parallel.model_copy(update={"layout": "btp", "tp": 3})})
+    assert not legal(odd)
+
+
+def test_what_is_left_out_is_never_better() -> None:
+    """gpipe, sync RMSNorm and ungrouped linears."""
+    request, predictor = Request(base(), 4, hardware()), Predictor(hardware())
+    compared = 0
+    for each in list(every_candidate(request))[::5]:
+        changes: list[dict[str, object]] = []
+        changes += [{"norm": "sync"}] * (each.parallel.layout == "btp")
+        changes += [{"grouping": False}] * (each.parallel.tp > 1)
+        changes += [{"schedule": "gpipe"}] * (each.parallel.schedule == "1f1b" and each.parallel.pp > 1)
+        for change in changes:
+            worse = each.model_copy(update={"parallel": each.parallel.model_copy(update=change)})
+            if legal(worse):
+                compared += 1
+                assert predictor.predict(worse).seconds >= predictor.predict(each).seconds * (1 - 1e-9), (change, each)
+    assert compared > 20
+
+
+def test_bounds_are_below_times() -> None:
+    request, predictor = Request(base(), 4, hardware()), Predictor(hardware())
+    for each in list(every_candidate(request))[::11]:
+        assert predictor.at_least(each) <= predictor.predict(each).seconds * (1 + 1e-9)
+
+
+def test_what_is_fixed_stays() -> None:
+    chosen = {"tp": 2, "layout": "btp", "shard": "none", "norm": "sync"}
+    config = base().model_copy(update={"parallel": ParallelConfig(**chosen)})  # type: ignore[arg-type]
+    fixed = frozenset(f"parallel.{key}" for key in chosen)
+    every = [each.parallel for each in every_candidate(Request(config, 4, hardware(), fixed))]
+    assert every and all((p.tp, p.layout, p.shard, p.norm) == (2, "btp", "none", "sync") for p in every)
+    assert {p.pp for p in every} == {1, 2}
+
+
+def test_sizes_that_make_no_mesh() -> None:
+    def refused(gpus: int, *fixed: str, **sizes: int) -> str:
+        config = base().model_copy(update={"parallel": ParallelConfig(layout="btp", **sizes)})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as caught:
+            require_legal(Search(Request(config, gpus, hardware(), frozenset(fixed))))
+        return str(caught.value)
+
+    assert "nearest legal value is 4" in refused(4, "parallel.tp", tp=3)
+    assert "= 8 processes" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
+    assert "must divide" in refused(7, "parallel.tp", tp=7)
+    assert "must be divisible" in refused(7, "parallel.dp", dp=7)
+
+
+def test_why_is_made_of_differences() -> None:
+    """Pure data parallelism wins where the model is small, and is told to be out of memory where it is."""
+    search = Search(Request(base("--train.global_batch=64"), 4, hardware()))
+    best = search.fastest()
+    assert best is not None and best.config.parallel.dp == 4
+    others = contenders(search, best)
+    assert any("TP" in other.why or "host" in other.why for other in others)
+    said = " ".join(notes(search, best, others, None))
+    assert "Pure data parallelism beats TP here" in said and "published measurements and datasheets" in said
+    waiting = replace(best, time=replace(best.time, parts={**best.time.parts, HOST: 0.3 * best.time.seconds}))
+    assert "The host is the limit: 30% of a step" in " ".join(notes(search, waiting, others, None))
+    for other in others:
+        assert other.plan.time.seconds >= best.time.seconds or other.plan.missing > 0
+    slower = replace(best.time, parts={**best.time.parts, GEMMS: best.time.parts[GEMMS] + 0.25})
+    assert time_difference(best.time, slower) == "250 ms more in matrix products"
+
+
+def test_tp_where_one_device_is_too_small() -> None:
+    config = load("boost-30b", ["--train.global_batch=8", "--train.micro_batch=1"])
+    config = config.model_copy(update={"parallel": ParallelConfig(layout="single")})
+    fixed = frozenset({"parallel.pp", "train.recompute"})
+    search = Search(Request(config, 4, load_hardware("a100-80g"), fixed))
+    best = search.fastest()
+    assert best is not None and best.config.parallel.tp > 1
+    pure = search.smallest(of=lambda parallel: parallel.tp == 1)
+    assert pure is not None
+    if pure.missing > 0:
+        said = " ".join(notes(search, best, contenders(search, best), None))
+        assert "Pure data parallelism does not fit: out of memory by" in said
+    else:
+        pytest.fail("the case is meant to be one in which a whole model does not fit")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(7.7, "7.70 s"), (0.4119, "412 ms"), (88e-6, "88.0 us"), (1234.5, "1,234 s"), (0.9996, "1.00 s")],
+)
+def test_seconds_in_words(seconds: float, words: str) -> None:
+    assert human_seconds(seconds) == words
