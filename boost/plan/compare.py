@@ -150,7 +150,7 @@ def mesh(parallel: ParallelConfig) -> str:
 def choices(config: Config) -> str:
     """The rest of a configuration: 'btp-sp, shard = full, 1f1b, micro-batch 2, low-rank recomputation'."""
     parallel, train = config.parallel, config.train
-    words = [parallel.layout] if parallel.tp > 1 else []
+    words: list[str] = [parallel.layout] if parallel.tp > 1 else []
     words += ["sync norm"] * (parallel.norm == "sync" and parallel.tp > 1)
     if parallel.sharded:
         words.append(f"shard = {parallel.shard}" + (" (outer factors too)" if parallel.shard_outer else ""))

@@ -91,7 +91,8 @@ def fits(request: Request) -> bool:
 
 def way_out(search: Search) -> str:
     """Where a model that fits nowhere does fit: on how many of these GPUs, or with how short a sequence."""
-    request, ways = search.request, []
+    request = search.request
+    ways: list[str] = []
     gpus = request.gpus
     free = not request.fixed & {"parallel.tp", "parallel.pp", "parallel.dp"}
     while free and gpus < 1024 and not ways:
