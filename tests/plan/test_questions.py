@@ -54,7 +54,7 @@ def test_largest_batch() -> None:
 
 
 def test_most_layers_and_largest_model() -> None:
-    asked = replace(request(gpus=1, usable=6e7), fixed=frozenset({"train.recompute"}))
+    asked = replace(request(gpus=1, usable=1e8), fixed=frozenset({"train.recompute"}))
     (answer,) = most_layers(asked)
     assert answer.plan is not None and answer.plan.config.model.layers == answer.amount > 4
     shapes = [(str(n), asked.base.model.model_copy(update={"layers": n})) for n in (2, answer.amount, answer.amount + 1)]
