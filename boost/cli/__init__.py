@@ -5,7 +5,20 @@ import keyword
 from collections.abc import Sequence
 from typing import Any
 
-COMMANDS = ("prepare", "train", "eval", "generate", "config", "inspect", "plan", "bench", "export", "import")
+COMMANDS = (
+    "prepare",
+    "train",
+    "eval",
+    "generate",
+    "config",
+    "inspect",
+    "plan",
+    "plan calibrate",
+    "plan validate",
+    "bench",
+    "export",
+    "import",
+)
 
 
 def load_command(name: str) -> Any:
@@ -18,3 +31,14 @@ def joined(words: Sequence[str], commands: Sequence[str] = COMMANDS) -> list[str
     """A command line whose first word is the command, of two words where there is such a one: ['plan calibrate', ...]."""
     two = " ".join(words[:2])
     return [two, *words[2:]] if two in commands and len(words) > 1 else list(words)
+
+
+class Under:
+    """Takes the place of argparse's subparsers where the second word of a command is registered: adds the first one to it."""
+
+    def __init__(self, subparsers: Any, first: str) -> None:
+        self.subparsers, self.first = subparsers, first
+
+    def add_parser(self, name: str, **options: Any) -> Any:
+        """As argparse's."""
+        return self.subparsers.add_parser(f"{self.first} {name}", **options)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from boost import __version__
-from boost.cli import COMMANDS, joined, load_command
+from boost.cli import COMMANDS, Under, joined, load_command
 from boost.errors import BoostError, StorageError
 
 
@@ -24,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         command = load_command(name)
-        subparser = command.add_parser(subparsers)
+        first, _, _ = name.rpartition(" ")
+        subparser = command.add_parser(Under(subparsers, first) if first else subparsers)
         subparser.allow_abbrev = False
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error, not only its line")
         subparser.set_defaults(run=command.run)

@@ -45,6 +45,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them) or a TOML file; of a file, [parallel]\n"
         "and what is searched for are not read. Any --parallel.KEY, --train.micro_batch, --train.recompute fixes that choice.\n"
+        "'boost plan calibrate' makes a profile of this machine; 'boost plan validate' says how right predictions are.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

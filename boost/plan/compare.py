@@ -37,6 +37,9 @@ WORDS = {
 MOST = 0.8
 """Differences are told, the largest first, until they are so much of all."""
 
+CLOSE = 0.05
+"""Differences in time up to this are less than predictions err by, as 'boost plan validate' shows."""
+
 LIMIT = 0.05
 """Share of a step from which waiting for the host is worth a sentence."""
 
@@ -198,7 +201,7 @@ def _against_data_parallelism(best: Plan, others: list[Contender]) -> Iterator[s
             slower = tp.plan.time.seconds / best.time.seconds - 1
             yield (
                 f"Pure data parallelism beats TP here: the model fits into one device, and the fastest with TP "
-                f"({mesh(tp.plan.config.parallel)}, {tp.plan.config.parallel.layout}) takes {slower:.1%} longer: {tp.why}."
+                f"({mesh(tp.plan.config.parallel)}, {tp.plan.config.parallel.layout}) takes {slower:.1%} longer: {tp.why}.{_close(slower)}"
             )
         return
     pure = next((c for c in others if pure_data_parallel(c.plan.config.parallel)), None)
@@ -206,7 +209,11 @@ def _against_data_parallelism(best: Plan, others: list[Contender]) -> Iterator[s
         yield f"Pure data parallelism does not fit: {pure.why}."
     elif pure is not None:
         slower = pure.plan.time.seconds / best.time.seconds - 1
-        yield f"Pure data parallelism fits, and takes {slower:.1%} longer: {pure.why}."
+        yield f"Pure data parallelism fits, and takes {slower:.1%} longer: {pure.why}.{_close(slower)}"
+
+
+def _close(slower: float) -> str:
+    return " That is less than predictions err by: run both for some steps." if slower < CLOSE else ""
 
 
 def _against_dense(best: Plan, dense: Plan) -> str:

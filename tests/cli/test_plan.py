@@ -143,8 +143,12 @@ def test_seven_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["best"]["config"]["parallel"]["dp"] == 7
 
 
-def test_commands_of_two_words() -> None:
+def test_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
     commands = ("plan", "plan calibrate")
     assert joined(["plan", "calibrate", "--out", "x"], commands) == ["plan calibrate", "--out", "x"]
     assert joined(["plan", "run.toml"], commands) == ["plan", "run.toml"]
     assert joined(["plan"], commands) == ["plan"] and joined([], commands) == []
+    for second in ("calibrate", "validate"):
+        with pytest.raises(SystemExit) as left:
+            main(["plan", second, "--help"])
+        assert left.value.code == 0 and f"usage: boost plan {second}" in capsys.readouterr().out

@@ -57,7 +57,9 @@ def test_most_layers_and_largest_model() -> None:
     asked = replace(request(gpus=1, usable=1e8), fixed=frozenset({"train.recompute"}))
     (answer,) = most_layers(asked)
     assert answer.plan is not None and answer.plan.config.model.layers == answer.amount > 4
-    shapes = [(str(n), asked.base.model.model_copy(update={"layers": n})) for n in (2, answer.amount, answer.amount + 1)]
+    shapes = [
+        (str(n), asked.base.model.model_copy(update={"layers": n})) for n in (2, answer.amount, answer.amount + 1)
+    ]
     found = largest_model(asked, shapes)
     assert found is not None and found[0] == str(answer.amount)
     assert largest_model(replace(asked, hardware=hardware(1e6)), shapes) is None
