@@ -172,6 +172,8 @@ def notes(search: Search, best: Plan, others: list[Contender], dense: Plan | Non
     yield from _against_data_parallelism(best, others)
     if dense is not None:
         yield _against_dense(best, dense)
+    if problem := search.why_no_tp():
+        yield f"No TP: {problem}."
     waiting = best.time.parts.get(HOST, 0.0) / best.time.seconds
     if waiting > LIMIT:
         yield (
@@ -199,9 +201,10 @@ def _against_data_parallelism(best: Plan, others: list[Contender]) -> Iterator[s
         tp = next((c for c in others if c.plan.config.parallel.tp > 1 and c.plan.missing <= 0), None)
         if tp is not None:
             slower = tp.plan.time.seconds / best.time.seconds - 1
+            parallel = tp.plan.config.parallel
             yield (
-                f"Pure data parallelism beats TP here: the model fits into one device, and the fastest with TP "
-                f"({mesh(tp.plan.config.parallel)}, {tp.plan.config.parallel.layout}) takes {slower:.1%} longer: {tp.why}.{_close(slower)}"
+                f"Pure data parallelism beats TP here: {_room(best.config.parallel)}, and the fastest with TP ({mesh(parallel)}, "
+                f"{parallel.layout}) takes {slower:.1%} longer: {tp.why}.{_close(slower)}"
             )
         return
     pure = next((c for c in others if pure_data_parallel(c.plan.config.parallel)), None)
@@ -210,6 +213,12 @@ def _against_data_parallelism(best: Plan, others: list[Contender]) -> Iterator[s
     elif pure is not None:
         slower = pure.plan.time.seconds / best.time.seconds - 1
         yield f"Pure data parallelism fits, and takes {slower:.1%} longer: {pure.why}.{_close(slower)}"
+
+
+def _room(parallel: ParallelConfig) -> str:
+    if parallel.shard == "full" and parallel.sharded:
+        return "what replicas share (shard = full) they need not hold"
+    return "one device has room for the model"
 
 
 def _close(slower: float) -> str:

@@ -113,6 +113,19 @@ class Search:
         """Whether no configuration is legal."""
         return not self._nodes
 
+    def why_no_tp(self) -> str:
+        """The rule that forbids the smallest TP among these GPUs, if no TP is legal; else ''."""
+        request = self.request
+        if any(node.config.parallel.tp > 1 for node in self._nodes) or "parallel.tp" in request.fixed:
+            return ""
+        for parallel in structures(request):
+            if parallel.tp > 1:
+                try:
+                    rules.check(self._alone(parallel, 1))
+                except ConfigError as error:
+                    return str(error)
+        return ""
+
     def fastest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """The fastest candidate that fits and passes `test` (and whose parallel section passes `of`), if there is one."""
         numbers = itertools.count()

@@ -138,6 +138,11 @@ def test_bad_input_is_one_line(words: list[str], says: str, capsys: pytest.Captu
     assert code == 2 and says in err and len(err.splitlines()) == 1 and not out
 
 
+def test_no_tp_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, "--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--global-batch", "8")
+    assert any(note.startswith("No TP: parallel.tp = 2 must divide model.ffn_dim = 5461") for note in found["notes"])
+
+
 def test_seven_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     found = facts(capsys, "--model", "cola-60m", "--gpus", "7", "--gpu", "a100-80g", "--global-batch", "500k-tokens")
     assert found["best"]["config"]["parallel"]["dp"] == 7
