@@ -245,7 +245,7 @@ def _calls(config: Any) -> int:
     work = ends_work(config, True, True, True)
     for layer in range(config.model.layers):
         work += block_work(config, layer, "none", True)
-    return sum(times * each.calls for each, times in work.items())
+    return work.total()
 
 
 def _title(mesh: Mesh) -> str:

@@ -13,9 +13,9 @@ from boost.plan.hardware import Hardware
 from boost.plan.network import seconds as collective_seconds
 from boost.plan.network import span
 from boost.plan.replicas import gathers, gradient_collectives
-from boost.plan.step import Counted, block_work, ends_work, step_work
+from boost.plan.step import block_work, ends_work, step_work
 from boost.plan.timing import Predictor
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[Product]:
         _add(total, ends_work(config, stage.embeds, stage.predicts, fused), count)
     _add(total, step_work(config, held), 1)
     speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
-    merged: Counted = Counter()
-    for work, times in total.items():
-        if work.kernel in (GEMM, ATTENTION, ATTENTION_BACKWARD):
-            merged[replace(work, calls=1)] += times * work.calls
     peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
-    listed = [Product(work, calls, calls * speeds.seconds(work), peak[work.dtype]) for work, calls in merged.items()]
+    listed = [
+        Product(work, calls, calls * speeds.seconds(work), peak[work.dtype])
+        for work, calls in total.items()
+        if work.kernel in (GEMM, ATTENTION, ATTENTION_BACKWARD)
+    ]
     return sorted(listed, key=lambda each: -each.seconds)
 
 

@@ -21,17 +21,19 @@ Latents = tuple[Array, ...]
 class Passes:
     """Forward passes on one tape, of which it can run the backward pass."""
 
-    def __init__(self, config: Config, tape: Tape) -> None:
+    def __init__(self, config: Config, tape: Tape, fused_norm: bool = False) -> None:
+        """`fused_norm`: as of `Operations`."""
         self.model, self.parallel, train = config.model, config.parallel, config.train
         p = self.parallel.tp
         self.p, self.wide = p, wide_parts(self.parallel) if p > 1 else 1
         self.layout = self.parallel.layout if p > 1 else "single"
-        self.tokens = train.micro_batch * train.seq_len
+        self.sequences, self.length = train.micro_batch, train.seq_len
+        self.tokens = self.sequences * self.length
         self.own_tokens = self.tokens // p if self.layout in TOKEN_SHARDED else self.tokens
         self.width = self.model.dim // p if self.layout == "btp" else self.model.dim
         self.stored, self.dtype = train.param_dtype, train.compute_dtype
         self.gathered = self.parallel.sharded
-        self.tape, self.do = tape, Operations(tape, self.dtype, p)
+        self.tape, self.do = tape, Operations(tape, self.dtype, p, fused_norm)
 
     @property
     def residual(self) -> int:
@@ -47,8 +49,8 @@ class Passes:
 class BlockPasses(Passes):
     """One block."""
 
-    def __init__(self, config: Config, layer: int, policy: RecomputeName, tape: Tape) -> None:
-        super().__init__(config, tape)
+    def __init__(self, config: Config, layer: int, policy: RecomputeName, tape: Tape, fused_norm: bool = False) -> None:
+        super().__init__(config, tape, fused_norm)
         self.groups = groups(self.model, layer)
         self.crossed, self.carries = crossed(self.model, layer), self.model.crosses and layer + 1 < self.model.layers
         self.policy = policy
@@ -86,6 +88,7 @@ class BlockPasses(Passes):
 
     def arriving(self) -> tuple[Array, Latents]:
         """What the block before hands on."""
+        self.tape.place = "residual"
         x = self.tape.entered(self.tape.new(self.residual, self.dtype))
         carried = []
         for group in self.groups if self.crossed else ():
@@ -107,23 +110,32 @@ class BlockPasses(Passes):
 
     def _run(self, x: Array, carried: Latents) -> tuple[Array, Latents]:
         qkv, o, gate_up, down = self.groups
-        kept, carried = self._enter(x, self.gammas[0], qkv, carried)
-        closed, carried = self._local(self._attention, carried, *kept)
-        update, carried = self._leave(closed, o, carried)
-        x = self.do.add(x, update)
-        kept, carried = self._enter(x, self.gammas[1], gate_up, carried)
-        closed, carried = self._local(self._product, carried, *kept)
-        update, carried = self._leave(closed, down, carried)
-        return self.do.add(x, update), carried
+        for gamma, enter, between, leave in (
+            (self.gammas[0], qkv, self._attention, o),
+            (self.gammas[1], gate_up, self._product, down),
+        ):
+            self.tape.place = enter.name
+            kept, carried = self._enter(x, gamma, enter, carried)
+            closed, carried = self._local(between, carried, *kept)
+            self.tape.place = leave.name
+            update, carried = self._leave(closed, leave, carried)
+            self.tape.place = "residual"
+            x = self.do.add(x, update)
+        return x, carried
 
     def _attention(self, carried: Latents, *kept: Array) -> tuple[Array, Latents]:
         (q, k, v), carried = self._open(kept, self.groups[0], carried)
+        self.tape.place = "attention"
         q, k = self.do.rotate(q), self.do.rotate(k)
-        a = self.do.attention(q, k, v, q.elements // self.model.head_dim, self.policy == "low-rank+attention-output")
+        width = self.model.head_dim
+        heads, kv = (x.elements // (self.tokens * width) for x in (q, k))
+        shape = self.sequences, heads, kv, self.length, width
+        a = self.do.attention(q, k, v, shape, self.policy == "low-rank+attention-output")
         return self._close(a, self.groups[1]), carried
 
     def _product(self, carried: Latents, *kept: Array) -> tuple[Array, Latents]:
         (gate, up), carried = self._open(kept, self.groups[2], carried)
+        self.tape.place = "product"
         a = self.do.multiply(self.do.silu(gate) if self.model.mlp_silu else gate, up)
         return self._close(a, self.groups[3]), carried
 
@@ -170,6 +182,7 @@ class BlockPasses(Passes):
         return self._bend_up(kept, carried, group)
 
     def _close(self, a: Array, group: Group) -> Array:
+        self.tape.place = group.name
         if self.layout == "vanilla" and self.wide > 1:
             return a
         if self.layout == "vanilla":
@@ -325,7 +338,7 @@ class BlockPasses(Passes):
             return [do.sum_forward(y) for y in outputs], carried
         shares = [self._by_process(y, slot) for y, slot in zip(outputs, group.slots, strict=True)]
         if not self.parallel.grouping:
-            return [do.scatter_sum(do.copied(share)) for share in shares], carried
+            return [do.scatter_sum(do.copied(share, backward=False)) for share in shares], carried
         merged = do.scatter_sum(do.cat(shares))
         return do.rows(merged, [share.elements // self.p for share in shares]), carried
 
@@ -335,8 +348,10 @@ class BlockPasses(Passes):
         heads = self.model.kv_heads if slot.kv else self.p
         if heads < self.p:
             times = self.p // heads
-            return self.tape.apply([y], [(n * times, dtype)], lambda t, g, s: [t.new(n, dtype)])[0]
-        return self.tape.apply([y], [(n, dtype)], lambda t, g, s: [t.new(n, dtype)], view=True)[0]
+            return self.tape.apply(
+                [y], [(n * times, dtype)], lambda t, g, s: [t.new(n, dtype, 1 + times)], moves=2
+            )[0]  # fmt: skip
+        return self.tape.apply([y], [(n, dtype)], lambda t, g, s: [t.new(n, dtype, 2)], view=True)[0]
 
     def _bend_up_vanilla(self, latents: Sequence[Array], group: Group, carried: Latents) -> tuple[list[Array], Latents]:
         do = self.do
@@ -352,7 +367,10 @@ class BlockPasses(Passes):
 
         def mix(arrived: Latents, *latents: Array) -> list[Array]:
             mixed = self._mix(latents, arrived, group)
-            return [*mixed, *(self._moments(v, count) for v, count in zip(mixed, slots, strict=True))]
+            return [
+                *mixed,
+                *(self.do.moments(v, 2 * count * self.tokens) for v, count in zip(mixed, slots, strict=True)),
+            ]
 
         def settle(carried: Latents, *found: Array) -> tuple[list[Array], Latents]:
             pairs = zip(found[: len(slots)], found[len(slots) :], strict=True)
@@ -390,14 +408,7 @@ class BlockPasses(Passes):
         if self.model.gate == "dense":
             weight = do.cast(weights[f"gate_weight_{name}"], self.dtype)
             bias = do.narrow(weights["gate_bias"], weights["gate_bias"].elements // len(group.ranks))
-            held, whole, dtype = weight.elements // rank, h.elements, self.dtype
-            size, few = weight.elements, bias.elements
-            return self.tape.apply(
-                [h, weight, do.cast(bias, self.dtype)],
-                [(rows * held, dtype)],
-                lambda t, g, s: [t.new(whole, dtype), t.new(size, dtype), t.new(few, dtype)],
-                [h, weight],
-            )[0]
+            return do.linear(h, weight, weight.elements // rank, rows, do.cast(bias, self.dtype))
         if self.model.gate == "tensor":
             a_whole, b = tensor_shape(rank)
             matrices = [do.cast(weights[f"{part}_{name}"], self.dtype) for part in ("gate_rows", "gate_columns")]
@@ -413,57 +424,17 @@ class BlockPasses(Passes):
         return h
 
     def _layer_norm(self, mixed: Array, group: Group) -> Array:
-        n, dtype, do = mixed.elements, mixed.dtype, self.do
-        slots = len(group.slots) * n // (self._latent_rows() * sum(group.ranks))
-        rows = 2 * self._latent_rows() * max(slots, 1)
-        # Mean and deviation stay; the results are two tensors, of which the second is what stays.
-        normed, _ = self.tape.apply(
-            [mixed], [(n, dtype), (0, dtype)], lambda t, g, s: [t.new(n, dtype)], [mixed, self.tape.new(rows, dtype)]
-        )
+        n, whole, do = mixed.elements, self._latent_rows() * sum(group.ranks), self.do
+        slots = max(len(group.slots) * n // whole, 1)
+        normed = do.layer_norm(mixed, self._latent_rows() * slots)
         weights = self.crossing[group.name]
-        both = []
-        for name in ("norm_bias", "norm_weight"):
-            width = weights[name].elements * n // (self._latent_rows() * sum(group.ranks))
-            both.append(do.cast(do.narrow(weights[name], max(width, 1)), dtype))
-        bias, weight = both
-        few = weight.elements
-
-        def backward(t: Tape, g: list[Any], _: Sequence[Any]) -> Any:
-            dnormed, product = t.new(n, dtype), t.new(n, dtype)
-            del product
-            return [t.new(few, dtype), dnormed, t.new(few, dtype)]
-
-        return self.tape.apply([bias, normed, weight], [(n, dtype)], backward, [normed, weight])[0]
-
-    def _moments(self, mixed: Array, slots: int) -> Array:
-        n, dtype, wide = mixed.elements, mixed.dtype, self.do.statistic
-
-        def backward(t: Tape, g: list[Any], _: Sequence[Any]) -> Any:
-            work = [t.new(n, wide) for _ in range(3 if dtype == wide else 4)]
-            dx = t.new(n, dtype)
-            del work
-            return [dx]
-
-        work = [(n, wide)] * 2
-        return self.tape.apply(
-            [mixed], [(2 * slots * self.tokens, wide)], backward, [mixed], custom=True, work=work
-        )[0]  # fmt: skip
+        bias, weight = (
+            do.cast(do.narrow(weights[name], max(weights[name].elements * n // whole, 1)), mixed.dtype)
+            for name in ("norm_bias", "norm_weight")
+        )
+        return do.addcmul(bias, normed, weight)
 
     def _settle(self, mixed: Array, moments: Array, group: Group) -> Array:
-        n, dtype, wide, size = mixed.elements, mixed.dtype, self.do.statistic, moments.elements
-        weights = self.crossing[group.name]
-        share = n // self.tokens
+        weights, share = self.crossing[group.name], mixed.elements // self.tokens
         weight, bias = (self.do.narrow(weights[name], share) for name in ("norm_weight", "norm_bias"))
-        stored = weight.dtype
-
-        def backward(t: Tape, g: list[Any], _: Sequence[Any]) -> Any:
-            work = [t.new(n, wide) for _ in range(6 if dtype == wide else 8)]
-            del work[-1]
-            dx = t.new(n, dtype)
-            del work
-            return [dx, t.new(size, wide), t.new(share, stored), t.new(share, stored)]
-
-        work = [(n, wide)] * (3 if dtype == wide else 4)
-        return self.tape.apply(
-            [mixed, moments, weight, bias], [(n, dtype)], backward, [mixed, moments, weight], custom=True, work=work
-        )[0]  # fmt: skip
+        return self.do.settle(mixed, moments, weight, bias)

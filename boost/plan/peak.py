@@ -178,7 +178,7 @@ def _loss_passes(config: Config, accumulates: bool) -> tuple[int, int, int]:
     """(forward, backward, gradients that stay) of the loss."""
     tape = Tape(accumulates)
     passes = EndPasses(config, tape)
-    x = tape.entered(tape.new(passes.residual, passes.dtype))
+    x = passes.arriving()
     begun = tape.peak = tape.live
     total = [passes.loss(x)]
     forward = tape.peak - begun

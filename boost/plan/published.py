@@ -13,7 +13,8 @@ The paper does not say its micro-batches: `steps` takes other ones, and the repo
 come two things of the profile a100-80g: speed of GEMMs (FLOP utilisation of its 7B) and of NVLink (its communication times).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,12 +22,12 @@ from boost.config.load import load
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
-from boost.plan.block import BlockWork
 from boost.plan.collectives import micro_batch_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.network import seconds as collective_seconds
+from boost.plan.step import block_work
 from boost.plan.timing import Predictor
-from boost.plan.work import GEMM, REDUCE, STREAM, Work
+from boost.plan.work import GEMM, REDUCE, STREAM, Counted
 
 Way = Literal["full-rank", "vanilla", "BOOST"]
 
@@ -246,8 +247,8 @@ class Comparison:
         for batch, published in GROUPING_US.items():
             for grouped, us in zip((False, True), published, strict=True):
                 config = _block("BOOST", "7B", batch, f"--parallel.grouping={str(grouped).lower()}")
-                work = list(BlockWork(config, 0, fused_norm=True).forward())
-                issuing = self.hardware.host_us * 1e-6 * sum(each.calls for each in work)
+                work = _forward_work(config)
+                issuing = self.hardware.host_us * 1e-6 * work.total()
                 sent = _block("BOOST", "7B", batch, f"--parallel.grouping={str(grouped).lower()}", _SYNC)
                 seconds = max(self._device(work), issuing) + self._collectives(sent, _forward(sent))
                 words = "grouped" if grouped else "ungrouped"
@@ -259,9 +260,8 @@ class Comparison:
             bare = [each for each in _forward(_block("BOOST", "7B", batch, _SYNC)) if each.shape[-1] > 1]
             for norm, ms in zip(("sync", "online"), published, strict=True):
                 config = _block("BOOST", "7B", batch, f"--parallel.norm={norm}")
-                block = BlockWork(config, 0, fused_norm=True)
-                works = [w for group in (block.qkv, block.gate_up) for w in (*block.enter(group), *block.open(group))]
-                seconds = self._device(work for work in works if work.kernel in (REDUCE, STREAM))
+                works = _forward_work(config, ("qkv", "gate_up"), (REDUCE, STREAM))
+                seconds = self._device(works)
                 seconds += self._collectives(config, _forward(config)) - self._collectives(config, bare)
                 yield Compared("norm", f"7B, batch {batch}, {norm}", ms, 1e3 * seconds, "ms")
 
@@ -298,11 +298,11 @@ class Comparison:
         """(seconds, FLOPs) of the products of half a 7B block on one process, forward, batch 4."""
         places = ("qkv", "o") if half == "attention" else ("gate_up", "down")
         config = _block(way, "7B", SEQUENCES)
-        works = [w for w in BlockWork(config, 0, True).forward() if w.kernel == GEMM and w.place in places]
-        return self._device(works), sum(each.calls * each.flops for each in works)
+        works = _forward_work(config, places, (GEMM,))
+        return self._device(works), sum(times * each.flops for each, times in works.items())
 
-    def _device(self, works: Iterable[Work]) -> float:
-        return sum(each.calls * self.hardware.speeds.seconds(each) for each in works)
+    def _device(self, works: Counted) -> float:
+        return sum(times * self.hardware.speeds.seconds(each) for each, times in works.items())
 
     def _collectives(self, config: Config, collectives: Iterable[Collective]) -> float:
         return sum(collective_seconds(each, config.parallel, self.hardware) for each in collectives)
@@ -315,6 +315,20 @@ def _block(way: Way, size: str, batch: int, *more: str) -> Config:
     """A configuration of `size` under TP 4 whose micro-batch has `batch` sequences: for one of its blocks."""
     row = next(each for each in STEPS if each.size == size)
     return configuration(way, replace(row, tp=4, pp=1), batch, more)
+
+
+def _forward_work(config: Config, places: Collection[str] = (), kernels: Collection[str] = ()) -> Counted:
+    """Operations of the first block, forward, on a GPU; at some places and of some kernels only."""
+    found = block_work(config, 0, "none", fused_norm=True)
+    return Counter(
+        {
+            each: times
+            for each, times in found.items()
+            if each.phase == "forward"
+            and (not places or each.place in places)
+            and (not kernels or each.kernel in kernels)
+        }
+    )
 
 
 def _both_passes(config: Config) -> list[Collective]:

@@ -21,8 +21,8 @@ from boost.plan.network import seconds as collective_seconds
 from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
-from boost.plan.step import Counted, block_work, ends_work, kinds_of_blocks, step_work
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
+from boost.plan.step import block_work, ends_work, kinds_of_blocks, step_work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted
 
 GEMMS = "matrix products"
 ATTENTION_TIME = "attention"
@@ -229,7 +229,7 @@ class Predictor:
     def _of(self, config: Config, work: Counted, collectives: Iterable[Collective]) -> Pass:
         """Operations and collectives, one after the other."""
         seconds, sent = busy(work, self._speeds(config)), self._sums(config, collectives)
-        result = Pass(calls=sum(times * each.calls for each, times in work.items()))
+        result = Pass(calls=work.total())
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
@@ -286,7 +286,7 @@ class Predictor:
     def _once_seconds(self, config: Config, held: Sequence[Stage]) -> float:
         work = step_work(config, held)
         seconds = busy(work, self._speeds(config))["step"]
-        issuing = self.hardware.host_us * 1e-6 * sum(times * each.calls for each, times in work.items())
+        issuing = self.hardware.host_us * 1e-6 * work.total()
         seconds = seconds + issuing if self.hardware.device == "cpu" else max(seconds, issuing)
         if needs_whole_factors(config.optim):
             rank = held[0].index % config.parallel.pp
@@ -322,7 +322,7 @@ def busy(work: Counted, speeds: Speeds) -> Seconds:
     """Seconds on the device by phase, and of each phase by part, as '<phase>' and '<phase> <part>'."""
     result: Seconds = defaultdict(float)
     for each, times in work.items():
-        seconds = times * each.calls * speeds.seconds(each)
+        seconds = times * speeds.seconds(each)
         result[each.phase] += seconds
         result[f"{each.phase} {_part(each.kernel)}"] += seconds
     return result

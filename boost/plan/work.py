@@ -4,10 +4,10 @@ Bytes are read and written, each tensor once an operation.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 
-from boost.config.traffic import ITEMSIZE, statistic_dtype
+from boost.config.traffic import ITEMSIZE
 
 GEMM = "gemm"
 ATTENTION = "attention"
@@ -37,23 +37,38 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Work:
-    """Operations that are alike: `calls` of them, one behind the other."""
+    """One operation."""
 
     kernel: str
     """One of KERNELS."""
     dtype: str
     shape: tuple[int, ...]
     """GEMM: (batch, m, n, k), [m, k] x [k, n]; attention: (sequences, heads, key/value heads, tokens, width of a head); else: the
-    elements that one call makes."""
+    elements that it makes."""
     flops: int
-    """Of one call."""
     bytes: int
-    """Read and written by one call."""
-    calls: int = 1
+    """Read and written."""
     place: str = ""
     """What it belongs to: embed | qkv | attention | o | gate_up | product | down | norm | residual | loss | weights | optimizer."""
     phase: str = ""
     """forward | recompute | backward (of one micro-batch) | step."""
+
+    @classmethod
+    def of(
+        cls, kernel: str, shape: tuple[int, ...], dtype: str, moves: float = 0.0, place: str = "", phase: str = ""
+    ) -> "Work":
+        """From its shape; `moves`: numbers read and written for each element, where the shape does not say it."""
+        flops, numbers = 0, moves * math.prod(shape)
+        if kernel == GEMM:
+            batch, m, n, k = shape
+            flops, numbers = 2 * batch * m * n * k, batch * (m * k + k * n + m * n)
+        elif kernel in (ATTENTION, ATTENTION_BACKWARD):
+            sequences, heads, kv, tokens, width = shape
+            # Causal: half of the scores. Forward two products of them, backward five (it makes the scores again).
+            products, tensors = (2, 2) if kernel == ATTENTION else (5, 4)
+            flops = products * sequences * tokens**2 * heads * width
+            numbers = tensors * sequences * tokens * width * (heads + kv)
+        return cls(kernel, dtype, shape, flops, round(numbers * ITEMSIZE[dtype]), place=place, phase=phase)
 
     @property
     def intensity(self) -> float:
@@ -61,47 +76,15 @@ class Work:
         return self.flops / self.bytes if self.bytes else math.inf
 
 
-Works = Iterator[Work]
+Counted = Counter[Work]
+"""How often each operation is done."""
 
 
-def gemm(m: int, n: int, k: int, dtype: str, place: str = "", batch: int = 1, calls: int = 1) -> Work:
-    """[m, k] x [k, n], `batch` times in one call."""
-    size = batch * (m * k + k * n + m * n) * ITEMSIZE[dtype]
-    return Work(GEMM, dtype, (batch, m, n, k), 2 * batch * m * n * k, size, calls, place)
+def gemm(m: int, n: int, k: int, dtype: str, batch: int = 1) -> Work:
+    """[m, k] x [k, n], `batch` times."""
+    return Work.of(GEMM, (batch, m, n, k), dtype)
 
 
-def gradients(product: Work) -> Works:
-    """The two products of the backward pass: of the input, and of the weight (n x k)."""
-    batch, m, n, k = product.shape
-    yield gemm(m, k, n, product.dtype, product.place, batch, product.calls)
-    yield gemm(n, k, m, product.dtype, product.place, batch, product.calls)
-
-
-def moved(kernel: str, elements: int, times: float, dtype: str, calls: int = 1) -> Work:
+def moved(kernel: str, elements: int, times: float, dtype: str) -> Work:
     """An operation that makes `elements` and reads and writes `times` as many numbers."""
-    return Work(kernel, dtype, (elements,), 0, round(times * elements * ITEMSIZE[dtype]), calls)
-
-
-def norm(elements: int, dtype: str, fused: bool) -> Works:
-    """RMSNorm of whole rows: one kernel (GPUs), or a few operations (CPUs)."""
-    wide = statistic_dtype(dtype)
-    if fused:
-        yield replace(moved(STREAM, elements, 2, dtype), place="norm")
-        return
-    yield replace(moved(REDUCE, elements, 1, dtype), place="norm")
-    yield replace(moved(STREAM, elements, 2, wide, calls=2), place="norm")
-    if dtype != wide:  # x is read narrow, and what is made of it is rounded again
-        yield replace(moved(STREAM, elements, 2, dtype), place="norm")
-
-
-def norm_backward(elements: int, dtype: str, fused: bool) -> Works:
-    """Its gradients, of rows and gain."""
-    wide = statistic_dtype(dtype)
-    if fused:
-        yield replace(moved(STREAM, elements, 5, dtype), place="norm")
-        return
-    if dtype != wide:
-        yield replace(moved(STREAM, elements, 1 + ITEMSIZE[wide] / ITEMSIZE[dtype], dtype, calls=2), place="norm")
-    for times in (2, 3, 2, 3, 3, 2):
-        yield replace(moved(STREAM, elements, times, wide), place="norm")
-    yield replace(moved(REDUCE, elements, 1, wide, calls=2), place="norm")
+    return Work.of(kernel, (elements,), dtype, times)

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,8 @@ from boost.bench.memory import _Nobody
 from boost.config.load import from_tree
 from boost.config.stages import whole
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.block import BlockWork
 from boost.plan.step import block_work, ends_work
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, gemm
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
 from boost.train.model import build_decoder
 
 LAYERS = 2
@@ -25,6 +25,7 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu": ATTENTION,
     "_scaled_dot_product_flash_attention_for_cpu_backward": ATTENTION_BACKWARD,
 }  # fmt: skip
+PLACES = {"qkv", "attention", "o", "gate_up", "product", "down", "norm", "residual"}
 MADE, FEW = {"zeros_like", "ones_like", "zeros"}, {"empty_like", "gather", "scatter_add_"}
 """Operations that read nothing, or next to nothing."""
 SENT = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor", "device"}
@@ -91,6 +92,7 @@ def run(config: Any) -> Seen:
 
 
 DENSE, COLA = {"family": "dense"}, {"family": "cola"}
+BF16 = {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "single": (COLA, {"tp": 1, "layout": "single"}, {}),
     "single, ungrouped, recomputing": (
@@ -118,6 +120,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "vanilla, ungrouped, full-block": (COLA, {"layout": "vanilla", "grouping": False}, {"recompute": "full-block"}),
     "lax, btp": ({"family": "lax", "gate": "dense"}, {"layout": "btp"}, {}),
     "lax, btp-sp": ({"family": "lax", "gate": "tensor"}, {"layout": "btp-sp"}, {"recompute": "low-rank"}),
+    "btp, sync, bf16": (COLA, {"layout": "btp", "norm": "sync"}, BF16),
+    "lax, vanilla, published, bf16": (
+        {"family": "lax", "gate": "dense"}, {"layout": "vanilla", "vanilla": "published", "grouping": False}, BF16,
+    ),
     "lax, vanilla": ({"family": "lax", "gate": "dense"}, {"layout": "vanilla"}, {}),
     "ranks of single linears": ({"ranks": {"attn.q": 32, "layers.1.mlp.up": 128}}, {"layout": "btp"}, {}),
 }  # fmt: skip
@@ -137,11 +143,11 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
         phase = "forward" if work.phase == "forward" else "backward"
         if work.kernel == GEMM:
             batch, m, n, k = work.shape
-            gemms[(phase, batch, *sorted((m, n)), k)] += times * work.calls
+            gemms[(phase, batch, *sorted((m, n)), k)] += times
             assert work.flops == 2 * math.prod(work.shape)
         else:
             kernel = work.kernel if work.kernel in KERNELS.values() else "others"
-            moved[phase][kernel] += times * work.calls * work.bytes
+            moved[phase][kernel] += times * work.bytes
     assert gemms == seen.gemms
     for phase, kernels in seen.bytes.items():
         for kernel, size in kernels.items():
@@ -151,7 +157,6 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
 def test_flops_are_those_that_mfu_counts() -> None:
     """But for attention, whose backward pass makes the scores again, and MFU does not count that."""
     from boost.config.architecture import flops_per_token
-    from boost.plan.work import Work
 
     config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
     total: Counter[Work] = ends_work(config, True, True, fused_norm=True)
@@ -159,8 +164,28 @@ def test_flops_are_those_that_mfu_counts() -> None:
         total += block_work(config, layer, "none", fused_norm=True)
     tokens = config.train.micro_batch * config.train.seq_len
     again = sum(n * w.flops // 5 for w, n in total.items() if w.kernel == ATTENTION_BACKWARD)
-    assert sum(n * w.calls * w.flops for w, n in total.items()) - again == tokens * flops_per_token(config.model, 256)
+    assert sum(n * w.flops for w, n in total.items()) - again == tokens * flops_per_token(config.model, 256)
     assert whole(config.model).layers == LAYERS
+
+
+def test_recomputation_is_told_apart_and_stops_before_the_last_product() -> None:
+    config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
+
+    def passes(policy: Any) -> dict[str, Counter[Work]]:
+        found: dict[str, Counter[Work]] = defaultdict(Counter)
+        for work, times in block_work(config, 0, policy, fused_norm=True).items():
+            assert work.place in PLACES
+            found[work.phase][replace(work, phase="")] += times
+        return found
+
+    none, full, kept = (passes(policy) for policy in ("none", "full-block", "low-rank+attention-output"))
+    assert set(none) == {"forward", "backward"}
+    assert all(none[phase] == full[phase] == kept[phase] for phase in none)
+    (last,) = (work for work in (none["forward"] - full["recompute"]) if work.kernel == GEMM)
+    assert (last.place, last.shape) == ("down", (1, 1024, 256, 64))
+    assert not full["recompute"] - none["forward"]
+    assert ATTENTION in {work.kernel for work in full["recompute"]}
+    assert ATTENTION not in {work.kernel for work in kept["recompute"]}
 
 
 def test_intensity_is_flops_for_each_byte() -> None:
@@ -174,6 +199,7 @@ def test_a_fused_norm_moves_fewer_bytes() -> None:
     config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
 
     def total(fused: bool) -> int:
-        return sum(work.bytes * work.calls for work in BlockWork(config, 0, fused).backward())
+        works = block_work(config, 0, "none", fused)
+        return sum(times * work.bytes for work, times in works.items() if work.phase == "backward")
 
     assert total(True) < total(False)
