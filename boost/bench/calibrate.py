@@ -188,7 +188,7 @@ def _sweep(mesh: Mesh, dtypes: Sequence[str], quick: bool, title: str) -> list[P
     largest = (8192 if cuda else 2048) if not quick else 256
     tokens = ((4096, 16384) if cuda else (256, 1024, 2048)) if not quick else (256,)
     lengths = ((1024, 4096) if cuda else (128, 256, 512, 1024)) if not quick else (64, 128)
-    powers = range(12, 29 if cuda else 25, 2) if not quick else range(12, 17, 2)
+    powers = range(14, 29 if cuda else 25, 2) if not quick else range(14, 19, 2)
     sizes = [2**n for n in powers]
     sweeps: list[Iterable[Point]] = []
     for name in dtypes:

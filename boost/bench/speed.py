@@ -3,6 +3,7 @@
 What is measured is what a training step does: torch's own kernels through autograd's entry points, outputs newly allocated.
 """
 
+import collections
 import itertools
 import math
 import statistics
@@ -15,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.parallel import collectives
+from boost.parallel import collectives as sent
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.work import LOOKUP, LOSS, OPTIMIZER, REDUCE, SILU, SILU_BACKWARD, STREAM
+from boost.plan.work import LOOKUP, LOSS, OPTIMIZER, REDUCE, REORDER, SILU, SILU_BACKWARD, STREAM
 
 SAMPLES = 7
 """Timed samples of each point; their median counts."""
 
 LEAST_SECONDS = 2e-3
 """A sample repeats its operation until it takes about so long."""
+
+RING_BYTES = 2**25
+"""What the results of an operation go round in: more than caches hold, as activations of a step are."""
 
 Call = Callable[[], object]
 
@@ -52,7 +56,7 @@ class Stopwatch:
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(self.least / max(once, 1e-7)), 1000))
         if collective:  # all processes repeat it equally often
-            repeats = int(collectives.all_reduce(torch.tensor(float(repeats)), _world(self.mesh)) / self.mesh.size)
+            repeats = int(sent.all_reduce(torch.tensor(float(repeats)), _world(self.mesh)) / self.mesh.size)
         return statistics.median(self._sample(call, repeats) for _ in range(self.samples))
 
     def _sample(self, call: Call, repeats: int) -> float:
@@ -109,41 +113,59 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
     """Operations that move bytes, at `sizes` bytes of one tensor. Bytes are counted as `boost.plan.work` counts them."""
     device, width = watch.mesh.device, 512
     for size in sizes:
-        elements = size // dtype.itemsize
-        x, y = (torch.randn(elements // width, width, dtype=dtype, device=device) for _ in range(2))
+        rows = size // dtype.itemsize // width
+        x, y = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
-        half = x[:, : width // 2]
-        adds: list[tuple[int, Call]] = [
-            (3, partial(torch.add, x, y)),
-            (2, partial(torch.mul, x, row)),
-            (2, partial(torch.mul, x, column)),
-            (2, partial(torch.cat, (half, half), dim=-1)),
-            (3, partial(torch.mul, x, y)),
-        ]
-        moved = sum(times for times, _ in adds) * size
-        spent = sum(watch.seconds(call) for _, call in adds)
-        yield _point(STREAM, dtype, (moved // len(adds),), spent / len(adds))
-        yield _point(SILU, dtype, (2 * size,), watch.seconds(partial(F.silu, x)))
-        silu_backward = partial(torch.ops.aten.silu_backward, y, x)
-        yield _point(SILU_BACKWARD, dtype, (3 * size,), watch.seconds(silu_backward))
-        sums: list[Call] = [
-            partial(torch.sum, x, 0),
-            partial(torch.sum, x, -1),
-            partial(torch.linalg.vector_norm, x, dim=-1),
-        ]
-        yield _point(REDUCE, dtype, (size,), sum(map(watch.seconds, sums)) / 3)
-        # exp_ would run off to infinity if it were repeated on its own result.
-        logsumexp, exp = partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))
-        yield _point(LOSS, dtype, (3 * size // 2,), (watch.seconds(logsumexp) + watch.seconds(exp)) / 2)
-        tokens = torch.randint(0, x.shape[0], (x.shape[0],), device=device)
-        yield _point(LOOKUP, dtype, (2 * size,), watch.seconds(partial(F.embedding, tokens, x)))
-        yield _point(OPTIMIZER, dtype, (7 * size,), watch.seconds(_adamw(x)))
+        parts = x.view(8, rows // 8, width)
+        heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # as rotary embedding finds them
+        turned = x.view(rows // 8, 8, width).transpose(0, 1)
+        measured: dict[str, tuple[float, list[Call]]] = {
+            STREAM: (
+                13 / 6,
+                [
+                    partial(torch.add, x, y),
+                    partial(torch.mul, x, row),
+                    partial(torch.mul, x, column),
+                    x.clone,
+                    partial(torch.mul, heads, heads[0].contiguous()),
+                    partial(torch.cat, heads.chunk(2, dim=-1)[::-1], dim=-1),
+                ],
+            ),
+            REORDER: (
+                8 / 3,
+                [parts.transpose(0, 1).contiguous, turned.contiguous, partial(torch.cat, (turned, turned), dim=-1)],
+            ),
+            SILU: (2.0, [partial(F.silu, x)]),
+            SILU_BACKWARD: (3.0, [partial(torch.ops.aten.silu_backward, y, x)]),
+            REDUCE: (1.0, [partial(torch.sum, x, 0), partial(torch.sum, x, -1), partial(_norms, x)]),
+            LOSS: (1.5, [partial(torch.logsumexp, x, -1), partial(torch.exp, x, out=torch.empty_like(x))]),
+            LOOKUP: (2.0, [partial(F.embedding, torch.randint(0, rows, (rows,), device=device), x)]),
+            OPTIMIZER: (7.0 * _TOGETHER, [_adamw(x)]),
+        }
+        for kernel, (times, calls) in measured.items():
+            spent = sum(watch.seconds(_keeping(call, RING_BYTES // size)) for call in calls) / len(calls)
+            yield _point(kernel, dtype, (round(times * size),), spent)
+
+
+_TOGETHER = 4
+"""Tensors that the optimizer updates in one operation, and whose bytes count."""
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1)
+
+
+def _keeping(call: Call, count: int) -> Call:
+    """Keeps as many results: what is made goes where no cache has it, as activations do."""
+    results = collections.deque[object](maxlen=max(2, min(count, 64)))
+    return lambda: results.append(call())
 
 
 def _adamw(like: Tensor) -> Call:
-    weight = like.clone().requires_grad_()
-    weight.grad = torch.randn_like(like)
-    optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
+    weights = [like.clone().requires_grad_() for _ in range(_TOGETHER)]
+    for weight in weights:
+        weight.grad = torch.randn_like(like)
+    optimizer = torch.optim.AdamW(weights, lr=1e-6, fused=True)
     return optimizer.step
 
 
@@ -156,10 +178,10 @@ def collective_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]
         whole = torch.randn(elements, dtype=dtype, device=mesh.device)
         part = whole[: elements // p].clone()
         calls: dict[str, Call] = {
-            "all-reduce": partial(collectives.all_reduce, whole, axis),
-            "all-gather": partial(collectives.all_gather, part, axis),
-            "reduce-scatter": partial(collectives.reduce_scatter, whole, axis),
-            "all-to-all": partial(collectives.all_to_all, whole, axis),
+            "all-reduce": partial(sent.all_reduce, whole, axis),
+            "all-gather": partial(sent.all_gather, part, axis),
+            "reduce-scatter": partial(sent.reduce_scatter, whole, axis),
+            "all-to-all": partial(sent.all_to_all, whole, axis),
         }
         for kind, call in calls.items():
             seconds = watch.seconds(call, collective=True)

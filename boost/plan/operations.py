@@ -10,7 +10,7 @@ from typing import Any
 
 from boost.config.traffic import ITEMSIZE, statistic_dtype
 from boost.plan.tape import Array, Gradients, Tape
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, REDUCE, SILU, SILU_BACKWARD, STREAM
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, REDUCE, REORDER, SILU, SILU_BACKWARD, STREAM
 
 
 class Operations:
@@ -94,18 +94,22 @@ class Operations:
 
         return self.tape.apply([weight], [(elements, dtype)], backward, view=True)[0]
 
-    def cat(self, parts: Sequence[Array]) -> Array:
-        """torch.cat; gradients are views."""
+    def cat(self, parts: Sequence[Array], kernel: str = STREAM) -> Array:
+        """torch.cat; gradients are views. `kernel`: REORDER where the parts are views whose elements lie in another order."""
         sizes = [x.elements for x in parts]
         total = sum(sizes), parts[0].dtype
-        return self.tape.apply(parts, [total], lambda t, g, s: [g[0].part(n) for n in sizes], moves=2)[0]
+        return self.tape.apply(parts, [total], lambda t, g, s: [g[0].part(n) for n in sizes], moves=2, kernel=kernel)[0]
 
     def copied(self, x: Array, backward: bool = True) -> Array:
         """A contiguous copy of a view; `backward`: so is its gradient."""
         n, dtype = x.elements, x.dtype
         return self.tape.apply(
-            [x], [(n, dtype)], lambda t, g, s: [t.new(n, dtype, 2) if backward else g[0]], moves=2
-        )[0]  # fmt: skip
+            [x],
+            [(n, dtype)],
+            lambda t, g, s: [t.new(n, dtype, 2, REORDER) if backward else g[0]],
+            moves=2,
+            kernel=REORDER,
+        )[0]
 
     # GEMMs.
 

@@ -14,6 +14,7 @@ from boost.config.schema import Config, RecomputeName
 from boost.config.traffic import statistic_columns
 from boost.plan.operations import Operations
 from boost.plan.tape import Array, Tape
+from boost.plan.work import REORDER
 
 Latents = tuple[Array, ...]
 
@@ -339,7 +340,7 @@ class BlockPasses(Passes):
         shares = [self._by_process(y, slot) for y, slot in zip(outputs, group.slots, strict=True)]
         if not self.parallel.grouping:
             return [do.scatter_sum(do.copied(share, backward=False)) for share in shares], carried
-        merged = do.scatter_sum(do.cat(shares))
+        merged = do.scatter_sum(do.cat(shares, REORDER))
         return do.rows(merged, [share.elements // self.p for share in shares]), carried
 
     def _by_process(self, y: Array, slot: Slot) -> Array:

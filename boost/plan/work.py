@@ -13,6 +13,7 @@ GEMM = "gemm"
 ATTENTION = "attention"
 ATTENTION_BACKWARD = "attention backward"
 STREAM = "elementwise"
+REORDER = "reorder"
 SILU = "silu"
 SILU_BACKWARD = "silu backward"
 REDUCE = "sum"
@@ -25,6 +26,7 @@ KERNELS = {
     ATTENTION: "softmax(q k^T) v, fused",
     ATTENTION_BACKWARD: "its gradients",
     STREAM: "add, multiply, copy, cast",
+    REORDER: "copies that change the order of elements",
     SILU: "x sigmoid(x)",
     SILU_BACKWARD: "its gradient",
     REDUCE: "sums over rows or columns",
