@@ -35,13 +35,18 @@ ALONE = "alone"
 def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path) -> int:
     """One process of the calibration. The main one writes the profile. Raises StorageError."""
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
-    points = {PROCESSES: _sweep(mesh, dtypes, quick, "all processes at once" if mesh.size > 1 else "one process")}
-    links: list[Point] = []
+    watch = Stopwatch(mesh, samples=3 if quick else 7)
+    together = _sweep(watch, dtypes, quick, "all processes at once" if mesh.size > 1 else "one process")
+    points, probes, links = {PROCESSES: together}, {PROCESSES: watch.reference}, list[Point]()
     if mesh.size > 1:
-        points[ALONE] = _alone(mesh, dtypes, quick)
-        links = _collectives(mesh, dtypes, quick)
+        if mesh.is_main:
+            alone = Stopwatch(mesh, samples=watch.samples)
+            points[ALONE] = _sweep(alone, dtypes, quick, "one process by itself")
+            probes[ALONE] = alone.reference
+        mesh.barrier()
+        links = _collectives(watch, dtypes, quick)
     if mesh.is_main:
-        profile = profile_of(mesh, points, links)
+        profile = profile_of(mesh, points, probes, links)
     host = _host_us(mesh, profile if mesh.is_main else None)
     if mesh.is_main:
         profile["host_us"] = host
@@ -53,8 +58,10 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     return 0
 
 
-def profile_of(mesh: Mesh, points: dict[str, list[Point]], links: Sequence[Point]) -> dict[str, Any]:
-    """The profile as its file has it, host_us not yet measured."""
+def profile_of(
+    mesh: Mesh, points: dict[str, list[Point]], probes: dict[str, float], links: Sequence[Point]
+) -> dict[str, Any]:
+    """The profile as its file has it, host_us not yet measured. `probes`: seconds that the probe took at its best."""
     cuda = mesh.device.type == "cuda"
     total = (
         torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
@@ -70,12 +77,12 @@ def profile_of(mesh: Mesh, points: dict[str, list[Point]], links: Sequence[Point
         # Gloo's threads compute on the cores that the model computes on.
         "overlap": 0.8 if cuda else 0.0,
         "sources": ["measured by boost plan calibrate"],
-        "speeds": _speeds(points[PROCESSES]),
+        "speeds": _speeds(points[PROCESSES], probes[PROCESSES]),
         "node": link,
         "network": link,
     }
     if ALONE in points:
-        profile["alone"] = _speeds(points[ALONE])
+        profile["alone"] = _speeds(points[ALONE], probes[ALONE])
     return profile
 
 
@@ -116,7 +123,7 @@ def _descend(error: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndar
     return best
 
 
-def _speeds(points: Sequence[Point]) -> dict[str, Any]:
+def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
     by_name: dict[str, list[Point]] = defaultdict(list)
     for point in points:
         by_name[f"{point.name} {point.dtype}"].append(point)
@@ -131,6 +138,7 @@ def _speeds(points: Sequence[Point]) -> dict[str, Any]:
         "memory_gb_s": round(largest.shape[0] / largest.seconds / 1e9, 3),
         "memory_fraction": 1.0,
         "kernel_us": 0.0,
+        "probe_us": round(probe * 1e6, 1),
         "gemm": {dtype: fit_gemm(by_name[f"{GEMM} {dtype}"])[0] for dtype in dtypes},
         "attention": {dtype: _attention(by_name, dtype) for dtype in dtypes},
         "kernels": kernels,
@@ -182,9 +190,8 @@ def _link(points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
-def _sweep(mesh: Mesh, dtypes: Sequence[str], quick: bool, title: str) -> list[Point]:
-    cuda = mesh.device.type == "cuda"
-    watch = Stopwatch(mesh, samples=3 if quick else 7)
+def _sweep(watch: Stopwatch, dtypes: Sequence[str], quick: bool, title: str) -> list[Point]:
+    cuda = watch.mesh.device.type == "cuda"
     largest = (8192 if cuda else 2048) if not quick else 256
     tokens = ((4096, 16384) if cuda else (256, 1024, 2048)) if not quick else (256,)
     lengths = ((1024, 4096) if cuda else (128, 256, 512, 1024)) if not quick else (64, 128)
@@ -198,22 +205,15 @@ def _sweep(mesh: Mesh, dtypes: Sequence[str], quick: bool, title: str) -> list[P
             attention_points(watch, dtype, lengths, 16384 if cuda else 1024),
             kernel_points(watch, dtype, sizes),
         ]
-    found = itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=mesh.is_main))
+    found = itertools.chain.from_iterable(progress(sweeps, f"sweeps, {title}", enabled=watch.mesh.is_main))
     return list(found)
 
 
-def _alone(mesh: Mesh, dtypes: Sequence[str], quick: bool) -> list[Point]:
-    points = _sweep(mesh, dtypes, quick, "one process by itself") if mesh.is_main else []
-    mesh.barrier()
-    return points
-
-
-def _collectives(mesh: Mesh, dtypes: Sequence[str], quick: bool) -> list[Point]:
-    watch = Stopwatch(mesh, samples=3 if quick else 7)
+def _collectives(watch: Stopwatch, dtypes: Sequence[str], quick: bool) -> list[Point]:
     sizes = [2**n for n in (range(6, 27, 2) if not quick else range(8, 15, 3))]
     return [
         point
-        for name in progress(list(dtypes), "collectives", enabled=mesh.is_main)
+        for name in progress(list(dtypes), "collectives", enabled=watch.mesh.is_main)
         for point in collective_points(watch, getattr(torch, name), sizes)
     ]
 

@@ -43,33 +43,63 @@ class Point:
     seconds: float
 
 
+class Probe:
+    """A fixed small work, products and sums. Cores that others share are slower at one time than at another, by half on the
+    machine where this was written: what the same work takes, before and after, says by how much."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._a, self._b = (torch.randn(512, 512, device=device) for _ in range(2))
+        self._x, self._y = (torch.randn(1024, 1024, device=device) for _ in range(2))
+
+    def seconds(self) -> float:
+        """Of the work, now: some milliseconds on a core."""
+        synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in range(3):
+            torch.mm(self._a, self._b)
+            torch.add(self._x, self._y)
+        synchronize(self.device)
+        return time.perf_counter() - begun
+
+    def least(self, times: int = 30) -> float:
+        """The shortest of several."""
+        return min(self.seconds() for _ in range(times))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what was issued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Stopwatch:
-    """Times calls while the other processes of the mesh do the same, or wait."""
+    """Times calls while the other processes of the mesh do the same, or wait. Seconds are those that the machine would take
+    if it were always as fast as its probe was at best in the beginning."""
 
     def __init__(self, mesh: Mesh, samples: int = SAMPLES, least: float = LEAST_SECONDS) -> None:
         self.mesh, self.samples, self.least = mesh, samples, least
+        self.probe = Probe(mesh.device)
+        self.reference = self.probe.least()
 
     def seconds(self, call: Call, collective: bool = False) -> float:
         """Median seconds of one call. All processes must time the same things in the same order."""
-        self._wait()
         call()
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(self.least / max(once, 1e-7)), 1000))
         if collective:  # all processes repeat it equally often
             repeats = int(sent.all_reduce(torch.tensor(float(repeats)), _world(self.mesh)) / self.mesh.size)
-        return statistics.median(self._sample(call, repeats) for _ in range(self.samples))
+        before = self.probe.seconds()
+        median = statistics.median(self._sample(call, repeats) for _ in range(self.samples))
+        return median * 2 * self.reference / (before + self.probe.seconds())
 
     def _sample(self, call: Call, repeats: int) -> float:
-        self._wait()
+        synchronize(self.mesh.device)
         begun = time.perf_counter()
         for _ in range(repeats):
             call()
-        self._wait()
+        synchronize(self.mesh.device)
         return (time.perf_counter() - begun) / repeats
-
-    def _wait(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def gemm_points(watch: Stopwatch, dtype: torch.dtype, largest: int, tokens: Sequence[int]) -> Iterator[Point]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from boost.bench.memory import MemoryTracker
+from boost.bench.speed import Probe
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
 from boost.data.batches import Batch
@@ -34,7 +35,7 @@ from boost.train.launch import launch
 from boost.train.model import backward, build_model, initialize_model
 from boost.train.rundir import available_cores
 
-ROUNDS = 11
+ROUNDS = 9
 """Interleaved rounds of each configuration; medians count."""
 
 
@@ -49,8 +50,11 @@ class Step:
     """Of one TP process by itself, collectives left out."""
     predicted_s: float
     measured_s: float
-    """Median."""
+    """Median of seconds at the speed that the machine had when its profile was measured: each over how much slower a fixed
+    small work was right before and after, on the slower process."""
     quartiles_s: tuple[float, float]
+    raw_s: float
+    """Median as the clock said it."""
     predicted_peak: int
     """Bytes at the worst moment."""
     measured_peak: int
@@ -178,11 +182,15 @@ def _rows(
     for stepper in steppers:  # a pipeline's first step makes its buffers, and sends their shapes
         stepper.step()
     seen = [_seen(stepper) for stepper in steppers]
-    seconds: list[list[float]] = [[] for _ in steppers]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in steppers]
+    probe = Probe(steppers[0].mesh.device)
+    usual = hardware.speeds_of(1 if share else steppers[0].mesh.size).probe_us * 1e-6
     for number in progress(rounds, f"steps of {len(steppers)} configurations", enabled=steppers[0].mesh.is_main):
         order = list(range(len(steppers)))
         for i in order[number % len(order) :] + order[: number % len(order)]:
-            seconds[i].append(steppers[i].seconds())
+            before, taken = probe.seconds(), steppers[i].seconds()
+            slower = (before + probe.seconds()) / 2 / usual if usual else 1.0
+            seconds[i].append((taken, _largest(slower, steppers[i].mesh)))
     return [
         _row(name, stepper, hardware, share, times, *facts)
         for name, stepper, times, facts in zip(names, steppers, seconds, seen, strict=True)
@@ -205,10 +213,16 @@ def _seen(stepper: Stepper) -> tuple[int, int]:
         stepper.step()
     for hook in hooks:
         hook.remove()
-    facts = torch.tensor([sum(tracker.peak.values()), sum(c.sent_bytes for c in counter.collectives)])
-    if stepper.mesh.size > 1:
-        dist.all_reduce(facts, dist.ReduceOp.MAX)
-    return int(facts[0]), int(facts[1])
+    sent = sum(c.sent_bytes for c in counter.collectives)
+    return tuple(int(_largest(fact, stepper.mesh)) for fact in (sum(tracker.peak.values()), sent))  # type: ignore[return-value]
+
+
+def _largest(number: float, mesh: Mesh) -> float:
+    """Of all processes."""
+    found = torch.tensor(number, dtype=torch.double)
+    if mesh.size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _row(
@@ -216,10 +230,11 @@ def _row(
     stepper: Stepper,
     hardware: Hardware,
     share: bool,
-    times: Sequence[float],
+    timed: Sequence[tuple[float, float]],
     measured_peak: int,
     counted: int,
 ) -> Step:
+    times = [seconds / slower for seconds, slower in timed]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     return Step(
         name=name,
@@ -228,6 +243,7 @@ def _row(
         share=share,
         measured_s=statistics.median(times),
         quartiles_s=(low, high),
+        raw_s=statistics.median(seconds for seconds, _ in timed),
         measured_peak=measured_peak,
         counted_sent=counted,
         **asdict(prediction(stepper.config, hardware, share)),

@@ -47,6 +47,7 @@ def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[
                 config=config.model_dump(),
                 share=False,
                 measured_s=seconds,
+                raw_s=1.1 * seconds,
                 quartiles_s=(0.99 * seconds, 1.02 * seconds),
                 measured_peak=int(1.02 * ours.predicted_peak),
                 counted_sent=ours.predicted_sent,
