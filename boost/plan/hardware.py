@@ -96,12 +96,16 @@ class Speeds(Section):
     """Measured (bytes, microseconds) of other kinds of operations, by kind or 'kind dtype'; those that are missing move bytes at
     memory's speed."""
 
+    def gemm_speed(self, dtype: str) -> GemmSpeed:
+        """Raises ConfigError for a dtype that the profile does not have."""
+        return _of_dtype(self.gemm, dtype)
+
     def seconds(self, work: Work) -> float:
         """Time on the device of one call. Raises ConfigError for a dtype that the profile does not have."""
         bandwidth = self.memory_gb_s * _GIGA * self.memory_fraction
         moving = work.bytes / bandwidth
         if work.kernel == GEMM:
-            speed = _of_dtype(self.gemm, work.dtype)
+            speed = self.gemm_speed(work.dtype)
             _, m, n, k = work.shape
             return max(work.flops / speed.flops_per_s(m, n, k), moving) + self.kernel_us * _MICRO
         if work.kernel in (ATTENTION, ATTENTION_BACKWARD):

@@ -144,7 +144,7 @@ class Predictor:
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
-        parts[BUBBLE] = _bubble(config, passes, worst)
+        parts[BUBBLE] = _bubble(config, passes, worst) * self._alone(config)
         held = every[busiest :: parallel.pp]
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[REPLICAS] += exposed
@@ -180,9 +180,18 @@ class Predictor:
             key = (stage.embeds, stage.predicts)
             total += self._cached(config, key, self._ends, config, stage).total
         count = train.global_batch // (parallel.dp * train.micro_batch)
-        if parallel.schedule == "zero-bubble":
+        if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
+
+    def _alone(self, config: Config) -> float:
+        """Time of a stage at work while the others wait, over that with all of them at work: cores share memory and clocks."""
+        hardware, parallel, dtype = self.hardware, config.parallel, config.train.compute_dtype
+        if hardware.alone is None or not 1 < parallel.pp == parallel.world_size <= hardware.per_node:
+            return 1.0
+        large = (4096, 4096, 4096)
+        together, alone = (of.gemm_speed(dtype).flops_per_s(*large) for of in (hardware.speeds, hardware.alone))
+        return min(together / alone, 1.0)
 
     def _speeds(self, config: Config) -> Speeds:
         return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
