@@ -146,9 +146,9 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
         rows = size // dtype.itemsize // width
         x, y = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
-        parts = x.view(4, rows, width // 4)
+        parts = x.view(2, rows, width // 2)
         heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # as rotary embedding finds them
-        turned = x.view(rows, 4, width // 4).transpose(0, 1)
+        turned = x.view(rows, 2, width // 2).transpose(0, 1)
         measured: dict[str, tuple[float, list[Call]]] = {
             STREAM: (
                 13 / 6,

@@ -35,7 +35,7 @@ from boost.train.launch import launch
 from boost.train.model import backward, build_model, initialize_model
 from boost.train.rundir import available_cores
 
-ROUNDS = 9
+ROUNDS = 7
 """Interleaved rounds of each configuration; medians count."""
 
 
@@ -317,7 +317,7 @@ _CASES: dict[str, dict[str, list[str]]] = {
         "btp 768, full-block": _shape(*_MIDDLE)
         + _flags(tp=2, layout="btp", recompute="full-block", micro_batch=4, global_batch=4),
         "dp 768": _shape(*_MIDDLE) + _flags(dp=2, micro_batch=4, global_batch=8),
-        "pp 512": _shape(*_SMALL) + _flags(pp=2, micro_batch=2, global_batch=8),
+        "pp 512, 8 micro-batches": _shape(*_SMALL) + _flags(pp=2, micro_batch=4, global_batch=32),
         "btp 1024, 2 micro-batches": _shape(*_LARGE) + _flags(tp=2, layout="btp", micro_batch=4, global_batch=8),
         "btp-sp 1024": _shape(*_LARGE) + _flags(tp=2, layout="btp-sp", micro_batch=4, global_batch=4),
         "vanilla 1024": _shape(*_LARGE) + _flags(tp=2, layout="vanilla", micro_batch=2, global_batch=2),

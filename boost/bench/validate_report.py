@@ -110,6 +110,15 @@ def _sensitivity(facts: Sequence[Facts]) -> str:
     return words + "\n\n" + table([*headings, *(f"{row.size} seconds off:" for row in STEPS)], rows)
 
 
+_PROBED = (
+    "Other guests of the host make this machine half as fast at one time as at another. So calibration and measurement time the "
+    "same small work right before and after each operation or step, in every process; seconds at the profile's speed are those by "
+    "the clock over how much slower that work was than when the profile was made. Medians of interleaved rounds. A share is the "
+    "work of one TP process by itself, collectives left out."
+)
+"""How steps on shared cores are compared with a profile."""
+
+
 def _measured(name: str, section: Facts | None) -> list[str]:
     if section is None:
         where = "a machine with one" if name == GPU else "the machine"
@@ -122,13 +131,16 @@ def _measured(name: str, section: Facts | None) -> list[str]:
         f"`{' '.join(environment['command'])}`, commit {commit}, on {on}, torch {environment['torch']}. "
         f"Profile: {section['hardware']['title']}."
     )
+    if section["hardware"]["speeds"]["probe_us"]:
+        caption += " " + _PROBED
     return [caption, *measured_section(section["rows"], name)]
 
 
 def measured_section(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[str]:
     """Of measured steps (`boost.bench.steps.Step` as dictionaries): the verdicts, and every configuration."""
     judged = [verdict.__dict__ | {"holds": verdict.holds} for verdict in measured_verdicts(name, rows)]
-    headings = ["configuration", "processes:", "seconds, measured (quartiles):", "predicted:", "off:"]
+    headings = ["configuration", "processes:", "seconds by the clock:", "at the profile's speed (quartiles):"]
+    headings += ["predicted:", "off:"]
     headings += ["peak memory, measured:", "predicted:", "off:", "bytes sent, counted:", "predicted:"]
     body = []
     for row in rows:
@@ -136,7 +148,8 @@ def measured_section(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> lis
         body.append(
             [
                 row["name"], str(row["processes"]),
-                f"{_number(row['measured_s'])} ({_number(low)} - {_number(high)})", _number(row["predicted_s"]),
+                _number(row["raw_s"]), f"{_number(row['measured_s'])} ({_number(low)} - {_number(high)})",
+                _number(row["predicted_s"]),
                 _percent(errors["time"]),
                 human_bytes(row["measured_peak"]), human_bytes(row["predicted_peak"]), _percent(errors["memory"]),
                 f"{row['counted_sent']:,}", "equal" if errors["bytes sent"] == 0 else f"{row['predicted_sent']:,}",
