@@ -18,7 +18,18 @@ from torch import Tensor
 
 from boost.parallel import collectives as sent
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.work import LOOKUP, LOSS, OPTIMIZER, REDUCE, REORDER, SILU, SILU_BACKWARD, STREAM
+from boost.plan.work import (
+    LOOKUP,
+    LOSS,
+    OPTIMIZER,
+    REDUCE,
+    REORDER,
+    REORDER_FINELY,
+    SHORT_RUN,
+    SILU,
+    SILU_BACKWARD,
+    STREAM,
+)
 
 SAMPLES = 7
 """Timed samples of each point; their median counts."""
@@ -146,9 +157,7 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
         rows = size // dtype.itemsize // width
         x, y = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
-        parts = x.view(2, rows, width // 2)
         heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # as rotary embedding finds them
-        turned = x.view(rows, 2, width // 2).transpose(0, 1)
         measured: dict[str, tuple[float, list[Call]]] = {
             STREAM: (
                 13 / 6,
@@ -161,10 +170,8 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
                     partial(torch.cat, heads.chunk(2, dim=-1)[::-1], dim=-1),
                 ],
             ),
-            REORDER: (
-                8 / 3,
-                [parts.transpose(0, 1).contiguous, turned.contiguous, partial(torch.cat, (turned, turned), dim=-1)],
-            ),
+            REORDER: (8 / 3, _reorderings(x, SHORT_RUN)),
+            REORDER_FINELY: (8 / 3, _reorderings(x, SHORT_RUN // 2)),
             SILU: (2.0, [partial(F.silu, x)]),
             SILU_BACKWARD: (3.0, [partial(torch.ops.aten.silu_backward, y, x)]),
             REDUCE: (1.0, [partial(torch.sum, x, 0), partial(torch.sum, x, -1), partial(_norms, x)]),
@@ -179,6 +186,13 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
 
 _TOGETHER = 4
 """Tensors that the optimizer updates in one operation, and whose bytes count."""
+
+
+def _reorderings(x: Tensor, run: int) -> list[Call]:
+    """Shards of `run` elements a row from one below the other to side by side, back, and back of two at once."""
+    rows, count = x.shape[0], x.shape[1] // run
+    below, beside = x.view(count, rows, run), x.view(rows, count, run).transpose(0, 1)
+    return [below.transpose(0, 1).contiguous, beside.contiguous, partial(torch.cat, (beside, beside), dim=-1)]
 
 
 def _norms(x: Tensor) -> Tensor:

@@ -10,14 +10,27 @@ from typing import Any
 
 from boost.config.traffic import ITEMSIZE, statistic_dtype
 from boost.plan.tape import Array, Gradients, Tape
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, REDUCE, REORDER, SILU, SILU_BACKWARD, STREAM
+from boost.plan.work import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    GEMM,
+    REDUCE,
+    REORDER,
+    REORDER_FINELY,
+    SHORT_RUN,
+    SILU,
+    SILU_BACKWARD,
+    STREAM,
+)
 
 
 class Operations:
     """On one tape, in one dtype of activations, over TP processes."""
 
-    def __init__(self, tape: Tape, dtype: str, processes: int, fused_norm: bool) -> None:
-        """`fused_norm`: RMSNorm of whole rows is one kernel (GPUs), not a few operations (CPUs); memory is that of the latter."""
+    def __init__(self, tape: Tape, dtype: str, processes: int, fused_norm: bool, run: int) -> None:
+        """`fused_norm`: RMSNorm of whole rows is one kernel (GPUs), not a few operations (CPUs); memory is that of the latter.
+        `run`: elements of a row that one process has, which copies to and from other processes move at a time."""
+        self.reorder = REORDER if run >= SHORT_RUN else REORDER_FINELY
         self.tape, self.dtype, self.processes, self.fused_norm = tape, dtype, processes, fused_norm
         self.statistic = statistic_dtype(dtype)
         self.narrow_share = ITEMSIZE[dtype] / ITEMSIZE[self.statistic]
@@ -95,20 +108,20 @@ class Operations:
         return self.tape.apply([weight], [(elements, dtype)], backward, view=True)[0]
 
     def cat(self, parts: Sequence[Array], kernel: str = STREAM) -> Array:
-        """torch.cat; gradients are views. `kernel`: REORDER where the parts are views whose elements lie in another order."""
+        """torch.cat; gradients are views. `kernel`: `reorder` where the parts are views in another order."""
         sizes = [x.elements for x in parts]
         total = sum(sizes), parts[0].dtype
         return self.tape.apply(parts, [total], lambda t, g, s: [g[0].part(n) for n in sizes], moves=2, kernel=kernel)[0]
 
     def copied(self, x: Array, backward: bool = True) -> Array:
         """A contiguous copy of a view; `backward`: so is its gradient."""
-        n, dtype = x.elements, x.dtype
+        n, dtype, reorder = x.elements, x.dtype, self.reorder
         return self.tape.apply(
             [x],
             [(n, dtype)],
-            lambda t, g, s: [t.new(n, dtype, 2, REORDER) if backward else g[0]],
+            lambda t, g, s: [t.new(n, dtype, 2, reorder) if backward else g[0]],
             moves=2,
-            kernel=REORDER,
+            kernel=reorder,
         )[0]
 
     # GEMMs.

@@ -14,7 +14,6 @@ from boost.config.schema import Config, RecomputeName
 from boost.config.traffic import statistic_columns
 from boost.plan.operations import Operations
 from boost.plan.tape import Array, Tape
-from boost.plan.work import REORDER
 
 Latents = tuple[Array, ...]
 
@@ -34,7 +33,7 @@ class Passes:
         self.width = self.model.dim // p if self.layout == "btp" else self.model.dim
         self.stored, self.dtype = train.param_dtype, train.compute_dtype
         self.gathered = self.parallel.sharded
-        self.tape, self.do = tape, Operations(tape, self.dtype, p, fused_norm)
+        self.tape, self.do = tape, Operations(tape, self.dtype, p, fused_norm, self.model.dim // p)
 
     @property
     def residual(self) -> int:
@@ -340,7 +339,7 @@ class BlockPasses(Passes):
         shares = [self._by_process(y, slot) for y, slot in zip(outputs, group.slots, strict=True)]
         if not self.parallel.grouping:
             return [do.scatter_sum(do.copied(share, backward=False)) for share in shares], carried
-        merged = do.scatter_sum(do.cat(shares, REORDER))
+        merged = do.scatter_sum(do.cat(shares, do.reorder))
         return do.rows(merged, [share.elements // self.p for share in shares]), carried
 
     def _by_process(self, y: Array, slot: Slot) -> Array:

@@ -14,6 +14,7 @@ ATTENTION = "attention"
 ATTENTION_BACKWARD = "attention backward"
 STREAM = "elementwise"
 REORDER = "reorder"
+REORDER_FINELY = "reorder finely"
 SILU = "silu"
 SILU_BACKWARD = "silu backward"
 REDUCE = "sum"
@@ -27,6 +28,7 @@ KERNELS = {
     ATTENTION_BACKWARD: "its gradients",
     STREAM: "add, multiply, copy, cast",
     REORDER: "copies that change the order of elements",
+    REORDER_FINELY: "the same in short runs",
     SILU: "x sigmoid(x)",
     SILU_BACKWARD: "its gradient",
     REDUCE: "sums over rows or columns",
@@ -35,6 +37,10 @@ KERNELS = {
     OPTIMIZER: "AdamW's update, clipping, the norm of gradients",
 }
 """Kinds of operations that hardware does at speeds of their own."""
+
+
+SHORT_RUN = 256
+"""Elements. Copies that move fewer of them at a time from one place are slower on CPUs."""
 
 
 @dataclass(frozen=True)
