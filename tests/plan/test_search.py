@@ -28,7 +28,7 @@ def hardware(usable: float = 80e9) -> Hardware:
     return load_hardware("a100-80g").model_copy(update={"memory_gb": usable / 1e9, "reserve_gb": 0.0})
 
 
-@pytest.mark.parametrize("family", ["cola", "dense"])
+@pytest.mark.parametrize("family", ["dense", pytest.param("cola", marks=pytest.mark.nightly)])
 def test_the_search_finds_what_trying_all_finds(family: str) -> None:
     config = base(f"--model.family={family}", "--model.layers=8")
     fixed = frozenset({"train.recompute_every", "parallel.shard_outer"})  # fewer candidates, of all other kinds
