@@ -23,7 +23,7 @@ from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
 from boost.plan.hardware import Hardware
-from boost.plan.timing import HOST, TENSOR, predict
+from boost.plan.timing import Predictor
 from boost.plan.work import ATTENTION, GEMM
 from boost.train.console import progress
 from boost.train.rundir import cpu_model, storage_errors
@@ -66,7 +66,7 @@ def profile_of(
     total = (
         torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
     )
-    link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links)
+    link = {"name": "NVLink or PCIe" if cuda else "loopback", "processes": max(mesh.size, 2)} | _link(links, mesh.size)
     profile: dict[str, Any] = {
         "title": _title(mesh),
         "device": mesh.device.type,
@@ -172,10 +172,10 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
     return result
 
 
-def _link(points: Sequence[Point]) -> dict[str, Any]:
+def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     """Collectives as measured; a latency and a bandwidth for those that are not."""
     if not points:
-        return {"latency_us": 0.0, "gb_s": 1.0, "measured": {}}
+        return {"latency_us": 0.0, "gb_s": 1.0, "known": False}
     measured: dict[str, list[list[float]]] = defaultdict(list)
     for point in sorted(points, key=lambda p: p.shape):
         measured[f"{point.name} {point.dtype}"].append([float(point.shape[0]), round(point.seconds * 1e6, 2)])
@@ -184,8 +184,8 @@ def _link(points: Sequence[Point]) -> dict[str, Any]:
     gathers = [point for point in points if point.name == "all-gather" and point.shape == most.shape]
     return {
         "latency_us": round(least.seconds * 1e6, 2),
-        # What is sent to a neighbour goes as fast as a gather sends it: half of its payload between two.
-        "gb_s": round(most.shape[0] / 2 / min(p.seconds for p in gathers) / 1e9, 3),
+        # What is sent to a neighbour goes as fast as a gather sends it: all of its payload but the own part.
+        "gb_s": round(most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers) / 1e9, 3),
         "measured": dict(measured),
     }
 
@@ -230,22 +230,12 @@ def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
     if mesh.is_main:
         assert profile is not None
         measured = statistics.median(time_passes(tiny, mesh.device, rounds=30))
-        counted = predict(tiny, Hardware.model_validate(profile | {"host_us": 1.0}))
-        # Predicted at a microsecond each; beside it what the operations themselves take.
-        once = counted.parts[HOST] if profile["device"] == "cpu" else 0.0
-        work = sum(v for name, v in counted.parts.items() if name not in (HOST, TENSOR, "optimizer", "rest"))
-        result = (measured - work) / once if once else measured / max(_calls(tiny), 1) * 1e6
+        (once,) = Predictor(Hardware.model_validate(profile)).passes(tiny)
+        # On a CPU the host runs the operations too; a GPU runs them meanwhile.
+        work = once.total if profile["device"] == "cpu" else 0.0
+        result = (measured - work) / once.calls * 1e6
     mesh.barrier()
     return max(round(result, 2), 0.0) if mesh.is_main else 0.0
-
-
-def _calls(config: Any) -> int:
-    from boost.plan.step import block_work, ends_work
-
-    work = ends_work(config, True, True, True)
-    for layer in range(config.model.layers):
-        work += block_work(config, layer, "none", True)
-    return work.total()
 
 
 def _title(mesh: Mesh) -> str:

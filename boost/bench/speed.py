@@ -99,7 +99,10 @@ class Stopwatch:
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(self.least / max(once, 1e-7)), 1000))
         if collective:  # all processes repeat it equally often
-            repeats = int(sent.all_reduce(torch.tensor(float(repeats)), _world(self.mesh)) / self.mesh.size)
+            repeats = int(
+                sent.all_reduce(torch.tensor(float(repeats), device=self.mesh.device), _world(self.mesh))
+                / self.mesh.size
+            )
         before = self.probe.seconds()
         median = statistics.median(self._sample(call, repeats) for _ in range(self.samples))
         return median * 2 * self.reference / (before + self.probe.seconds())

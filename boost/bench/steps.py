@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from boost.bench.memory import MemoryTracker
-from boost.bench.speed import Probe
+from boost.bench.speed import Probe, synchronize
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
 from boost.data.batches import Batch
@@ -96,8 +96,7 @@ class Stepper:
         return time.perf_counter() - begun
 
     def _all_here(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.mesh.device)
         self.mesh.barrier()
 
 
@@ -109,12 +108,10 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
     batches, result = _batches(config), []
     for _ in range(rounds + 2):
         model.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         begun = time.perf_counter()
         backward(model, batches[:1], config, divisor=1)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         result.append(time.perf_counter() - begun)
     return result[2:]
 
@@ -219,7 +216,7 @@ def _seen(stepper: Stepper) -> tuple[int, int]:
 
 def _largest(number: float, mesh: Mesh) -> float:
     """Of all processes."""
-    found = torch.tensor(number, dtype=torch.double)
+    found = torch.tensor(number, dtype=torch.double, device=mesh.device)
     if mesh.size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

@@ -149,9 +149,19 @@ class Link(Section):
     """(payload bytes, microseconds) of collectives measured over it, by kind or 'kind dtype', with `processes` processes."""
     processes: int = 2
     """Of the measured collectives."""
+    known: bool = True
+    """False in a profile calibrated with one process, which sends nothing: numbers above are none."""
 
     def seconds(self, kind: str, dtype: str, payload: int, sent: int, processes: int, share: float = 1.0) -> float:
-        """Of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: of the bandwidth."""
+        """Of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: of the bandwidth.
+
+        Raises ConfigError if the profile does not know.
+        """
+        if not self.known:
+            raise ConfigError(
+                f"--gpu: this profile was calibrated with one process and has no speed for a collective of {processes}; "
+                "calibrate with --nproc 2 or more, or write its [node] and [network]"
+            )
         for name in (f"{kind} {dtype}", kind):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)

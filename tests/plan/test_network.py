@@ -6,6 +6,7 @@ import pytest
 
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
+from boost.errors import ConfigError
 from boost.plan.hardware import load_hardware
 from boost.plan.network import Span, seconds, span
 
@@ -79,3 +80,9 @@ def test_a_port_does_not_outrun_the_node() -> None:
     fast = hardware.model_copy(update={"network": hardware.network.model_copy(update={"gb_s": 200.0})})
     large = reduced(2**32, 8)
     assert large.sent_bytes / seconds(large, ParallelConfig(tp=8), fast) / 1e9 < hardware.node.gb_s
+
+
+def test_a_profile_of_one_process_knows_no_link() -> None:
+    link = load_hardware("a100-80g").node.model_copy(update={"known": False})
+    with pytest.raises(ConfigError, match="calibrated with one process and has no speed for a collective of 2"):
+        link.seconds("all-reduce", "float32", 1024, 1024, 2)
