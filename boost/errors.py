@@ -35,3 +35,9 @@ class TrainingError(BoostError):
     """Training cannot go on: the loss is not finite, or a process was lost."""
 
     exit_code = 3
+
+
+class MeasurementError(BoostError):
+    """What was timed means nothing, or two results cannot be compared."""
+
+    exit_code = 3

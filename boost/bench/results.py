@@ -1,14 +1,22 @@
-"""What an experiment leaves behind: its numbers as JSON with everything that they depend on, a table, a picture."""
+"""What an experiment leaves behind: its numbers as JSON with everything that they depend on, tables, pictures.
+
+A result is of one run on one machine. Numbers of two machines are shown beside each other, never divided.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from boost.bench.document import Figure, Section, Table
 from boost.config import Config
+from boost.errors import ConfigError, MeasurementError
 from boost.train.rundir import environment, storage_errors
 
 Facts = dict[str, Any]
+
+MACHINE = ("cpu", "cores", "gpus", "platform")
+"""Keys of an environment that make a machine. Threads, versions and the commit may differ; `differences` says so."""
 
 
 def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
@@ -32,10 +40,85 @@ def save(
             picture(facts, out.with_suffix(".svg"))
 
 
+def save_section(out: Path, facts: Facts, section: Section) -> None:
+    """Writes `out`.json, its section as `out`.md, and its figures beside them as NAME.svg. Raises StorageError."""
+    save(out, facts, lambda facts: as_markdown(facts, section))
+    with storage_errors(out.parent):
+        for figure in figures(section):
+            figure.draw(out.parent / f"{figure.name}.svg")
+
+
+def read(path: Path, experiment: str | None = None) -> Facts:
+    """A result file. Raises ConfigError if it is none, or of another experiment than the one asked for."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a result of boost bench") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); name a result of boost bench") from None
+    if not isinstance(facts, dict) or not {"experiment", "environment"} <= facts.keys():
+        raise ConfigError(f"{path}: no result of boost bench; name another file")
+    if experiment is not None and facts["experiment"] != experiment:
+        raise ConfigError(f"{path}: a result of '{facts['experiment']}', not of '{experiment}'; name another file")
+    return facts
+
+
+def require_one_machine(results: Sequence[Facts]) -> None:
+    """Raises MeasurementError if results of different machines are about to be compared as if they were of one."""
+    first = results[0]["environment"]
+    for other in results[1:]:
+        for key in MACHINE:
+            if other["environment"].get(key) != first.get(key):
+                raise MeasurementError(
+                    f"results of different machines cannot be compared: {key} = {first.get(key)!r} in one, "
+                    f"{other['environment'].get(key)!r} in another; measure both on one machine, in one run"
+                )
+
+
+def machine(environment: Facts) -> str:
+    """The hardware of a result in words."""
+    gpus = environment["gpus"]
+    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{environment['cpu']}, {environment['cores']} cores"
+
+
+def origin(environment: Facts) -> str:
+    """In one line: the machine, threads, versions, commit and day."""
+    git = environment["git"] or {}
+    commit = f"commit {(git.get('commit') or 'unknown')[:10]}{' and changes' if git.get('dirty') else ''}"
+    threads = f", {environment['threads']} thread(s) a process" if environment.get("threads") else ""
+    return (
+        f"{machine(environment)}{threads}; torch {environment['torch']}, Python {environment['python']}; {commit}; "
+        f"{environment['started'][:10]}"
+    )
+
+
+def command_of(facts: Facts) -> str:
+    """The command line that made a result."""
+    return " ".join(facts["environment"]["command"])
+
+
+def figures(section: Section) -> list[Figure]:
+    """The figures of a section."""
+    return [part for part in section.parts if isinstance(part, Figure)]
+
+
+def as_markdown(facts: Facts, section: Section) -> str:
+    """A section for people: its command, where it was measured, then its parts."""
+    parts = [f"# {section.title}", f"`{command_of(facts)}`", origin(facts["environment"]) + "."]
+    for part in section.parts:
+        match part:
+            case Table():
+                parts += [part.caption, table(part.headings, part.rows)]
+            case Figure():
+                parts.append(f"![{part.caption}]({part.name}.svg)")
+            case _:
+                parts.append(part)
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
 def markdown(facts: Facts, title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table for people with its command. A heading that ends in a colon is of numbers."""
-    command = " ".join(facts["environment"]["command"])
-    return f"# {title}\n\n`{command}`\n\n{caption}\n\n{table(headings, rows)}"
+    return f"# {title}\n\n`{command_of(facts)}`\n\n{caption}\n\n{table(headings, rows)}"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,0 +1,35 @@
+"""`boost bench recompute`: activation checkpointing."""
+
+import argparse
+from typing import Any
+
+from boost.cli.bench_common import experiment_parser, needs_matplotlib, require_least, tp_config
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = experiment_parser(
+        experiments,
+        "recompute",
+        "memory saved and time added by every recomputation policy, under every layout",
+        "Times the forward and backward pass of a micro-batch under every policy, all of them in one interleaved run on the\n"
+        "same weights, and counts the bytes that each keeps.",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[4, 8], metavar="B", help="micro-batches (default 4 8)"
+    )
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default 15)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    config = tp_config(args)
+    needs_matplotlib()
+
+    from boost.bench.recompute import recompute_process, variants
+    from boost.train.launch import launch, under_torchrun
+
+    for field, values in (("--rounds", [args.rounds]), ("--batches", args.batches)):
+        require_least(field, values)
+    list(variants(config, args.batches))  # mistakes are answered before a process is started
+    work = (config, args.batches, args.rounds, args.out)
+    return recompute_process(*work) if under_torchrun() else launch(recompute_process, work, args.tp, log_dir=None)
