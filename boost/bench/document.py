@@ -6,6 +6,7 @@ The same section becomes Markdown beside its results and a part of the HTML repo
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,21 @@ class Section:
     title: str
     parts: tuple[str | Table | Figure, ...]
     """In order. A string is a paragraph; in it `code` and nothing else of Markdown."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that the project is held to, and what was found."""
+
+    what: str
+    figure: str
+    """To be reached, as '>= 2.3x'."""
+    where: str
+    """Sizes, dtype, device of what was found."""
+    found: str
+    """With its spread or interval; '' if it could not be measured."""
+    met: bool | None
+    """None: not measured."""
+    kind: Literal["measured", "counted", "modelled"] = "measured"
+    remark: str = ""
+    """What the limit is, if it was not met, or why it could not be measured."""
