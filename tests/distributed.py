@@ -11,6 +11,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -83,6 +84,7 @@ class _Pool:
         for process in self._processes:
             process.kill()
             process.join()
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:

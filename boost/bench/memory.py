@@ -35,7 +35,7 @@ _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """What the weights of a role make."""
 
 _MOVES = {"add", "clone", "_to_copy", "copy_", "cat", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
-_MOVES |= {"all_to_all_single", "wait_tensor", "detach"}
+_MOVES |= {"reduce_scatter", "all_to_all_single", "wait_tensor", "detach"}
 """Operations after which the residual stream is the residual stream."""
 
 

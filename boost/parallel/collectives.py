@@ -19,6 +19,7 @@ bytes, N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) a
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from boost.parallel.mesh import Axis
@@ -38,7 +39,26 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...] summed over the axis, this process's [n, ...] of it, without a gradient. One reduce-scatter."""
+    if x.device.type == "cpu":
+        return _reduce_scatter_on_cpu(x.contiguous(), axis.size, axis.name)
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name))
+
+
+@torch.library.custom_op("boost::reduce_scatter", mutates_args=())
+def _reduce_scatter_on_cpu(x: Tensor, processes: int, group: str) -> Tensor:
+    """The same over gloo, whose own one takes as long as its all-reduce: rows go straight to the process that sums them.
+
+    As many bytes are sent, half the time is taken (2 processes of one machine, 0.25 to 16 MB: 1.1 to 13.5 ms instead of 3.5
+    to 24.5 ms in fp32), and sums of bf16 are rounded once. One operation, so that whoever counts sees one reduce-scatter.
+    """
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=dist.distributed_c10d._resolve_process_group(group))
+    return received.view(processes, x.shape[0] // processes, *x.shape[1:]).sum(0)
+
+
+@_reduce_scatter_on_cpu.register_fake
+def _(x: Tensor, processes: int, group: str) -> Tensor:
+    return x.new_empty(x.shape[0] // processes, *x.shape[1:])
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from boost.config.traffic import Collective
 
 KINDS = {
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
+    "_c10d_functional::all_reduce": "all-reduce",
+    "_c10d_functional::all_reduce_": "all-reduce",
+    "_c10d_functional::all_gather_into_tensor": "all-gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
+    "_c10d_functional::all_to_all_single": "all-to-all",
+    "boost::reduce_scatter": "reduce-scatter",
 }
-
+"""Kinds of the functional collectives, torch's and that of `boost.parallel.collectives`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
 """Those of fully_shard, which are not functional."""
@@ -34,13 +35,14 @@ class CollectiveCounter(TorchDispatchMode):
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "_c10d_functional" and name in KINDS:
+        operation = func._schema.name
+        namespace, _, name = operation.partition("::")
+        if operation in KINDS:
             tensor, group_name = args[0], args[-1]
             processes = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
             gathered = (processes,) if name == "all_gather_into_tensor" else ()
             phase = "step" if group_name in self.step_groups else self.phase
-            self._record(phase, KINDS[name], (*gathered, *tensor.shape), tensor, processes)
+            self._record(phase, KINDS[operation], (*gathered, *tensor.shape), tensor, processes)
         elif namespace == "c10d" and name in _PLAIN:
             whole, part = sorted((args[0], args[1]), key=torch.Tensor.numel, reverse=True)
             if whole.numel() > part.numel():  # not of one process alone

@@ -43,8 +43,8 @@ class CountingBackend:
 
         def compiler(graph: Any, inputs: Any) -> Any:
             for node in graph.graph.nodes:
-                namespace, _, name = getattr(getattr(node.target, "_schema", None), "name", "").partition("::")
-                if namespace == "_c10d_functional" and name in KINDS:
+                name = getattr(getattr(node.target, "_schema", None), "name", "")
+                if name in KINDS:
                     self.collectives.append((phase, KINDS[name]))
             return make_boxed_func(graph.forward)
 
