@@ -16,7 +16,7 @@ bytes, N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) a
 | `exchange` | all-to-all | all-to-all |
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def _reduce_scatter_on_cpu(x: Tensor, processes: int, group: str) -> Tensor:
     to 24.5 ms in fp32), and sums of bf16 are rounded once. One operation, so that whoever counts sees one reduce-scatter.
     """
     received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=dist.distributed_c10d._resolve_process_group(group))
+    dist.all_to_all_single(received, x, group=dist.distributed_c10d._resolve_process_group(cast(Any, group)))
     return received.view(processes, x.shape[0] // processes, *x.shape[1:]).sum(0)
 
 
