@@ -47,8 +47,11 @@ train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
+# Files of tests side by side: most tests wait for something most of the time. A worker starts up to eight processes.
+WORKERS ?= 2
+
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
