@@ -144,18 +144,22 @@ class _Nobody:
     group_name: str = "nobody"
 
 
+def fake_mesh(tp: int) -> Mesh:
+    """The first of `tp` processes of which the others are not there: for fake tensors."""
+    axis = Axis(0, tp, _Nobody() if tp > 1 else None)  # type: ignore[arg-type]
+    return Mesh(torch.device("cpu"), tp=axis)
+
+
 def measure(config: Config) -> Measured:
     """One process's share of a training step, run on fake tensors: any model, without its memory and without processes.
 
     Takes one micro-batch, the last one: if the step has several, the gradients of the others are there already. The buckets
     in which gradients are summed over processes are not among it: they replace the gradients.
     """
-    size = config.parallel.tp
-    axis = Axis(0, size, _Nobody() if size > 1 else None)  # type: ignore[arg-type]
     train = config.train
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
     with FakeTensorMode():
-        mesh = Mesh(torch.device("cpu"), tp=axis)
+        mesh = fake_mesh(config.parallel.tp)
         decoder = build_decoder(config, mesh)
         for parameter in decoder.parameters() if accumulated > 1 else ():
             parameter.grad = torch.zeros_like(parameter)

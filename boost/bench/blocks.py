@@ -1,0 +1,255 @@
+"""One block of a decoder under one layout, by itself: what experiments with single blocks have in common.
+
+Embedding, head, loss and optimizer are not there. Of `lax` it is the first block, which no latents cross into.
+Legend: T tokens of the micro-batch and D width of the residual stream, as this process holds them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from boost.bench.document import Section
+from boost.bench.results import Facts, as_markdown, save_section
+from boost.config import Config
+from boost.config.load import change_family, from_tree
+from boost.config.stages import Stage
+from boost.config.traffic import Collective
+from boost.errors import ConfigError
+from boost.models.attention import make_context
+from boost.models.decoder import Block
+from boost.models.group import Group
+from boost.models.init import initialize
+from boost.models.interface import Latents, Layout, Runner
+from boost.parallel.counting import CollectiveCounter
+from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
+from boost.plan.collectives import micro_batch_collectives, residual_cut
+from boost.plan.published import Way
+from boost.train.model import build_decoder
+
+FIRST_BLOCK = Stage(1, 3, 0, 1)
+"""As if it stood in the midst of a pipeline: a block that neither embeds nor predicts."""
+
+PRODUCTS = ("mm", "bmm")
+"""Names of torch's matrix products. A block has no other: its linears have no bias."""
+
+DEFAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cpu": (
+        "cola-350m",
+        ("--train.seq_len=256", "--train.param_dtype=float32", "--train.compute_dtype=float32"),
+    ),
+    "cuda": (
+        "boost-7b",
+        ("--train.seq_len=4096", "--train.param_dtype=bfloat16", "--train.compute_dtype=bfloat16"),
+    ),
+}
+"""By kind of device: the preset whose block is taken unless one is named, and what is changed of it. On GPUs it is the paper's."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A layout with its switches."""
+
+    name: str
+    parallel: dict[str, Any]
+    dense: bool = False
+    """Of the full-rank model of the same width."""
+    way: Way | None = None
+    """What the paper calls it."""
+
+
+MEGATRON = Contender("megatron", {"layout": "megatron"}, dense=True, way="full-rank")
+MEGATRON_SP = Contender("megatron-sp", {"layout": "megatron-sp"}, dense=True)
+VANILLA = Contender("vanilla", {"layout": "vanilla"}, way="vanilla")
+PUBLISHED = Contender("vanilla, published", {"layout": "vanilla", "vanilla": "published"})
+BTP = Contender("btp", {"layout": "btp"}, way="BOOST")
+BTP_SP = Contender("btp-sp", {"layout": "btp-sp"})
+
+
+def block_config(config: Config, contender: Contender, tp: int, batch: int, **parallel: Any) -> Config:
+    """The model of `config` under a layout, `tp` processes and micro-batches of `batch` sequences, nothing recomputed.
+
+    `parallel`: further fields of that section. Raises ConfigError where the cut is not legal, and for a dense model.
+    """
+    if not config.model.low_rank:
+        raise ConfigError("model.family = 'dense' has no bottleneck to compare; take cola, svd or lax")
+    tree = config.model_dump()
+    if contender.dense:
+        change_family(tree["model"], "dense")
+    tree["parallel"] = {**contender.parallel, **parallel, "tp": tp}
+    tree["train"] |= {"micro_batch": batch, "global_batch": batch, "recompute": "none", "recompute_every": 1}
+    return from_tree(tree)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How a matrix lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def filled(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One of random numbers, that lies so."""
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return torch.randn(extent, dtype=dtype, device=device).as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product, as it was issued."""
+
+    name: str
+    """One of PRODUCTS."""
+    a: Operand
+    b: Operand
+    phase: str
+    """forward | backward"""
+    half: str
+    """attention | MLP"""
+    place: str
+    """Group of linears, forward: qkv | o | gate_up | down; '' backward."""
+
+    @property
+    def flops(self) -> int:
+        """Two for each multiply-add."""
+        return 2 * self.a.shape[-1] * self.b.shape[-1] * torch.Size(self.a.shape[:-1]).numel()
+
+
+class ProductRecorder(TorchDispatchMode):
+    """Records every matrix product while it is active, as the dispatcher sees it. Set `phase`, `half` and `place` to label them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.half, self.place = "forward", "attention", ""
+        self.products: list[Product] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        assert not name.startswith(("addmm", "baddbmm", "addbmm")), f"a block has no {name}"
+        if name in PRODUCTS:
+            a, b = (Operand(tuple(x.shape), tuple(x.stride())) for x in args[:2])
+            place = self.place if self.phase == "forward" else ""
+            self.products.append(Product(name, a, b, self.phase, self.half, place))
+        return func(*args, **(kwargs or {}))
+
+
+class _Labelling:
+    """A layout that tells a recorder which group it is at, and whether gradients have come back to the block's first half."""
+
+    def __init__(self, layout: Layout, recorder: ProductRecorder) -> None:
+        self._layout, self._recorder = layout, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layout, name)
+
+    def enter(
+        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
+    ) -> tuple[Sequence[Tensor], Latents]:
+        self._recorder.place = group.shape.name
+        self._recorder.half = "attention" if group.shape.name == "qkv" else "MLP"
+        if group.shape.name == "gate_up":
+            x.register_hook(self._back_at_attention)
+        return self._layout.enter(x, gamma, group, carried, local)
+
+    def close(self, a: Tensor, group: Group) -> Tensor:
+        self._recorder.place = group.shape.name
+        return self._layout.close(a, group)
+
+    def _back_at_attention(self, _: Tensor) -> None:
+        self._recorder.half = "attention"
+
+
+class BlockRun:
+    """The first block of a decoder on one process. Weights, input and the gradient that comes back are, put together over the
+    processes, the same for every layout, so that all compute one function."""
+
+    def __init__(self, config: Config, mesh: Mesh, weights: bool = True) -> None:
+        """`weights` False: left as they are made, for fake tensors."""
+        decoder = build_decoder(config, mesh, FIRST_BLOCK)
+        if weights:
+            initialize(decoder, config.train.seed)
+        self.config, self.layout = config, decoder.layout
+        self.block = cast(Block, decoder.blocks[0])
+        self.weights = list(self.block.parameters())
+        train, model = config.train, config.model
+        shape, dtype = (train.micro_batch * train.seq_len, model.dim), getattr(torch, train.compute_dtype)
+        generator = torch.Generator().manual_seed(train.seed)
+        whole = [torch.randn(shape, generator=generator if weights else None) for _ in range(2)]
+        x_TD, self.dy_TD = (self._own(each).to(mesh.device, dtype) for each in whole)
+        self.x_TD = x_TD.requires_grad_()
+        positions = torch.arange(train.seq_len, device=mesh.device)
+        self.context = make_context(train.micro_batch, positions, model.head_dim, model.rope_theta, dtype)
+
+    def forward(self) -> list[Tensor]:
+        """[y], as training does it: with what the backward pass needs."""
+        y_TD, _ = self.block(self.layout, self.x_TD, (), self.context)
+        return [y_TD]
+
+    def both(self) -> list[Tensor]:
+        """[y, dx, gradients of the weights]: forward and backward pass."""
+        return self._both(self.layout, ())
+
+    def collectives(self) -> list[Collective]:
+        """Those of a forward and a backward pass, counted at the dispatcher."""
+        counter = CollectiveCounter()
+        with counter:
+            self._both(self.layout, (counter,))
+        return counter.collectives
+
+    def products(self) -> list[Product]:
+        """Matrix products of a forward and a backward pass, recorded at the dispatcher."""
+        recorder = ProductRecorder()
+        with recorder:
+            self._both(cast(Layout, _Labelling(self.layout, recorder)), (recorder,))
+        return recorder.products
+
+    def _both(self, layout: Layout, observers: Sequence[CollectiveCounter | ProductRecorder]) -> list[Tensor]:
+        y_TD, _ = self.block(layout, self.x_TD, (), self.context)
+        for observer in observers:
+            observer.phase = "backward"
+        return [y_TD, *torch.autograd.grad(y_TD, [self.x_TD, *self.weights], self.dy_TD)]
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This process's part of a residual stream of all tokens and all channels, a copy."""
+        cut = residual_cut(self.config.model, self.config.parallel)
+        if cut == "whole":
+            return whole
+        dim = 0 if cut == "tokens" else 1
+        size = whole.shape[dim] // self.layout.size
+        return whole.narrow(dim, self.layout.rank * size, size).contiguous()
+
+
+def table_of(config: Config) -> list[Collective]:
+    """What the collective table says of the first block, forward and backward, of one micro-batch."""
+    train = config.train
+    tokens = train.micro_batch * train.seq_len
+    found = micro_batch_collectives(
+        config.model, config.parallel, tokens, train.compute_dtype, recompute=["none"] * config.model.layers,
+        stage=FIRST_BLOCK,
+    )  # fmt: skip
+    return [each for each in found if each.layer is not None]
+
+
+def device_kind(wanted: str, processes: int) -> str:
+    """'cuda' if `run.device` allows it and each process that will run here has a GPU, else 'cpu'."""
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    return "cuda" if wanted == "cuda" or gpus >= max(processes, world_size() if world_size() > 1 else 1) else "cpu"
+
+
+def experiment_process(
+    measure: Callable[..., Facts], arguments: tuple[Any, ...], section: Callable[[Facts], Section], config: Config, out: Path
+) -> int:
+    """One process of an experiment: `measure(config, mesh, *arguments)`. The main one writes `out`.json, .md and its figures."""
+    mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
+    facts = measure(config, mesh, *arguments)
+    if mesh.is_main:
+        shown = section(facts)
+        save_section(out, facts, shown)
+        print(as_markdown(facts, shown))
+    mesh.barrier()
+    close_mesh()
+    return 0

@@ -1,0 +1,136 @@
+"""How experiments with single blocks show their numbers: cells of tables, bars with their spread, the paper's beside ours."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from boost.bench.contest import Ratio, ratio, spread
+from boost.bench.document import Table
+from boost.bench.results import Facts
+from boost.plan.hardware import load_hardware
+from boost.plan.published import Compared, Comparison
+
+PROFILE = "a100-80g"
+"""Hardware of the paper."""
+
+MODELLED = f"modelled, {PROFILE}:"
+"""Heading of what the performance model says of the paper's own size and hardware."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: a height and what it lies between."""
+
+    value: float
+    low: float
+    high: float
+
+
+def comparison() -> Comparison:
+    """The performance model beside the paper, on the paper's hardware."""
+    return Comparison(load_hardware(PROFILE))
+
+
+def as_facts(compared: Iterable[Compared]) -> list[Facts]:
+    """Published numbers and the model's, for a result."""
+    keys = ("table", "what", "published", "predicted", "unit")
+    return [{key: getattr(each, key) for key in keys} for each in compared]
+
+
+def compared_table(caption: str, rows: Iterable[Facts]) -> Table:
+    """The paper's numbers beside what the performance model says of the same runs."""
+    cells = [
+        (f"{row['what']}", row["unit"], f"{row['published']:g}", f"{row['predicted']:.4g}") for row in rows
+    ]
+    return Table(caption, ("what", "unit", "paper:", MODELLED), tuple(cells))
+
+
+def shape_words(facts: Facts) -> str:
+    """The block and how it was run, in words."""
+    model, train = facts["config"]["model"], facts["config"]["train"]
+    return (
+        f"A block of {model['family']}, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {model['heads']} heads; "
+        f"sequences of {train['seq_len']} tokens, {train['compute_dtype']}"
+    )
+
+
+def turns_words(facts: Facts) -> str:
+    """How often it was timed, in words."""
+    return (
+        f"measured: medians of {facts['rounds']} interleaved rounds, in brackets quartiles of times and 95 % bootstrap "
+        "intervals of ratios"
+    )
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Median (quartiles)."""
+    found = spread(seconds)
+    return _with_spread(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+
+
+def times(over: Sequence[float], under: Sequence[float]) -> str:
+    """How many times one takes of the other, with its interval."""
+    found = ratio(over, under)
+    return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"
+
+
+def percent(found: Ratio) -> str:
+    """A share, with its interval."""
+    return f"{100 * found.value:.0f} ({100 * found.low:.0f} to {100 * found.high:.0f})"
+
+
+def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
+    """Of the same rounds."""
+    return [a - b for a, b in zip(more, less, strict=True)]
+
+
+def ms_bar(seconds: Sequence[float]) -> Bar:
+    """Milliseconds: median and quartiles."""
+    found = spread(seconds)
+    return Bar(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+
+
+def middle(seconds: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(seconds)
+
+
+def _with_spread(value: float, low: float, high: float) -> str:
+    digits = 1 if max(abs(value), abs(high)) >= 10 else 2 if max(abs(value), abs(high)) >= 1 else 3
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Bar]]], unit: str) -> None:
+    """Panels side by side, by title; in each, by name of a series, bars by name of their group. Whiskers: `Bar`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    colours = pyplot.get_cmap("tab10")
+    for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
+        groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
+        width = 0.8 / len(series)
+        for number, (name, bars) in enumerate(series.items()):
+            places = [groups.index(group) + (number - (len(series) - 1) / 2) * width for group in bars]
+            values = [bar.value for bar in bars.values()]
+            # An interval of a skewed sample may leave out its median; a whisker has no negative length.
+            below = [max(bar.value - bar.low, 0.0) for bar in bars.values()]
+            above = [max(bar.high - bar.value, 0.0) for bar in bars.values()]
+            axis.bar(
+                places, values, width, yerr=[below, above], capsize=2, error_kw={"linewidth": 0.8}, label=name,
+                color=colours(names.index(name)),
+            )  # fmt: skip
+        axis.set_xticks(range(len(groups)), groups)
+        axis.set(title=title, ylabel=unit)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.2, axis="y")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours(i), label=name) for i, name in enumerate(names)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,46 @@
+"""`boost bench gemms`: matrix products of one process's share of a block."""
+
+import argparse
+from typing import Any
+
+from boost.cli.bench_common import needs_matplotlib, require_least, require_rounds
+from boost.cli.block_common import block_parser, chosen_config
+from boost.errors import ConfigError
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = block_parser(
+        experiments,
+        "gemms",
+        "time and FLOP utilisation of a block's matrix products, by layout and TP",
+        "Records the matrix products of one process's share of a block and does them again, all layouts in one interleaved run.\n"
+        "No other process takes part: TP may be larger than the machine.",
+        rounds=9,
+        tp=False,
+    )
+    parser.add_argument("--tps", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P", help="TP (default 1 2 4 8)")
+    parser.add_argument(
+        "--batch", type=int, metavar="B", help="sequences of the micro-batch (default 8 on a CPU, 4 on a GPU)"
+    )
+    return parser  # type: ignore[no-any-return]
+
+
+def run(args: argparse.Namespace) -> int:
+    require_rounds(args)
+    require_least("--tps", args.tps)
+    if len(set(args.tps)) < len(args.tps):
+        raise ConfigError(f"--tps = {' '.join(map(str, args.tps))} names one twice; name each once")
+    if args.batch is not None:
+        require_least("--batch", [args.batch])
+    needs_matplotlib()
+
+    from boost.bench import gemms
+    from boost.bench.blocks import block_config, experiment_process
+
+    config, kind = chosen_config(args, 1)
+    batch = args.batch or gemms.SEQUENCES[kind]
+    for tp in args.tps:  # mistakes are answered before anything is measured
+        for _, contender in gemms.at(tp):
+            block_config(config, contender, tp, batch)
+    arguments = (args.tps, batch, gemms.SQUARES[kind], args.rounds)
+    return experiment_process(gemms.measure, arguments, gemms.section, config, args.out)
