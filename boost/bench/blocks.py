@@ -241,7 +241,11 @@ def device_kind(wanted: str, processes: int) -> str:
 
 
 def experiment_process(
-    measure: Callable[..., Facts], arguments: tuple[Any, ...], section: Callable[[Facts], Section], config: Config, out: Path
+    measure: Callable[..., Facts],
+    arguments: tuple[Any, ...],
+    section: Callable[[Facts], Section],
+    config: Config,
+    out: Path,
 ) -> int:
     """One process of an experiment: `measure(config, mesh, *arguments)`. The main one writes `out`.json, .md and its figures."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)

@@ -40,9 +40,7 @@ def as_facts(compared: Iterable[Compared]) -> list[Facts]:
 
 def compared_table(caption: str, rows: Iterable[Facts]) -> Table:
     """The paper's numbers beside what the performance model says of the same runs."""
-    cells = [
-        (f"{row['what']}", row["unit"], f"{row['published']:g}", f"{row['predicted']:.4g}") for row in rows
-    ]
+    cells = [(f"{row['what']}", row["unit"], f"{row['published']:g}", f"{row['predicted']:.4g}") for row in rows]
     return Table(caption, ("what", "unit", "paper:", MODELLED), tuple(cells))
 
 

@@ -190,8 +190,8 @@ def section(facts: Facts) -> Section:
     parts += [_factors_table(facts), *_against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's times and utilisations, 7B, TP 4, forward, beside what the performance model says of the same; nothing here "
-            "is measured. The paper's MLP columns are those of four linears of d_ff, and the model has three: both are shown.",
+            "The paper's times and utilisations, 7B, TP 4, forward, beside what the performance model says of the same; nothing "
+            "here is measured. The paper's MLP columns are those of four linears of d_ff, and the model has three: both are shown.",
             facts["modelled"],
         )
     )
@@ -240,8 +240,8 @@ def _factors_table(facts: Facts) -> Table:
              percent(utilisation(facts, row)))
         )  # fmt: skip
     caption = (
-        "The linear `o` of attention, factor by factor, forward (measured). A cut along the rank (vanilla) leaves slivers r/p thin; a "
-        "cut along the width leaves r whole. FLOPs of a process are the same."
+        "The linear `o` of attention, factor by factor, forward (measured). A cut along the rank (vanilla) leaves slivers r/p "
+        "thin; a cut along the width leaves r whole. FLOPs of a process are the same."
     )
     return Table(caption, ("TP:", "layout", "factor", "product", "ms:", "utilisation %:"), tuple(cells))
 
@@ -256,7 +256,13 @@ def _against_paper(facts: Facts) -> Iterator[Table]:
             theirs, ours = (_find(facts, name, PAPER_TP, half) for name in (contender.name, "btp"))
             assert theirs is not None and ours is not None and contender.way is not None
             paper = GEMM_MS[contender.way][place] / GEMM_MS["BOOST"][place]
-            cells.append((f"time, {contender.name} / btp, {half}", times(*(seconds[r["name"]] for r in (theirs, ours))), f"{paper:.2f}x"))
+            cells.append(
+                (
+                    f"time, {contender.name} / btp, {half}",
+                    times(*(seconds[r["name"]] for r in (theirs, ours))),
+                    f"{paper:.2f}x",
+                )
+            )
     for place, half in enumerate(("attention", "MLP")):
         for contender in (VANILLA, BTP):
             row = _find(facts, contender.name, PAPER_TP, half)

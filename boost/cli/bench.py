@@ -4,7 +4,7 @@ import argparse
 import importlib
 from typing import Any
 
-EXPERIMENTS = ("curves", "recompute", "fit", "families", "gemms")
+EXPERIMENTS = ("curves", "recompute", "fit", "families", "gemms", "traffic", "grouping", "norms")
 """In the order of the help. Each is a file, bench_NAME.py, with `add_parser` and `run`."""
 
 

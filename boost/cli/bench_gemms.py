@@ -4,8 +4,7 @@ import argparse
 from typing import Any
 
 from boost.cli.bench_common import needs_matplotlib, require_least, require_rounds
-from boost.cli.block_common import block_parser, chosen_config
-from boost.errors import ConfigError
+from boost.cli.block_common import block_parser, chosen_config, require_distinct
 
 
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
@@ -22,14 +21,12 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch", type=int, metavar="B", help="sequences of the micro-batch (default 8 on a CPU, 4 on a GPU)"
     )
-    return parser  # type: ignore[no-any-return]
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     require_rounds(args)
-    require_least("--tps", args.tps)
-    if len(set(args.tps)) < len(args.tps):
-        raise ConfigError(f"--tps = {' '.join(map(str, args.tps))} names one twice; name each once")
+    require_distinct("--tps", args.tps)
     if args.batch is not None:
         require_least("--batch", [args.batch])
     needs_matplotlib()

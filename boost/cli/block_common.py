@@ -1,14 +1,18 @@
 """What experiments with a single block have in common on the command line."""
 
 import argparse
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
-from boost.cli.bench_common import add_rounds, experiment_parser
+from boost.cli.bench_common import add_rounds, experiment_parser, needs_matplotlib, require_least, require_rounds
 from boost.config import Config, load
 from boost.errors import ConfigError
 
 
-def block_parser(experiments: Any, name: str, summary: str, description: str, rounds: int, tp: bool = True) -> Any:
+def block_parser(
+    experiments: Any, name: str, summary: str, description: str, rounds: int, tp: bool = True
+) -> argparse.ArgumentParser:
     """A parser of an experiment with a block: CONFIG may be left out, which takes one by the kind of device."""
     parser = experiment_parser(experiments, name, summary, description, tp=tp, config="")
     for action in parser._actions:
@@ -42,7 +46,29 @@ def chosen_config(args: argparse.Namespace, tp: int) -> tuple[Config, str]:
     return config, kind
 
 
-def require_two(tp: int) -> None:
-    """Raises ConfigError for one process, which sends nothing."""
-    if tp < 2:
-        raise ConfigError(f"--tp = {tp} sends nothing; the smallest legal value is 2")
+def run_contenders(args: argparse.Namespace, module: str) -> int:
+    """Runs `boost.bench.{module}`, which has CONTENDERS, `measure(config, mesh, batches, rounds)` and `section`, over --tp
+    processes. Raises ConfigError before any of them is started."""
+    if args.tp < 2:
+        raise ConfigError(f"--tp = {args.tp} sends nothing; the smallest legal value is 2")
+    require_rounds(args)
+    require_distinct("--batches", args.batches)
+    needs_matplotlib()
+
+    from boost.bench.blocks import block_config, experiment_process
+    from boost.train.launch import launch, under_torchrun
+
+    experiment = importlib.import_module(f"boost.bench.{module}")
+    config, _ = chosen_config(args, args.tp)
+    for contender in experiment.CONTENDERS:
+        for batch in args.batches:
+            block_config(config, contender, args.tp, batch)
+    work = (experiment.measure, (args.batches, args.rounds), experiment.section, config, args.out)
+    return experiment_process(*work) if under_torchrun() else launch(experiment_process, work, args.tp, log_dir=None)
+
+
+def require_distinct(field: str, values: Sequence[int]) -> None:
+    """Raises ConfigError for a number that is not positive or stands there twice."""
+    require_least(field, values)
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{field} = {' '.join(map(str, values))} names one twice; name each once")

@@ -1,0 +1,23 @@
+"""`boost bench grouping`: linears of one input together or each by itself."""
+
+import argparse
+from typing import Any
+
+from boost.cli.block_common import add_batches, block_parser, run_contenders
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = block_parser(
+        experiments,
+        "grouping",
+        "a block with linears grouped and not, by layout and batch",
+        "Times one block forward, and forward and backward, with its linears of one input grouped and each by itself, all in one\n"
+        "interleaved run, and counts its products and collectives.",
+        rounds=25,
+    )
+    add_batches(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_contenders(args, "grouping")

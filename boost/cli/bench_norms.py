@@ -1,0 +1,23 @@
+"""`boost bench norms`: RMSNorm across shards, sync against online."""
+
+import argparse
+from typing import Any
+
+from boost.cli.block_common import add_batches, block_parser, run_contenders
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = block_parser(
+        experiments,
+        "norms",
+        "RMSNorm over a sharded width: sync against online, by batch, and how exact either is",
+        "Times one block under btp with either norm, and the norms' own part of it, all in one interleaved run; then compares the\n"
+        "gradients of either in bfloat16 with those of one process in float32.",
+        rounds=25,
+    )
+    add_batches(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_contenders(args, "norms")

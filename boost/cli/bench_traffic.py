@@ -1,0 +1,22 @@
+"""`boost bench traffic`: what one block sends, and how long that takes."""
+
+import argparse
+from typing import Any
+
+from boost.cli.block_common import add_batches, block_parser, run_contenders
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = block_parser(
+        experiments,
+        "traffic",
+        "bytes and time of a block's collectives, by layout and batch",
+        "Counts the collectives of a block while it runs, then times them by themselves, all layouts in one interleaved run.",
+        rounds=15,
+    )
+    add_batches(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_contenders(args, "traffic")
