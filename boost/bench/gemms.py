@@ -141,7 +141,8 @@ def _listed(products: Sequence[Product]) -> list[Facts]:
 
 
 def _square(side: int) -> Product:
-    return Product("mm", *[Operand((side, side), (side, 1))] * 2, phase="forward", half="", place="")
+    square = Operand((side, side), (side, 1))
+    return Product("mm", square, square, phase="forward", half="", place="")
 
 
 @contextlib.contextmanager

@@ -75,7 +75,8 @@ def section(facts: Facts) -> Section:
     lead = (
         f"{shape_words(facts)}, TP {facts['tp']}. One block by itself, the same function with linears of one input grouped (q, k, "
         f"v; gate, up: one product with A, one collective) and each by itself. Times are {turns_words(facts)}; products and "
-        "collectives are counted at the dispatcher. Bytes do not change."
+        "collectives are counted at the dispatcher. Bytes are the same, but for the backward pass of vanilla, which ungrouped sums "
+        "the gradient of its input once a linear."
     )
     parts: list[str | Table | Figure] = [lead, *(_table(facts, words) for words in PASSES), _against_paper(facts)]
     parts.append(
@@ -111,12 +112,13 @@ def _table(facts: Facts, words: str) -> Table:
         for batch in _batches(facts):
             cell = [layout, str(batch)]
             for row in _pair(facts, layout, batch, words):
-                cell += [str(row["products"]), str(row["collectives"]), milliseconds(seconds[row["name"]])]
+                sent = f"{row['sent_bytes'] / 2**20:.2f}"
+                cell += [str(row["products"]), str(row["collectives"]), sent, milliseconds(seconds[row["name"]])]
             cells.append((*cell, _gain(facts, layout, batch, words)))
     headings = ["layout", "batch:"]
     for form in ("ungrouped", "grouped"):
-        headings += [f"{form} products:", "collectives:", "ms:"]
-    caption = f"{words.capitalize()} of one block (counts counted, times measured)."
+        headings += [f"{form} products:", "collectives:", "MB sent:", "ms:"]
+    caption = f"{words.capitalize()} of one block (products, collectives and bytes counted, MB = 2^20; times measured)."
     return Table(caption, (*headings, "ungrouped / grouped:"), tuple(cells))
 
 

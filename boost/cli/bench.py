@@ -11,7 +11,7 @@ EXPERIMENTS = ("curves", "recompute", "fit", "families", "gemms", "traffic", "gr
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="run an experiment: loss curves, recomputation, what fits into memory, families side by side",
+        help="run an experiment: loss curves, recomputation, what fits into memory, families side by side, parts of a block",
         description="Runs an experiment and writes its numbers, with a table or a picture, under benchmarks/results.",
         epilog="examples:\n"
         "  boost bench curves                                     the demo's model, 2 processes\n"
@@ -19,6 +19,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
         "  boost bench fit boost-7b --tp 4 --memory-gb 80\n"
         "  boost bench families --sweep 1e-3 3e-3 1e-2            dense, svd, cola, lax, loro; three seeds each\n"
+        "  boost bench gemms --tps 1 4                            a block's products by layout; traffic, grouping, norms likewise\n"
         "  boost bench families llama-60m --contenders dense cola lax-tensor --seeds 0 1 --jobs 1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

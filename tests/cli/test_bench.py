@@ -21,6 +21,15 @@ BAD = [
     (["families", "--sweep-steps", "-5"], ["--sweep-steps = -5", "smallest legal value is 1"]),
     (["families", "--seeds", "7", "--sweep-seed", "7"], ["--sweep-seed = 7", "--seeds", "take another"]),
     (["families", "--sweep", "1e-3", "0"], ["--sweep = 0.001 0", "above 0"]),
+    (["gemms", "--rounds", "3"], ["--rounds = 3", "smallest legal value is 7"]),
+    (["gemms", "--tps", "4", "4"], ["--tps = 4 4", "name each once"]),
+    (["gemms", "--tps", "2", "3", "--run.device", "cpu"], ["parallel.tp = 3", "nearest legal value"]),
+    (["gemms", "llama-350m"], ["model.family = 'dense'", "take cola"]),
+    (["traffic", "--tp", "1"], ["--tp = 1", "smallest legal value is 2"]),
+    (["grouping", "--batches", "0"], ["--batches = 0", "smallest legal value is 1"]),
+    (["grouping", "--batches", "4", "4"], ["--batches = 4 4", "name each once"]),
+    (["norms", "--rounds", "1"], ["--rounds = 1", "smallest legal value is 7"]),
+    (["norms", "--tp", "3", "--run.device", "cpu"], ["parallel.tp = 3", "nearest legal value"]),
     (["families", "--contenders", "cola", "--data.store", "/nowhere"], ["/nowhere", "no token store"]),
 ]  # fmt: skip
 
@@ -41,7 +50,9 @@ def test_an_experiment_must_be_named(words: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("experiment", ["curves", "recompute", "fit", "families"])
+@pytest.mark.parametrize(
+    "experiment", ["curves", "recompute", "fit", "families", "gemms", "traffic", "grouping", "norms"]
+)
 def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["bench", experiment, "--help"])
