@@ -112,9 +112,10 @@ def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Bar]]],
     colours = pyplot.get_cmap("tab10")
     for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
         groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
-        width = 0.8 / len(series)
-        for number, (name, bars) in enumerate(series.items()):
-            places = [groups.index(group) + (number - (len(series) - 1) / 2) * width for group in bars]
+        held = {group: [name for name, bars in series.items() if group in bars] for group in groups}
+        width = 0.8 / max(len(names_here) for names_here in held.values())
+        for name, bars in series.items():
+            places = [groups.index(g) + (held[g].index(name) - (len(held[g]) - 1) / 2) * width for g in bars]
             values = [bar.value for bar in bars.values()]
             # An interval of a skewed sample may leave out its median; a whisker has no negative length.
             below = [max(bar.value - bar.low, 0.0) for bar in bars.values()]
