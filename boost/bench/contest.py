@@ -58,7 +58,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median over the rounds of the quotient of two contenders, with its bootstrap interval."""
+    """How many times one contender is another, with its bootstrap interval."""
 
     value: float
     low: float
@@ -128,17 +128,39 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """How many times the first takes of the second, both timed in the same rounds.
+    """How many times the first takes of the second, both timed in the same rounds."""
+    return bootstrap(lambda ours, theirs: np.median(ours / theirs, axis=-1), over, under)
 
-    Rounds are drawn again with replacement; the interval holds CONFIDENCE of the medians (Efron's percentile bootstrap, 1979).
-    The draws are the same each time, so that a report made again says the same.
+
+def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
+    """How many times the first takes of the second, which were timed in rounds of different runs: a quotient of medians.
+
+    Each run's rounds are drawn by themselves. The interval knows how much rounds of one run differ, not how runs do.
     """
-    if len(over) != len(under):
-        raise ValueError(f"{len(over)} rounds over {len(under)}: these were not timed in the same rounds")
-    quotients = np.asarray(over, dtype=float) / np.asarray(under, dtype=float)
-    drawn = np.random.default_rng(0).integers(0, len(quotients), (RESAMPLES, len(quotients)))
-    low, high = np.quantile(np.median(quotients[drawn], axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Ratio(float(np.median(quotients)), float(low), float(high))
+    return bootstrap(
+        lambda ours, theirs: np.median(ours, axis=-1) / np.median(theirs, axis=-1), over, under, paired=False
+    )
+
+
+def bootstrap(statistic: Callable[..., np.ndarray], *samples: Sequence[float], paired: bool = True) -> Ratio:
+    """A statistic of some contenders' seconds with its interval.
+
+    `statistic` takes an array [..., rounds] of each and returns one number for each [...]. Rounds are drawn again with
+    replacement, `paired`: the same for all contenders; the interval holds CONFIDENCE of what the statistic makes of the draws
+    (Efron's percentile bootstrap, 1979). The draws are the same each time, so that a report made again says the same.
+    Raises ValueError if contenders that are paired have different rounds.
+    """
+    counts = [len(sample) for sample in samples]
+    if paired and len(set(counts)) > 1:
+        raise ValueError(f"{' over '.join(map(str, counts))} rounds: these were not timed in the same rounds")
+    values, rng = [np.asarray(sample, dtype=float) for sample in samples], np.random.default_rng(0)
+    drawn = [rng.integers(0, count, (RESAMPLES, count)) for count in (counts[:1] if paired else counts)]
+    found = statistic(
+        *(value[rounds] for value, rounds in zip(values, drawn * len(counts) if paired else drawn, strict=True))
+    )
+    # Without interpolation: a statistic may be infinite in some of the draws.
+    low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="inverted_cdf")
+    return Ratio(float(statistic(*values)), float(low), float(high))
 
 
 def _repeats(once: float, least_s: float, mesh: Mesh) -> int:

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench.results import facts_of, save
+from boost.bench import drawing
+from boost.bench.document import Figure, Goal, Section, Table
+from boost.bench.results import Facts, facts_of, save_section
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
+from boost.train.evaluate import Evaluation, evaluate
 from boost.train.loop import Trainer
 from boost.train.model import initialize_model
 from boost.train.rundir import RunDirectory
@@ -52,21 +55,35 @@ def contenders(family: Family) -> Sequence[Contender]:
 
 
 def configuration(config: Config, family: Family, dtype: str, parallel: dict[str, Any]) -> Config:
-    """The run of `config` with another family, dtype and cut. Raises ConfigError where that is not legal."""
+    """The run of `config` with another family, dtype and cut. Raises ConfigError where that is not legal.
+
+    bfloat16 is that of products and activations; weights are then float32, as they are trained.
+    """
     tree = config.model_dump()
     change_family(tree["model"], family)
-    tree["train"] |= {"param_dtype": dtype, "compute_dtype": dtype}
+    tree["train"] |= {"param_dtype": "float32" if dtype == "bfloat16" else dtype, "compute_dtype": dtype}
     tree["parallel"] = parallel
     return from_tree(tree)
 
 
-def losses(config: Config, mesh: Mesh) -> list[float]:
-    """The loss of each of config.train.steps steps, from initial weights. The same on every process of the mesh."""
+def at_start(config: Config, mesh: Mesh) -> Trainer:
+    """A run with its initial weights."""
     trainer = Trainer(config, mesh, RunDirectory(config.run.dir))
-    # Not `start`, which would put checkpoints of a run there aside.
-    initialize_model(trainer.model, config.train.seed)
+    initialize_model(trainer.model, config.train.seed)  # not `start`, which would put checkpoints of a run there aside
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    """Trains to the last step: the loss of each. The same on every process of the mesh."""
+    config = trainer.config
     steps = config.train.steps
     return [trainer.step(learning_rate(config.optim, step, steps), stop=False).loss for step in range(steps)]
+
+
+def heldout(trainer: Trainer, tokens: int | None = None) -> Evaluation:
+    """On all held-out text, or on about so many tokens of it."""
+    train, isolate = trainer.config.train, trainer.config.data.isolate_documents
+    return evaluate(trainer.model, trainer.heldout, train.seq_len, train.micro_batch, isolate, trainer.mesh, tokens)
 
 
 def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) -> dict[str, list[float]]:
@@ -74,10 +91,10 @@ def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) 
 
     Every process computes 'single' for itself: none waits for another in a collective meanwhile.
     """
-    result = {"single": losses(configuration(config, family, dtype, {}), Mesh(mesh.device))}
+    result = {"single": losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
     for contender in progress(contenders(family), f"{family}, {dtype}", enabled=mesh.is_main):
         parallel = {**contender.parallel, "tp": tp}
-        result[contender.name] = losses(configuration(config, family, dtype, parallel), mesh)
+        result[contender.name] = losses(at_start(configuration(config, family, dtype, parallel), mesh))
     return result
 
 
@@ -92,7 +109,7 @@ def worst_difference(curves: dict[str, list[float]]) -> dict[str, float]:
 
 
 def curves_process(config: Config, families: Sequence[Family], out: Path) -> int:
-    """One process of the experiment. The main one writes `out`.json and `out`.svg; returns 1 if a limit is broken."""
+    """One process of the experiment. The main one writes `out`.json, .md and the picture; returns 1 if a limit is broken."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     curves = {
         dtype: {family: all_losses(config, family, dtype, mesh, mesh.tp.size) for family in families}
@@ -103,7 +120,7 @@ def curves_process(config: Config, families: Sequence[Family], out: Path) -> int
         worst = {dtype: {f: worst_difference(c) for f, c in by_family.items()} for dtype, by_family in curves.items()}
         broken = any(not w <= LIMITS[dtype] for dtype, by in worst.items() for f in by.values() for w in f.values())
         facts = facts_of("curves", config, limits=LIMITS, worst_relative_difference=worst, losses=curves)
-        save(out, facts, picture=draw)
+        save_section(out, facts, section(facts))
         report(worst)
     mesh.barrier()
     close_mesh()
@@ -119,14 +136,54 @@ def report(worst: Mapping[str, Mapping[Family, Mapping[str, float]]]) -> None:
                 print(f"  {family:6} {name:18} {value:.1e}{'' if value <= LIMITS[dtype] else '  ABOVE THE LIMIT'}")
 
 
-def draw(facts: dict[str, Any], path: Path) -> None:
+def section(facts: Facts) -> Section:
+    """The largest difference of every layout, and the curves."""
+    worst, train, tp = facts["worst_relative_difference"], facts["config"]["train"], facts["config"]["parallel"]["tp"]
+    dtypes = list(worst)
+    rows = []
+    for family, names in next(iter(worst.values())).items():
+        for name in names:
+            values = [worst[dtype][family][name] for dtype in dtypes]
+            held = all(value <= facts["limits"][dtype] for value, dtype in zip(values, dtypes, strict=True))
+            rows.append((family, name, *(f"{value:.1e}" for value in values), "holds" if held else "does not hold"))
+    headings = [f"{dtype}, limit {facts['limits'][dtype]:.0e}:" for dtype in dtypes]
+    return Section(
+        "Loss curves of all layouts",
+        (
+            f"{shape_words(facts['config'])}, TP {tp}: {train['steps']} steps from the same seed, on the same data in the same "
+            "order. A layout is one implementation of one function: what differs is rounding.",
+            Table(
+                "Measured: largest relative difference of the training loss to that of one process, over all steps.",
+                ("family", "layout", *headings, "verdict"),
+                tuple(rows),
+            ),
+            Figure(
+                "curves",
+                "Loss of every layout over the steps, each curve thinner than the one below it, and how far each is from one process.",
+                lambda path: draw(facts, path),
+            ),
+        ),
+    )
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """None: tests hold layouts to their limits on every commit."""
+    return []
+
+
+def shape_words(config: Mapping[str, Any]) -> str:
+    """A configuration's model and batch in words."""
+    model, train = config["model"], config["train"]
+    rank = f", r {model['rank']}" if model.get("rank") else ""
+    return (
+        f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}{rank}, vocabulary {model['vocab_size']}, "
+        f"{train['global_batch']} sequences of {train['seq_len']} tokens a step"
+    )
+
+
+def draw(facts: Facts, path: Path) -> None:
     """The curves over each other, and below them, by dtype, how far each is from that of one process."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot()
     curves, limits = facts["losses"], facts["limits"]
     families = list(next(iter(curves.values())))
     figure, axes = pyplot.subplots(
@@ -152,8 +209,6 @@ def draw(facts: dict[str, Any], path: Path) -> None:
             below.set_title(f"relative difference to one process, {dtype}; limit {limits[dtype]:.0e}", fontsize=9)
         axes[-1][column].set_xlabel("step")
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.2)
+        drawing.tidy(axis)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawing.write(figure, path)

@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from boost.bench.families_report import as_markdown, draw
-from boost.bench.results import Facts, facts_of, save
+from boost.bench.contest import take_turns
+from boost.bench.curves import at_start, heldout
+from boost.bench.families_report import goals, section
+from boost.bench.results import Facts, as_markdown, facts_of, save_section
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
@@ -31,10 +34,22 @@ from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, choose_device
-from boost.train.evaluate import Evaluation, evaluate
+from boost.train.evaluate import Evaluation
 from boost.train.loop import Trainer
-from boost.train.model import initialize_model
-from boost.train.rundir import RunDirectory, git_state, storage_errors
+from boost.train.rundir import git_state, storage_errors
+
+__all__ = [
+    "CONTENDERS",
+    "USUAL",
+    "Contender",
+    "Plan",
+    "Task",
+    "Trained",
+    "compare",
+    "configuration",
+    "goals",
+    "section",
+]
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,7 @@ def train(task: Task) -> Trained:
     trainer = _trainer(config)
     steps, every = config.train.steps, config.train.eval_every
     losses: list[float] = []
-    heldout: list[tuple[int, float]] = []
+    on_the_way: list[tuple[int, float]] = []
     last: Evaluation | None = None
     try:
         for step in range(steps):
@@ -152,13 +167,13 @@ def train(task: Task) -> Trained:
             if math.isfinite(agreement.loss):
                 losses.append(round(agreement.loss, 5))
             if every and (step + 1) % every == 0 and step + 1 < steps:
-                heldout.append((step + 1, round(_heldout(trainer, config.train.eval_tokens or None).loss, 5)))
-        last = _heldout(trainer, None)
+                on_the_way.append((step + 1, round(heldout(trainer, config.train.eval_tokens or None).loss, 5)))
+        last = heldout(trainer)
     except TrainingError:
         pass  # it said that several steps in a row were not finite: no held-out loss says the same
     sound = last is not None and math.isfinite(last.loss)
     return Trained(
-        task.contender, task.seed, task.lr, losses, heldout,
+        task.contender, task.seed, task.lr, losses, on_the_way,
         last.loss if last and sound else None, last.bits_per_byte if last and sound else None,
         round(time.perf_counter() - begun, 1), git_state(),
     )  # fmt: skip
@@ -191,8 +206,8 @@ def compare(config: Config, plan: Plan, out: Path) -> int:
         alone = {task.contender: task.config for task in tasks}
         facts["timing"] = {"rounds": plan.rounds, "seconds": time_steps(alone, plan.rounds)}
     facts["complete"] = True
-    save(out, facts, as_markdown, draw)
-    print(as_markdown(facts))
+    save_section(out, facts, section(facts))
+    print(as_markdown(facts, section(facts)))
     return 0
 
 
@@ -205,29 +220,32 @@ def best_rate(sweep: Iterable[Facts], contender: str) -> float:
 
 
 def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of optimizer steps, contenders in turns, each round begun by another: {"usual": [...], "exact": [...]} of each.
+    """Seconds of optimizer steps, contenders in turns: {"usual": [...], "exact": [...]} of each, in order of rounds.
 
     Exact steps of LORO are few and long, and are told apart; there are at least `rounds` // 8 of them.
     """
     usual = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the runs; and where others work too, threads that wait for each other time those
-    trainers, seconds = {}, {name: {"usual": list[float](), "exact": list[float]()} for name in configs}
-    for name, config in configs.items():
-        trainers[name] = _trainer(_with_frequent_exact_steps(config, rounds))
-        for _ in range(2):  # the first steps allocate
-            trainers[name].step(config.optim.lr / 100, stop=False)
-    for number in range(rounds):
-        for name in _rotated(tuple(configs), number):
-            trainer = trainers[name]
-            every = trainer.config.optim.exact_every
-            kind = "exact" if every and (trainer.position.step + 1) % every == 0 else "usual"
-            _wait(trainer)
-            begun = time.perf_counter()
-            trainer.step(trainer.config.optim.lr / 100, stop=False)
-            _wait(trainer)
-            seconds[name][kind].append(time.perf_counter() - begun)
+    trainers = {name: _trainer(_with_frequent_exact_steps(config, rounds)) for name, config in configs.items()}
+    kinds: dict[str, list[str]] = {name: [] for name in configs}
+    calls = {name: functools.partial(_step, trainer, kinds[name]) for name, trainer in trainers.items()}
+    turns = take_turns(calls, next(iter(trainers.values())).mesh, rounds)
     torch.set_num_threads(usual)
-    return seconds
+    return {
+        name: {
+            kind: [s for s, of in zip(seconds, kinds[name][-rounds:], strict=True) if of == kind]
+            for kind in ("usual", "exact")
+        }
+        for name, seconds in turns.seconds.items()
+    }
+
+
+def _step(trainer: Trainer, kinds: list[str]) -> list[Tensor]:
+    """One optimizer step, whose kind is noted: its loss and a weight."""
+    every = trainer.config.optim.exact_every
+    kinds.append("exact" if every and (trainer.position.step + 1) % every == 0 else "usual")
+    agreement = trainer.step(trainer.config.optim.lr / 100, stop=False)
+    return [torch.tensor(agreement.loss), trainer.storages[0].tensor]
 
 
 def _with_frequent_exact_steps(config: Config, rounds: int) -> Config:
@@ -241,19 +259,7 @@ def _with_frequent_exact_steps(config: Config, rounds: int) -> Config:
 
 
 def _trainer(config: Config) -> Trainer:
-    trainer = Trainer(config, Mesh(choose_device(config.run.device)), RunDirectory(config.run.dir))
-    initialize_model(trainer.model, config.train.seed)  # not `start`, which would put checkpoints of a run there aside
-    return trainer
-
-
-def _heldout(trainer: Trainer, tokens: int | None) -> Evaluation:
-    train, isolate = trainer.config.train, trainer.config.data.isolate_documents
-    return evaluate(trainer.model, trainer.heldout, train.seq_len, train.micro_batch, isolate, trainer.mesh, tokens)
-
-
-def _wait(trainer: Trainer) -> None:
-    if trainer.mesh.device.type == "cuda":
-        torch.cuda.synchronize()
+    return at_start(config, Mesh(choose_device(config.run.device)))
 
 
 def _rotated(names: Sequence[str], by: int) -> list[str]:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from boost.bench.results import Facts, markdown
+from boost.bench import drawing
+from boost.bench.document import Figure, Goal, Section, Table
+from boost.bench.results import Facts
 
 
 def rows(facts: Facts) -> list[Facts]:
@@ -47,12 +49,12 @@ def step_seconds(seconds: dict[str, list[float]], exact_every: int) -> tuple[flo
     return middle + added, low + added, high + added
 
 
-def as_markdown(facts: Facts) -> str:
-    """The table."""
+def section(facts: Facts) -> Section:
+    """The table and the picture."""
     config, settings, timing = facts["config"], facts["settings"], facts["timing"]
     train, model = config["train"], config["model"]
-    table = rows(facts)
-    first = table[0]
+    found = rows(facts)
+    first = found[0]
     sweep, seed, steps = settings["sweep"]
     chosen = "lr: optim.lr for all. "
     if sweep:
@@ -64,31 +66,47 @@ def as_markdown(facts: Facts) -> str:
         chosen += f"LORO: an exact step in {every}, behind which its rate dips. "
     commits = sorted({(row["git"] or {}).get("commit") or "unknown" for row in facts["runs"]})
     tokens = train["global_batch"] * train["seq_len"]
-    caption = (
+    words = (
         f"Width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}; "
         f"{train['steps']} steps of {tokens} tokens ({train['steps'] * tokens / 1e6:.2f}M), seeds "
         f"{', '.join(str(s) for s in facts['seeds'])}; all contenders of a seed see the same tokens in the same order, on the same "
-        f"schedule. {chosen}Loss in nats a token on all held-out text, ± the standard deviation over seeds. Against "
-        f"{first['contender']}: the difference in loss, paired by seed. ms: median step with its quartiles, {timing['rounds']} "
-        f"interleaved rounds on one thread. Commit {', '.join(commit[:10] for commit in commits)}."
+        f"schedule. {chosen}Commits of the runs: {', '.join(commit[:10] for commit in commits)}."
     )
-    headings = ["model", "linear", "parameters, M:", "FLOPs a token, M:", "lr:", "held-out loss:", "perplexity:"]
-    headings += [f"against {first['contender']}:", "ms a step:"]
-    return markdown(facts, "Families side by side", caption, headings, [_cells(row, first) for row in table])
+    caption = (
+        "Measured. Loss in nats a token on all held-out text, ± the standard deviation over seeds. Against "
+        f"{first['contender']}: the difference in loss, paired by seed. ms: median step with its quartiles, {timing['rounds']} "
+        "interleaved rounds on one thread. Parameters and FLOPs are computed."
+    )
+    headings = ("model", "linear", "parameters, M:", "FLOPs a token, M:", "lr:", "held-out loss:", "perplexity:")
+    headings += (f"against {first['contender']}:", "ms a step:")
+    below = "Loss over the steps, with a band over seeds; final perplexity over parameters, FLOPs and time."
+    return Section(
+        "Families side by side",
+        (
+            words,
+            Table(caption, headings, tuple(_cells(row, first) for row in found)),
+            Figure("families", below, lambda path: draw(facts, path)),
+        ),
+    )
 
 
-def _cells(row: Facts, first: Facts) -> list[str]:
+def goals(facts: Facts) -> list[Goal]:
+    """None of the performance table."""
+    return []
+
+
+def _cells(row: Facts, first: Facts) -> tuple[str, ...]:
     def share(key: str) -> str:
         return f"{row[key] / 1e6:.2f} ({row[key] / first[key]:.0%})"
 
     middle, low, high = (1e3 * s for s in row["step_s"])
     diverged = f"diverged, {row['diverged']} of {row['seeds']}"
-    return [
+    return (
         row["contender"], row["linear"], share("parameters"), share("flops_per_token"),
         f"{row['lr']:g}{' *' if row['at_edge'] else ''}",
         _plus_minus(row["loss"], ".4f") or diverged, _plus_minus(row["perplexity"], ".2f") or diverged,
         _plus_minus(row["paired"], "+.4f"), f"{middle:.0f} ({low:.0f} - {high:.0f})",
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def _plus_minus(numbers: Sequence[float | None] | None, form: str) -> str:
@@ -123,12 +141,7 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
 
 def draw(facts: Facts, path: Path) -> None:
     """Loss over steps with a band over seeds; final perplexity over parameters, FLOPs and time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
     colours = pyplot.get_cmap("tab10")
     table = rows(facts)
@@ -149,12 +162,10 @@ def draw(facts: Facts, path: Path) -> None:
             )  # fmt: skip
         axis.set(xlabel=label, ylabel="held-out perplexity", xlim=(0, None))
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.2)
+        drawing.tidy(axis)
         axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawing.write(figure, path)
 
 
 def _draw_curves(axis: Any, facts: Facts, colours: Any) -> None:

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from boost.bench.document import Goal, Section, Table
 from boost.bench.memory import measure
 from boost.bench.recompute import policies, variants
-from boost.bench.results import facts_of, markdown, save
+from boost.bench.results import Facts, as_markdown, facts_of, save_section
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import RecomputeName
@@ -116,31 +117,36 @@ def fit(config: Config, memory_gb: float, out: Path) -> int:
         for name, variant, policy in progress(work, "layouts and policies")
     ]
     facts = facts_of("fit", config, memory_gb=memory_gb, rows=[asdict(row) for row in rows])
-    save(out, facts, as_markdown)
-    print(as_markdown(facts))
+    save_section(out, facts, section(facts))
+    print(as_markdown(facts, section(facts)))
     return 0
 
 
-def as_markdown(facts: dict[str, Any]) -> str:
-    """The table for people, with its command."""
+def section(facts: Facts) -> Section:
+    """The table."""
     config = facts["config"]
     model, train = config["model"], config["train"]
-    caption = (
+    words = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, TP {config['parallel']['tp']}, "
         f"{train['param_dtype']} weights, {train['compute_dtype']} activations, AdamW; {facts['memory_gb']:g} GB (10^9 bytes) "
-        "a process. Peak of a whole step with gradients accumulated, measured on tensors without memory: the allocator's "
-        "rounding, the runtime and communication buffers come on top."
+        "a process. Peak of a whole step with gradients accumulated: the allocator's rounding, the runtime and communication "
+        "buffers come on top."
     )
-    headings = ["layout", "policy", "weights, gradients, optimizer GB:", f"largest batch of {train['seq_len']} tokens:"]
-    headings += ["its peak GB:", "longest sequence, batch 1:", "its peak GB:"]
+    headings = ("layout", "policy", "weights, gradients, optimizer GB:", f"largest batch of {train['seq_len']} tokens:")
+    headings += ("its peak GB:", "longest sequence, batch 1:", "its peak GB:")
 
-    def cells(row: dict[str, Any]) -> list[str]:
+    def cells(row: Facts) -> tuple[str, ...]:
         peaks = [f"{row[key] / 1e9:.1f}" for key in ("static_bytes", "batch_peak_bytes", "seq_len_peak_bytes")]
-        return [row["layout"], row["policy"], peaks[0], str(row["batch"]), peaks[1], f"{row['seq_len']:,}", peaks[2]]
+        return row["layout"], row["policy"], peaks[0], str(row["batch"]), peaks[1], f"{row['seq_len']:,}", peaks[2]
 
-    return markdown(
-        facts, "What fits, by layout and recomputation policy", caption, headings, map(cells, facts["rows"])
-    )
+    caption = "Measured on tensors that have shapes and no memory, so for any machine: what fits into one process."
+    rows = tuple(map(cells, facts["rows"]))
+    return Section("What fits, by layout and recomputation policy", (words, Table(caption, headings, rows)))
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """None of the performance table."""
+    return []
 
 
 def _sized(config: Config, policy: RecomputeName, batch: int, seq_len: int) -> Config:

@@ -1,10 +1,20 @@
 """What an experiment leaves behind: its numbers as JSON with everything that they depend on, tables, pictures.
 
 A result is of one run on one machine. Numbers of two machines are shown beside each other, never divided.
+
+What was timed stands in the numbers, wherever an experiment likes, with the seconds of every round, in order:
+
+    {"name": "btp-sp", "micro_batch": 4, "seconds": [0.31, 0.30, ...], "median_s": 0.305, "counted_bytes": 4096}
+    {"batch": 4, "seconds": {"btp": [0.31, ...], "btp-sp": [0.30, ...]}}
+
+That is a row: `seconds` is a list of numbers, or lists by name. What it is called and of what size it is say the words, truth
+values and whole numbers beside `seconds` and in the objects around it. Other numbers are what was found: those with a fraction,
+and whole ones under a key that ends in a unit (`boost.bench.compare.COUNTED`). `boost bench compare` finds all rows, and pairs
+those of two results that are called the same and are of the same size.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +34,12 @@ def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
     return {"experiment": experiment, "environment": environment(config), "config": config.model_dump(), **numbers}
 
 
-def save(
-    out: Path,
-    facts: Facts,
-    table: Callable[[Facts], str] | None = None,
-    picture: Callable[[Facts, Path], None] | None = None,
-) -> None:
-    """Writes `out`.json, and .md and .svg where there is something to make them. Raises StorageError."""
+def save_section(out: Path, facts: Facts, section: Section) -> None:
+    """Writes `out`.json, its section as `out`.md, and its figures beside them as NAME.svg. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_suffix(".json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        if table is not None:
-            out.with_suffix(".md").write_text(table(facts), encoding="utf-8")
-        if picture is not None:
-            picture(facts, out.with_suffix(".svg"))
-
-
-def save_section(out: Path, facts: Facts, section: Section) -> None:
-    """Writes `out`.json, its section as `out`.md, and its figures beside them as NAME.svg. Raises StorageError."""
-    save(out, facts, lambda facts: as_markdown(facts, section))
-    with storage_errors(out.parent):
+        out.with_suffix(".md").write_text(as_markdown(facts, section), encoding="utf-8")
         for figure in figures(section):
             figure.draw(out.parent / f"{figure.name}.svg")
 
@@ -73,6 +69,15 @@ def require_one_machine(results: Sequence[Facts]) -> None:
                     f"results of different machines cannot be compared: {key} = {first.get(key)!r} in one, "
                     f"{other['environment'].get(key)!r} in another; measure both on one machine, in one run"
                 )
+
+
+def differences(first: Facts, other: Facts) -> list[str]:
+    """'torch 2.12.0, then 2.13.0' of each part of two environments, beside machine and commit, that seconds depend on."""
+    return [
+        f"{key} {first.get(key)}, then {other.get(key)}"
+        for key in ("boost", "python", "torch", "cuda", "numpy", "threads", "world_size")
+        if first.get(key) != other.get(key)
+    ]
 
 
 def machine(environment: Facts) -> str:
@@ -114,11 +119,6 @@ def as_markdown(facts: Facts, section: Section) -> str:
             case _:
                 parts.append(part)
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
-
-
-def markdown(facts: Facts, title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for people with its command. A heading that ends in a colon is of numbers."""
-    return f"# {title}\n\n`{command_of(facts)}`\n\n{caption}\n\n{table(headings, rows)}"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench.results import Facts, save
+from boost.bench.results import Facts, save_section
 from boost.config import load
 from boost.config.load import from_tree
 from boost.errors import ConfigError
@@ -77,9 +77,9 @@ def validate(out: Path, hardware: Path | None = None, measure: bool = False, wri
     }
     facts["verdicts"] = [asdict(verdict) | {"holds": verdict.holds} for verdict in verdicts(facts)]
     if measure or write:
-        from boost.bench.validate_report import as_markdown, draw
+        from boost.bench.validate_report import section
 
-        save(out, facts, as_markdown, draw)
+        save_section(out, facts, section(facts))
     return facts
 
 

@@ -1,25 +1,80 @@
 """The validation of the performance model as a report: tables with their verdicts, and a picture."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from boost.bench.results import Facts, table
-from boost.bench.validate import CALIBRATE, GPU, MACHINE, TIME_LIMIT, TITLES, measured_verdicts, off
+from boost.bench import drawing
+from boost.bench.document import Figure, Goal, Section, Table
+from boost.bench.results import Facts, machine, origin
+from boost.bench.validate import CALIBRATE, GPU, MACHINE, PEAK_LIMIT, TIME_LIMIT, TITLES, measured_verdicts, off
 from boost.plan import published
 from boost.plan.inspection import human_bytes
 from boost.plan.published import STEPS, WAYS
 
 
-def as_markdown(facts: Facts) -> str:
-    """The whole report."""
-    command = " ".join(facts["environment"]["command"])
-    parts = ["# The performance model, validated", f"`{command}`", _verdict_table(facts["verdicts"])]
-    parts += ["## 1. The paper's measurements", *published_section(facts["published"])]
-    for number, name in ((2, MACHINE), (3, GPU)):
-        parts += [f"## {number}. {TITLES[name]}", *_measured(name, facts[name])]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+def section(facts: Facts) -> Section:
+    """The verdicts, the picture, then every number: the paper's, and what was measured on CPUs and on a GPU."""
+    caption = "Predicted over measured; the band is 15 % to both sides."
+    parts: list[str | Table | Figure] = [
+        _verdict_table("All verdicts, each by its worst prediction.", facts["verdicts"])
+    ]
+    parts += [Figure("validation", caption, lambda path: draw(facts, path)), *published_parts(facts["published"])]
+    for name in (MACHINE, GPU):
+        parts += [f"{TITLES[name]}.", *_measured(name, facts[name])]
+    return Section("The performance model, validated", tuple(parts))
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Time, bytes and memory wherever steps were measured; the paper's ratios."""
+    sections = {name: facts[name] for name in (MACHINE, GPU) if facts[name]}
+    where = "; ".join(
+        f"{len(each['rows'])} configurations on {machine(each['environment'])}" for each in sections.values()
+    )
+    rows = [row for each in sections.values() for row in each["rows"]]
+    verdicts = [verdict for name, each in sections.items() for verdict in measured_verdicts(name, each["rows"])]
+    result = []
+    kinds: tuple[tuple[str, str, Literal["measured", "counted"]], ...] = (
+        ("time", "time", "measured"), ("bytes", "bytes sent", "counted"), ("memory", "memory", "counted"),
+    )  # fmt: skip
+    for what, key, kind in kinds:
+        errors = {row["name"]: off(row)[key] for row in rows}
+        judged = [verdict for verdict in verdicts if verdict.what == key]
+        limit = judged[0].limit if judged else 0.0
+        met = all(verdict.holds for verdict in judged) if judged else None
+        figure = {"time": f"within {TIME_LIMIT:.0%}", "memory": f"within {PEAK_LIMIT:.0%}", "bytes": "exact"}[what]
+        result.append(_goal(what, figure, where, errors, limit, met, kind))
+    judged_ratios = [
+        each for each in facts["published"]["compared"] if each["unit"] == "x" and each["limit"] is not None
+    ]
+    errors = {each["what"]: each["off"] for each in judged_ratios}
+    figure, paper = (
+        f"every ratio within {published.RATIO_LIMIT:.0%}",
+        "the paper's five sizes, and its 7B by architecture",
+    )
+    met = all(each["holds"] for each in judged_ratios)
+    result.append(_goal("published ratios", figure, paper, errors, published.RATIO_LIMIT, met, "modelled"))
+    return result
+
+
+def _goal(
+    what: str,
+    figure: str,
+    where: str,
+    errors: Mapping[str, float],
+    limit: float,
+    met: bool | None,
+    kind: Literal["measured", "counted", "modelled"],
+) -> Goal:
+    """Of some predictions: how many are within their limit, and the worst. `errors`: relative, by name."""
+    if not errors:
+        return Goal(f"performance model: {what}", figure, "", "", None, kind, "Nothing was measured yet.")
+    beyond = {name: error for name, error in errors.items() if abs(error) > limit}
+    said = f"{len(errors) - len(beyond)} of {len(errors)}; worst {_percent(max(errors.values(), key=abs))}"
+    remark = f"Beyond it: {', '.join(f'{name} {_percent(error)}' for name, error in beyond.items())}." if beyond else ""
+    return Goal(f"performance model: {what}", figure, where, said, met, kind, remark)
 
 
 def verdict_words(verdict: dict[str, Any]) -> tuple[str, ...]:
@@ -33,20 +88,23 @@ def verdict_words(verdict: dict[str, Any]) -> tuple[str, ...]:
 VERDICT_HEADINGS = ("section", "what", "predictions:", "worst:", "limit:", "verdict")
 
 
-def _verdict_table(verdicts: Iterable[dict[str, Any]]) -> str:
-    return table(VERDICT_HEADINGS, map(verdict_words, verdicts))
+def _verdict_table(caption: str, verdicts: Iterable[dict[str, Any]]) -> Table:
+    return Table(caption, VERDICT_HEADINGS, tuple(map(verdict_words, verdicts)))
 
 
-def published_section(facts: Facts) -> list[str]:
+def published_parts(facts: Facts) -> list[str | Table]:
     """Of the paper: how its runs are described, then every table."""
     _, _, described = inspect.cleandoc(published.__doc__ or "").partition("\n\n")
-    parts = [described, f"Hardware: {facts['hardware']['title']}."]
+    # A paragraph each: the points of its list too.
+    paragraphs = [" ".join(text.split()) for text in re.split(r"\n\n|^- ", described, flags=re.MULTILINE)]
+    parts: list[str | Table] = ["The paper's measurements.", *(text for text in paragraphs if text)]
+    parts.append(f"Hardware: {facts['hardware']['title']}.")
     compared = facts["compared"]
-    parts += ["### A training step", _step_table(compared), "### By micro-batch", _sensitivity(facts["micro_batches"])]
+    parts += [_step_table(compared), _sensitivity(facts["micro_batches"])]
     names = dict.fromkeys(each["table"] for each in compared)
     for name in [name for name in names if name not in ("step", "speed-up of BOOST")]:
-        rows = [each for each in compared if each["table"] == name]
-        parts += [f"### {name[0].upper()}{name[1:]}", NOTES[name], table(_HEADINGS, map(_cells, rows))]
+        rows = tuple(_cells(each) for each in compared if each["table"] == name)
+        parts.append(Table(f"{name[0].upper()}{name[1:]}, modelled. {NOTES[name]}", _HEADINGS, rows))
     return parts
 
 
@@ -66,7 +124,7 @@ NOTES = {
 }
 """What stands above a table."""
 
-_HEADINGS = ("what", "published:", "predicted:", "off:", "limit:")
+_HEADINGS = ("what", "paper:", "predicted:", "off:", "limit:")
 
 
 def _cells(each: dict[str, Any]) -> tuple[str, ...]:
@@ -75,7 +133,7 @@ def _cells(each: dict[str, Any]) -> tuple[str, ...]:
     return each["what"], *numbers, _percent(each["off"]), limit
 
 
-def _step_table(compared: Sequence[dict[str, Any]]) -> str:
+def _step_table(compared: Sequence[dict[str, Any]]) -> Table:
     by_name = {each["what"]: each for each in compared if each["table"] in ("step", "speed-up of BOOST")}
     columns = [*WAYS, "against full-rank", "against vanilla"]
     headings = ["size", "TP, PP"]
@@ -86,11 +144,12 @@ def _step_table(compared: Sequence[dict[str, Any]]) -> str:
         for name in columns:
             each = by_name[f"{row.size} {name}"]
             cells.append(f"{each['published']:.2f} / {each['predicted']:.2f} ({_percent(each['off'])})")
-        rows.append([row.size, f"{row.tp}, {row.pp}", *cells])
-    return table(headings, rows)
+        rows.append((row.size, f"{row.tp}, {row.pp}", *cells))
+    caption = "A training step, modelled: seconds, and what BOOST gains."
+    return Table(caption, tuple(headings), tuple(rows))
 
 
-def _sensitivity(facts: Sequence[Facts]) -> str:
+def _sensitivity(facts: Sequence[Facts]) -> Table:
     """What other micro-batches would change: the ratios beyond their limit, and the steps of each size."""
     rows = []
     for each in facts:
@@ -100,14 +159,14 @@ def _sensitivity(facts: Sequence[Facts]) -> str:
             of_size = [step["off"] for step in each["steps"] if step["what"].split()[0] == row.size]
             errors.append(f"{_percent(min(of_size))} to {_percent(max(of_size))}")
         worst = max((abs(ratio["off"]) for ratio in each["ratios"]), default=0.0)
-        rows.append([str(each["micro_batch"]), f"{worst:.1%}", ", ".join(beyond) or "none", *errors])
-    headings = ["sequences a micro-batch", "worst ratio:", f"ratios beyond {published.RATIO_LIMIT:.0%}"]
+        rows.append((str(each["micro_batch"]), f"{worst:.1%}", ", ".join(beyond) or "none", *errors))
+    headings = ("sequences a micro-batch", "worst ratio:", f"ratios beyond {published.RATIO_LIMIT:.0%}")
     words = (
-        "The paper does not say its micro-batches. Nine of the ten ratios are within their limit whatever they are; seconds of "
+        "By micro-batch, modelled. The paper does not say its micro-batches. Nine of the ten ratios are within their limit whatever they are; seconds of "
         "pipelines depend on them. With one sequence, as everywhere else in this report, pipelines come out faster than measured: "
         "the seconds of 13B would fit micro-batches of four, those of 30B of two."
     )
-    return words + "\n\n" + table([*headings, *(f"{row.size} seconds off:" for row in STEPS)], rows)
+    return Table(words, (*headings, *(f"{row.size} seconds off:" for row in STEPS)), tuple(rows))
 
 
 _PROBED = (
@@ -119,43 +178,39 @@ _PROBED = (
 """How steps on shared cores are compared with a profile."""
 
 
-def _measured(name: str, section: Facts | None) -> list[str]:
+def _measured(name: str, section: Facts | None) -> list[str | Table]:
     if section is None:
         where = "a machine with one" if name == GPU else "the machine"
         what = "No GPU was at hand." if name == GPU else "Nothing was measured yet."
         return [f"{what} On {where}: `{CALIBRATE.format(name='gpu' if name == GPU else 'local')}`"]
     environment = section["environment"]
-    commit = ((environment["git"] or {}).get("commit") or "unknown")[:10]
-    on = ", ".join(environment["gpus"]) if name == GPU else f"{environment['cpu']}, {environment['cores']} cores"
-    caption = (
-        f"`{' '.join(environment['command'])}`, commit {commit}, on {on}, torch {environment['torch']}. "
-        f"Profile: {section['hardware']['title']}."
-    )
+    caption = f"`{' '.join(environment['command'])}`; {origin(environment)}. Profile: {section['hardware']['title']}."
     if section["hardware"]["speeds"]["probe_us"]:
         caption += " " + _PROBED
-    return [caption, *measured_section(section["rows"], name)]
+    return [caption, *measured_parts(section["rows"], name)]
 
 
-def measured_section(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[str]:
+def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[Table]:
     """Of measured steps (`boost.bench.steps.Step` as dictionaries): the verdicts, and every configuration."""
     judged = [verdict.__dict__ | {"holds": verdict.holds} for verdict in measured_verdicts(name, rows)]
-    headings = ["configuration", "processes:", "seconds by the clock:", "at the profile's speed (quartiles):"]
-    headings += ["predicted:", "off:"]
-    headings += ["peak memory, measured:", "predicted:", "off:", "bytes sent, counted:", "predicted:"]
+    headings = ("configuration", "processes:", "seconds by the clock:", "at the profile's speed (quartiles):")
+    headings += ("predicted:", "off:")
+    headings += ("peak memory, measured:", "predicted:", "off:", "bytes sent, counted:", "predicted:")
     body = []
     for row in rows:
         errors, (low, high) = off(row), row["quartiles_s"]
         body.append(
-            [
+            (
                 row["name"], str(row["processes"]),
                 _number(row["raw_s"]), f"{_number(row['measured_s'])} ({_number(low)} - {_number(high)})",
                 _number(row["predicted_s"]),
                 _percent(errors["time"]),
                 human_bytes(row["measured_peak"]), human_bytes(row["predicted_peak"]), _percent(errors["memory"]),
                 f"{row['counted_sent']:,}", "equal" if errors["bytes sent"] == 0 else f"{row['predicted_sent']:,}",
-            ]
+            )
         )  # fmt: skip
-    return [_verdict_table(judged), table(headings, body)]
+    caption = "Every configuration: seconds measured, memory and bytes counted, each beside its prediction."
+    return [_verdict_table("Verdicts, of these steps.", judged), Table(caption, headings, tuple(body))]
 
 
 def _percent(share: float) -> str:
@@ -170,12 +225,6 @@ def _number(value: float) -> str:
 
 def draw(facts: Facts, path: Path) -> None:
     """Predicted over measured: ratios and seconds of the paper, then measured steps; 15 % to both sides shaded."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-    from matplotlib import pyplot
-
     compared = facts["published"]["compared"]
     ratios, steps = ([each for each in compared if key(each)] for key in (_is_ratio, _is_step))
     panels = [
@@ -187,12 +236,11 @@ def draw(facts: Facts, path: Path) -> None:
     for name in (MACHINE, GPU):
         if facts[name]:
             panels.append((f"{TITLES[name]}, seconds", "measured", _by_processes(facts[name]["rows"]), "log"))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.4), squeeze=False)
+    figure, axes = drawing.pyplot().subplots(1, len(panels), figsize=(4.6 * len(panels), 4.4), squeeze=False)
     for axis, (title, measured, groups, scale) in zip(axes[0], panels, strict=True):
         _draw_panel(axis, title, measured, groups, scale)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawing.write(figure, path)
 
 
 _Groups = dict[str, list[tuple[float, float]]]

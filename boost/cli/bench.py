@@ -4,23 +4,22 @@ import argparse
 import importlib
 from typing import Any
 
-EXPERIMENTS = ("curves", "recompute", "fit", "families", "gemms", "traffic", "grouping", "norms")
+EXPERIMENTS = ("gemms", "traffic", "grouping", "norms", "recompute", "fit", "curves", "families", "compare")
 """In the order of the help. Each is a file, bench_NAME.py, with `add_parser` and `run`."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="run an experiment: loss curves, recomputation, what fits into memory, families side by side, parts of a block",
-        description="Runs an experiment and writes its numbers, with a table or a picture, under benchmarks/results.",
+        help="the paper's evaluation, rerun here: experiments, each by itself, and one page of all results",
+        description="Runs an experiment and writes its numbers, with a table and pictures, under benchmarks/results.",
         epilog="examples:\n"
-        "  boost bench curves                                     the demo's model, 2 processes\n"
-        "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
+        "  boost bench gemms --tps 1 4                            a block's products by layout; traffic, grouping, norms likewise\n"
         "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
         "  boost bench fit boost-7b --tp 4 --memory-gb 80\n"
+        "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
         "  boost bench families --sweep 1e-3 3e-3 1e-2            dense, svd, cola, lax, loro; three seeds each\n"
-        "  boost bench gemms --tps 1 4                            a block's products by layout; traffic, grouping, norms likewise\n"
-        "  boost bench families llama-60m --contenders dense cola lax-tensor --seeds 0 1 --jobs 1",
+        "  boost bench compare old/recompute.json benchmarks/results/recompute.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     experiments = parser.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")

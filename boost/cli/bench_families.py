@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from boost.cli.bench_common import experiment_parser, needs_matplotlib, require_least
+from boost.cli.bench_common import add_rounds, experiment_parser, needs_matplotlib, require_least, require_rounds
 from boost.config import load
 from boost.errors import ConfigError
 
@@ -39,19 +39,19 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "--sweep-steps", type=int, metavar="N", help="steps of a run of the sweep (default train.steps)"
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one a core, on a GPU one)")
-    parser.add_argument("--rounds", type=int, default=41, metavar="N", help="of the timing (default 41)")
+    add_rounds(parser, 41)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     config = load(args.config, [*args.overrides, "--parallel.tp", "1", "--parallel.dp", "1", "--parallel.pp", "1"])
     needs_matplotlib()
+    require_rounds(args)
     for field, values, least in (
         ("--seeds", args.seeds, 0),
         ("--sweep-seed", [args.sweep_seed], 0),
         ("--sweep-steps", [config.train.steps if args.sweep_steps is None else args.sweep_steps], 1),
         ("--jobs", [1 if args.jobs is None else args.jobs], 1),
-        ("--rounds", [args.rounds], 4),
     ):
         require_least(field, values, least)
         if len(set(values)) < len(values):

@@ -3,7 +3,14 @@
 import argparse
 from typing import Any
 
-from boost.cli.bench_common import experiment_parser, needs_matplotlib, require_least, tp_config
+from boost.cli.bench_common import (
+    add_rounds,
+    experiment_parser,
+    needs_matplotlib,
+    require_least,
+    require_rounds,
+    tp_config,
+)
 
 
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
@@ -17,7 +24,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[4, 8], metavar="B", help="micro-batches (default 4 8)"
     )
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="interleaved rounds (default 15)")
+    add_rounds(parser, 15)
     return parser
 
 
@@ -28,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from boost.bench.recompute import recompute_process, variants
     from boost.train.launch import launch, under_torchrun
 
-    for field, values in (("--rounds", [args.rounds]), ("--batches", args.batches)):
-        require_least(field, values)
+    require_rounds(args)
+    require_least("--batches", args.batches)
     list(variants(config, args.batches))  # mistakes are answered before a process is started
     work = (config, args.batches, args.rounds, args.out)
     return recompute_process(*work) if under_torchrun() else launch(recompute_process, work, args.tp, log_dir=None)

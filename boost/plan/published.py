@@ -93,6 +93,9 @@ GEMM_MS: dict[Way, tuple[float, float]] = {
 UTILISATION: dict[Way, tuple[float, float]] = {"vanilla": (0.61, 0.62), "BOOST": (0.72, 0.75)}
 """7B, TP 4, batch 4: (attention, MLP), of the hardware's FLOP/s."""
 
+SAVED_PER_ADDED = {4: (193.5, 113.7), 8: (177.0, 113.6)}
+"""MB of activations saved per ms added by checkpointing, by batch: (BOOST's low-rank checkpointing, vanilla)."""
+
 MLP_LINEARS = 4 / 3
 """The published MLP times and utilisations are those of four linears of d_ff 11008, in all three columns; the model has three. Why
 is not known: the tables show both."""
