@@ -159,7 +159,7 @@ def section(facts: Facts) -> Section:
             ),
             Figure(
                 "curves",
-                "Loss of every layout over the steps, each curve thinner than the one below it, and how far each is from one process.",
+                "Loss of every layout, each curve thinner than the one below it, and how far each is from one process.",
                 lambda path: draw(facts, path),
             ),
         ),

@@ -77,7 +77,15 @@ def section(facts: Facts) -> Section:
         f"{first['contender']}: the difference in loss, paired by seed. ms: median step with its quartiles, {timing['rounds']} "
         "interleaved rounds on one thread. Parameters and FLOPs are computed."
     )
-    headings = ("model", "linear", "parameters, M:", "FLOPs a token, M:", "lr:", "held-out loss:", "perplexity:")
+    headings: tuple[str, ...] = (
+        "model",
+        "linear",
+        "parameters, M:",
+        "FLOPs a token, M:",
+        "lr:",
+        "held-out loss:",
+        "perplexity:",
+    )
     headings += (f"against {first['contender']}:", "ms a step:")
     below = "Loss over the steps, with a band over seeds; final perplexity over parameters, FLOPs and time."
     return Section(

@@ -132,7 +132,12 @@ def section(facts: Facts) -> Section:
         "a process. Peak of a whole step with gradients accumulated: the allocator's rounding, the runtime and communication "
         "buffers come on top."
     )
-    headings = ("layout", "policy", "weights, gradients, optimizer GB:", f"largest batch of {train['seq_len']} tokens:")
+    headings: tuple[str, ...] = (
+        "layout",
+        "policy",
+        "weights, gradients, optimizer GB:",
+        f"largest batch of {train['seq_len']} tokens:",
+    )
     headings += ("its peak GB:", "longest sequence, batch 1:", "its peak GB:")
 
     def cells(row: Facts) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from boost.bench import drawing
-from boost.bench.contest import Ratio, bootstrap, take_turns
+from boost.bench.contest import Call, Ratio, bootstrap, take_turns
 from boost.bench.curves import contenders
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.memory import measure_step
@@ -111,7 +111,7 @@ def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Tim
     for policy in policies(config):
         _choose(decoder, policy)
         kept[policy] = sum(measure_step(decoder, config, batch, mesh).activations.values())
-    calls = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
+    calls: dict[str, Call] = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
     turns = take_turns(calls, mesh, rounds, words=f"{name}, batch {config.train.micro_batch}")
     return _rows(name, config, kept, {policy: turns.seconds[policy] for policy in kept})
 
@@ -178,8 +178,7 @@ def _rows(
                 added_quartiles_s=(low, high),
                 saved_per_added=saved / middle if middle > 0 else 0.0,
                 against_full_block=_seen(against) if policy != "full-block" else float(middle > 0),
-                against_full_block_interval=against
-                and (against.low, against.high if math.isfinite(against.high) else None),
+                against_full_block_interval=_interval(against),
             )
         )
     return result
@@ -187,6 +186,10 @@ def _rows(
 
 def _seen(ratio: Ratio | None) -> float:
     return ratio.value if ratio and math.isfinite(ratio.value) else 0.0
+
+
+def _interval(ratio: Ratio | None) -> tuple[float, float | None] | None:
+    return None if ratio is None else (ratio.low, ratio.high if math.isfinite(ratio.high) else None)
 
 
 def against_full_block(
@@ -221,7 +224,17 @@ def section(facts: Facts) -> Section:
         "micro-batch, bytes of one process (MB = 10^6), dense beside low-rank of the same d and f. Added time is the difference "
         "to policy `none` in the same round."
     )
-    headings = ("layout", "batch:", "policy", "kept MB:", "predicted:", "step ms:", "added ms:", "saved MB:", "MB/ms:")
+    headings: tuple[str, ...] = (
+        "layout",
+        "batch:",
+        "policy",
+        "kept MB:",
+        "predicted:",
+        "step ms:",
+        "added ms:",
+        "saved MB:",
+        "MB/ms:",
+    )
     parts: list[str | Table | Figure] = [
         words,
         Table(
@@ -310,7 +323,7 @@ def _ratio_words(row: Facts) -> str:
 
 def _cells(row: Facts) -> tuple[str, ...]:
     low, high = (1e3 * q for q in row["added_quartiles_s"])
-    cells = (row["layout"], str(row["batch"]), row["policy"])
+    cells: tuple[str, ...] = (row["layout"], str(row["batch"]), row["policy"])
     cells += (f"{row['kept_bytes'] / 1e6:.1f}", f"{row['predicted_bytes'] / 1e6:.1f}", f"{1e3 * row['step_s']:.0f}")
     if row["policy"] == "none":
         return (*cells, "", "", "", "")

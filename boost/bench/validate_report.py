@@ -37,7 +37,7 @@ def goals(facts: Facts) -> list[Goal]:
     verdicts = [verdict for name, each in sections.items() for verdict in measured_verdicts(name, each["rows"])]
     result = []
     kinds: tuple[tuple[str, str, Literal["measured", "counted"]], ...] = (
-        ("time", "time", "measured"), ("bytes", "bytes sent", "counted"), ("memory", "memory", "counted"),
+        ("time", "time", "measured"), ("bytes", "bytes sent", "counted"), ("memory", "memory", "measured"),
     )  # fmt: skip
     for what, key, kind in kinds:
         errors = {row["name"]: off(row)[key] for row in rows}
@@ -162,9 +162,9 @@ def _sensitivity(facts: Sequence[Facts]) -> Table:
         rows.append((str(each["micro_batch"]), f"{worst:.1%}", ", ".join(beyond) or "none", *errors))
     headings = ("sequences a micro-batch", "worst ratio:", f"ratios beyond {published.RATIO_LIMIT:.0%}")
     words = (
-        "By micro-batch, modelled. The paper does not say its micro-batches. Nine of the ten ratios are within their limit whatever they are; seconds of "
-        "pipelines depend on them. With one sequence, as everywhere else in this report, pipelines come out faster than measured: "
-        "the seconds of 13B would fit micro-batches of four, those of 30B of two."
+        "By micro-batch, modelled. The paper does not say its micro-batches. Nine of the ten ratios are within their limit "
+        "whatever they are; seconds of pipelines depend on them. With one sequence, as everywhere else in this report, pipelines come "
+        "out faster than measured: the seconds of 13B would fit micro-batches of four, those of 30B of two."
     )
     return Table(words, (*headings, *(f"{row.size} seconds off:" for row in STEPS)), tuple(rows))
 
@@ -193,7 +193,12 @@ def _measured(name: str, section: Facts | None) -> list[str | Table]:
 def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[Table]:
     """Of measured steps (`boost.bench.steps.Step` as dictionaries): the verdicts, and every configuration."""
     judged = [verdict.__dict__ | {"holds": verdict.holds} for verdict in measured_verdicts(name, rows)]
-    headings = ("configuration", "processes:", "seconds by the clock:", "at the profile's speed (quartiles):")
+    headings: tuple[str, ...] = (
+        "configuration",
+        "processes:",
+        "seconds by the clock:",
+        "at the profile's speed (quartiles):",
+    )
     headings += ("predicted:", "off:")
     headings += ("peak memory, measured:", "predicted:", "off:", "bytes sent, counted:", "predicted:")
     body = []

@@ -4,7 +4,18 @@ import argparse
 import importlib
 from typing import Any
 
-EXPERIMENTS = ("gemms", "traffic", "grouping", "norms", "recompute", "fit", "curves", "families", "compare")
+EXPERIMENTS = (
+    "gemms",
+    "traffic",
+    "grouping",
+    "norms",
+    "recompute",
+    "fit",
+    "curves",
+    "perplexity",
+    "families",
+    "compare",
+)
 """In the order of the help. Each is a file, bench_NAME.py, with `add_parser` and `run`."""
 
 
@@ -18,6 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
         "  boost bench fit boost-7b --tp 4 --memory-gb 80\n"
         "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
+        "  boost bench perplexity demo --tp 2 --seeds 0 1 2       final perplexity of every layout\n"
         "  boost bench families --sweep 1e-3 3e-3 1e-2            dense, svd, cola, lax, loro; three seeds each\n"
         "  boost bench compare old/recompute.json benchmarks/results/recompute.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,

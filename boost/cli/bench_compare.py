@@ -9,9 +9,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "compare",
         help="two results of one experiment, before and after a change",
-        description="Pairs what both results timed and says what is faster, slower, or not seen to differ, by the ratio of medians\n"
-        "with its bootstrap interval. Results of different machines, experiments or dimensions are refused. The two were\n"
-        "not measured in turns: how fast the machine was at either time is in every ratio.",
+        description="Pairs what both results timed and says what is faster, slower, or not seen to differ, by the ratio of\n"
+        "medians with its bootstrap interval. Results of different machines, experiments or dimensions are refused.\n"
+        "The two were not measured in turns: how fast the machine was at either time is in every ratio.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("old", type=Path, metavar="OLD.json", help="a result from before the change")

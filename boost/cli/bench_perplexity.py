@@ -1,0 +1,60 @@
+"""`boost bench perplexity`: final perplexity of all layouts."""
+
+import argparse
+from typing import Any, get_args
+
+from boost.cli.bench_common import experiment_parser, needs_matplotlib, require_least, tp_config
+from boost.config.schema import Family
+from boost.errors import ConfigError
+
+FAMILIES = get_args(Family)
+DTYPES = ("float32", "bfloat16")
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = experiment_parser(
+        experiments,
+        "perplexity",
+        "loss curves and final held-out perplexity of all layouts, several seeds",
+        "Trains one model under every layout that carries it and on one process, with the same hyper-parameters and order of the\n"
+        "data, several seeds each, and compares held-out perplexity: the layout must matter far less than the seed. Exit code 1 if\n"
+        "it does not.",
+    )
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=FAMILIES,
+        metavar="F",
+        help=f"of {', '.join(FAMILIES)}; default: CONFIG's, and dense",
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default 0 1 2)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of products and activations; weights are float32 (default: float32 on CPUs, bfloat16 on GPUs)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    config = tp_config(args)
+    needs_matplotlib()
+    require_least("--tp", [args.tp], 2)
+    require_least("--seeds", args.seeds, 0)
+    if len(set(args.seeds)) < max(len(args.seeds), 2):
+        words = " ".join(map(str, args.seeds))
+        raise ConfigError(f"--seeds = {words}: a spread takes two different seeds at least, each named once; as 0 1 2")
+
+    from boost.bench.perplexity import perplexity_process, work
+    from boost.data.fit import open_fitting_store
+    from boost.parallel.mesh import choose_device
+    from boost.train.launch import launch, under_torchrun
+
+    families = args.families or sorted({config.model.family, "dense"})
+    dtype = args.dtype or ("bfloat16" if choose_device(config.run.device).type == "cuda" else "float32")
+    for _, of_run in work(config, families, dtype, args.seeds):  # mistakes are answered before a process is started
+        open_fitting_store(of_run)
+    experiment = (config, families, dtype, args.seeds, args.out)
+    return (
+        perplexity_process(*experiment) if under_torchrun() else launch(perplexity_process, experiment, args.tp, None)
+    )
