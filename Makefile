@@ -5,6 +5,7 @@
 #   make test     the tests
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
+#   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; leave it alone)
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
@@ -27,7 +28,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check curves recompute fit families validate clean
+.PHONY: setup train test check curves perplexity recompute fit families validate clean
 
 setup: $(READY)
 
@@ -59,7 +60,7 @@ check: setup
 	$(BIN)/mypy
 
 # A small model: the question is whether the curves are the same, not how low they go.
-CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64 --train.steps 200
+CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64
 
 # GEMMs and not launches are timed, attention has the share that it has at 4,096 tokens on a GPU, and a step is short
 # against the moods of a shared machine. Every layout and policy: about a quarter of an hour.
@@ -68,7 +69,11 @@ RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --
 
 curves: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/boost bench curves demo --tp 2 $(CURVES)
+	$(BIN)/boost bench curves demo --tp 2 $(CURVES) --train.steps 200
+
+perplexity: setup
+	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/boost bench perplexity demo --tp 2 $(CURVES) --train.steps 150
 
 recompute: setup
 	$(BIN)/boost bench recompute demo --tp 2 $(RECOMPUTE)

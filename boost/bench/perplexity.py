@@ -146,8 +146,8 @@ def section(facts: Facts) -> Section:
     train, seeds = facts["config"]["train"], facts["seeds"]
     words = (
         f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}, {facts['dtype']}: {train['steps']} steps with "
-        f"each of the seeds {', '.join(map(str, seeds))}, from the same weights, with the same hyper-parameters, on the same tokens "
-        "in the same order whatever the layout. `single` is one process. The paper has no such table."
+        f"each of the seeds {', '.join(map(str, seeds))}, from the same weights, with the same hyper-parameters, on the same "
+        "tokens in the same order whatever the layout. `single` is one process. The paper has no such table."
     )
     caption = (
         "Measured: training loss of the last step in nats a token and perplexity on all held-out text, mean ± standard deviation "

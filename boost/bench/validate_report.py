@@ -163,8 +163,8 @@ def _sensitivity(facts: Sequence[Facts]) -> Table:
     headings = ("sequences a micro-batch", "worst ratio:", f"ratios beyond {published.RATIO_LIMIT:.0%}")
     words = (
         "By micro-batch, modelled. The paper does not say its micro-batches. Nine of the ten ratios are within their limit "
-        "whatever they are; seconds of pipelines depend on them. With one sequence, as everywhere else in this report, pipelines come "
-        "out faster than measured: the seconds of 13B would fit micro-batches of four, those of 30B of two."
+        "whatever they are; seconds of pipelines depend on them. With one sequence, as everywhere else in this report, pipelines "
+        "come out faster than measured: the seconds of 13B would fit micro-batches of four, those of 30B of two."
     )
     return Table(words, (*headings, *(f"{row.size} seconds off:" for row in STEPS)), tuple(rows))
 

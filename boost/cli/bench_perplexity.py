@@ -16,9 +16,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "perplexity",
         "loss curves and final held-out perplexity of all layouts, several seeds",
-        "Trains one model under every layout that carries it and on one process, with the same hyper-parameters and order of the\n"
-        "data, several seeds each, and compares held-out perplexity: the layout must matter far less than the seed. Exit code 1 if\n"
-        "it does not.",
+        "Trains one model under every layout that carries it and on one process, with the same hyper-parameters and order of\n"
+        "the data, several seeds each, and compares held-out perplexity: the layout must matter far less than the seed. Exit\n"
+        "code 1 if it does not.",
     )
     parser.add_argument(
         "--families",
@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
     from boost.bench.perplexity import perplexity_process, work
     from boost.data.fit import open_fitting_store
-    from boost.parallel.mesh import choose_device
     from boost.train.launch import launch, under_torchrun
 
     families = args.families or sorted({config.model.family, "dense"})
-    dtype = args.dtype or ("bfloat16" if choose_device(config.run.device).type == "cuda" else "float32")
-    for _, of_run in work(config, families, dtype, args.seeds):  # mistakes are answered before a process is started
+    for _, of_run in work(
+        config, families, args.dtype or "float32", args.seeds
+    ):  # mistakes are answered before a process is started
         open_fitting_store(of_run)
-    experiment = (config, families, dtype, args.seeds, args.out)
+    experiment = (config, families, args.dtype, args.seeds, args.out)
     return (
         perplexity_process(*experiment) if under_torchrun() else launch(perplexity_process, experiment, args.tp, None)
     )

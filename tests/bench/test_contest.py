@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from boost.bench import contest
-from boost.bench.contest import LEAST_ROUNDS, WARM_UP, ratio, refuse_zeros, spread, take_turns
+from boost.bench.contest import LEAST_ROUNDS, WARM_UP, ratio, ratio_of_runs, refuse_zeros, spread, take_turns
 from boost.errors import MeasurementError
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -101,6 +101,15 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
         widths.append(found.high - found.low)
     assert 0.88 <= inside / 200 <= 0.995
     assert 0.02 < np.median(widths) < 0.2
+
+
+def test_a_ratio_of_two_runs_knows_no_pairs() -> None:
+    """Rounds that were slow in both are no help: the interval is as wide as both runs together, whatever their order."""
+    slow = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0]
+    found, shuffled = ratio_of_runs(slow, slow), ratio_of_runs(sorted(slow), slow)
+    assert found.value == shuffled.value == 1
+    assert found.low < 0.5 and found.high > 2
+    assert ratio_of_runs([2.0] * 7, [1.0] * 9) == contest.Ratio(2, 2, 2)
 
 
 def test_spread() -> None:

@@ -10,7 +10,7 @@ from boost.bench import curves
 from boost.config import Config
 from boost.config.schema import Family
 from boost.errors import ConfigError
-from boost.parallel.mesh import Mesh
+from boost.train.loop import Trainer
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -67,8 +67,9 @@ def run_experiment(config: Config, out: Path) -> tuple[int, str]:
         if "drifting" in out.name:
             usual = curves.losses
 
-            def drifting(config: Config, mesh: Mesh) -> list[float]:
-                return [loss * (1.01 if config.parallel.layout == "btp-sp" else 1) for loss in usual(config, mesh)]
+            def drifting(trainer: Trainer) -> list[float]:
+                factor = 1.01 if trainer.config.parallel.layout == "btp-sp" else 1
+                return [loss * factor for loss in usual(trainer)]
 
             patch.setattr(curves, "losses", drifting)
         return curves.curves_process(config, ["cola"], out), said.getvalue()
@@ -87,7 +88,8 @@ def test_the_experiment_leaves_numbers_and_a_picture(store: Path, tmp_path: Path
     facts: dict[str, Any] = json.loads((tmp_path / "out" / "c.json").read_text())
     assert set(facts["losses"]) == set(facts["worst_relative_difference"]) == {"float64", "float32"}
     assert len(facts["losses"]["float32"]["cola"]["vanilla"]) == 3
-    assert (tmp_path / "out" / "c.svg").read_text().startswith("<?xml")
+    assert "| cola | btp-sp |" in (tmp_path / "out" / "c.md").read_text()
+    assert (tmp_path / "out" / "curves.svg").read_text().startswith("<?xml")
 
 
 def test_a_layout_that_drifts_is_named(store: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     monkeypatch.setattr(families, "each_trained", each)
     timed = {"usual": [0.2, 0.1, 0.4, 0.3], "exact": []}
     monkeypatch.setattr(families, "time_steps", lambda configs, rounds: dict.fromkeys(configs, timed))
-    monkeypatch.setattr(families, "draw", lambda facts, path: None)
+    monkeypatch.setattr(families_report, "draw", lambda facts, path: None)
     return tasks
 
 
@@ -122,8 +122,6 @@ def test_the_numbers_of_the_table(config: Config, made: list[Task], tmp_path: Pa
     table = (tmp_path / "f.md").read_text()
     assert table.count("\n| ") == 1 + len(FOUR)
     assert "| 4.4625 ± 0.0884 |" in table and "| -0.5900 ± 0.0000 |" in table and "| 0.01 * |" in table
-    families_report.draw(facts, tmp_path / "f.svg")
-    assert (tmp_path / "f.svg").read_text().startswith("<?xml")
 
 
 def test_a_run_that_diverged_is_said_and_not_averaged_away(config: Config, made: list[Task], tmp_path: Path) -> None:
@@ -228,9 +226,9 @@ def test_loro_is_svd_with_its_own_optimizer_and_its_exact_steps(config: Config) 
 def test_every_contender_is_timed_in_every_round(config: Config) -> None:
     configs = {name: families.configuration(config, name, 0, 1e-3, 40) for name in families.USUAL}
     assert (*FOUR, "loro") == families.USUAL
-    seconds = families.time_steps(configs, 4)
+    seconds = families.time_steps(configs, 7)
     counts = {name: (len(s["usual"]), len(s["exact"])) for name, s in seconds.items()}
-    assert counts == {**dict.fromkeys(FOUR, (4, 0)), "loro": (2, 2)}
+    assert counts == {**dict.fromkeys(FOUR, (7, 0)), "loro": (3, 4)}
     assert all(0 < s < 60 for each in seconds.values() for s in each["usual"] + each["exact"])
 
 

@@ -1,6 +1,7 @@
 """The experiment times every policy of every layout in one run, and its table says what was measured."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def run_experiment(config: Config, out: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recompute, "open_mesh", lambda *_: toy.mesh(tp=2))
         patch.setattr(recompute, "close_mesh", lambda: None)
-        return recompute.recompute_process(config, [2], 2, out)
+        return recompute.recompute_process(config, [2], 7, out)
 
 
 def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path) -> None:
@@ -40,10 +41,12 @@ def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path) -> 
         assert (row["saved_bytes"] > 0) == (row["policy"] != "none")
         low, high = row["added_quartiles_s"]
         assert low <= row["added_s"] <= high
+        assert len(row["seconds"]) == 7 and min(row["seconds"]) > 0
+        assert (row["against_full_block_interval"] is None) == (row["policy"] in ("none", "full-block"))
     table = out.with_suffix(".md").read_text()
     assert table.count("\n| ") == 1 + len(facts["rows"])
     assert "low-rank-sharded" in table
-    assert out.with_suffix(".svg").read_text().startswith("<?xml")
+    assert (out.parent / "recompute.svg").read_text().startswith("<?xml")
 
 
 def test_rates_are_of_paired_differences() -> None:
@@ -55,7 +58,25 @@ def test_rates_are_of_paired_differences() -> None:
     assert (none.added_s, none.saved_bytes, none.against_full_block) == (0, 0, 0)
     assert (low_rank.added_s, low_rank.saved_per_added) == (0.5, 1200)
     assert low_rank.against_full_block == pytest.approx(1200 / 900)
-    assert full.against_full_block == 1
+    assert full.against_full_block == 1 and full.against_full_block_interval is None
+
+
+def test_the_interval_of_memory_saved_per_added_time_is_of_rounds() -> None:
+    kept = {"none": 1000, "low-rank": 400, "full-block": 100}
+    seconds = {"none": [1.0] * 7, "low-rank": [1.5] * 7, "full-block": [2.0] * 7}
+    found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
+    assert found is not None and (found.value, found.low, found.high) == pytest.approx((4 / 3, 4 / 3, 4 / 3))
+    seconds["low-rank"] = [1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8]
+    found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
+    assert found is not None and found.low < 4 / 3 < found.high < 4
+    seconds["low-rank"] = [0.7, 0.8, 0.9, 1.2, 1.3, 1.4, 1.5]  # often no time is added
+    (_, low_rank, _) = recompute._rows("btp", make_config(2), kept, seconds)  # type: ignore[arg-type]
+    assert low_rank.against_full_block_interval is not None
+    assert low_rank.against_full_block_interval[1] is None
+    assert "or more" in recompute._ratio_words(asdict(low_rank))
+    seconds["full-block"] = [0.9] * 7  # nothing can be claimed
+    found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
+    assert found is not None and (found.value, found.high) == (0, 0)
 
 
 def test_one_process_has_one_layout() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from boost.bench import steps, validate, validate_report
+from boost.bench.results import as_markdown
 from boost.bench.validate import GPU, MACHINE
-from boost.bench.validate_report import as_markdown, draw, measured_section
+from boost.bench.validate_report import draw, measured_parts, section
 from boost.config.load import from_tree
 from boost.errors import ConfigError
 from boost.plan.hardware import Hardware, load_hardware
@@ -82,7 +83,7 @@ def test_the_report_is_written_and_has_every_table(tmp_path: Path) -> None:
     for each in facts["published"]["compared"]:
         assert each["what"].split()[0] in text
     for heading in ("A training step", "By micro-batch", "Communication volume", "GEMM time", "One block", "Norm"):
-        assert f"### {heading}" in text
+        assert f"\n{heading}, modelled" in text
     assert "No GPU was at hand" in text
     assert json.loads((tmp_path / "validation.json").read_text(encoding="utf-8")) == json.loads(json.dumps(facts))
     assert (tmp_path / "validation.svg").read_text(encoding="utf-8").startswith("<?xml")
@@ -139,7 +140,7 @@ def test_a_dozen_configurations_are_asked_for_on_cpus() -> None:
     few = rows(count=11)
     assert not any(v.holds for v in validate.measured_verdicts(MACHINE, few))
     assert all(v.holds for v in validate.measured_verdicts(GPU, few))
-    assert "fewer than 12" in measured_section(few)[0]
+    assert "fewer than 12" in str(measured_parts(few)[0])
 
 
 def test_the_picture_has_a_panel_for_each_section(published: dict[str, Any], tmp_path: Path) -> None:
@@ -161,6 +162,6 @@ def test_wrong_requests(tmp_path: Path) -> None:
 
 def test_a_verdict_that_does_not_hold_is_said(published: dict[str, Any], tmp_path: Path) -> None:
     facts = validate.validate(tmp_path / "validation")
-    assert "does not hold" not in as_markdown(facts)
+    assert "does not hold" not in as_markdown(facts, section(facts))
     facts["verdicts"][0] |= {"worst": 0.2, "holds": False}
-    assert "| +20.0% | 15% | does not hold |" in as_markdown(facts)
+    assert "| +20.0% | 15% | does not hold |" in as_markdown(facts, section(facts))

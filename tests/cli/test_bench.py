@@ -2,12 +2,13 @@
 
 import pytest
 
+from boost.cli.bench import EXPERIMENTS
 from boost.cli.main import main
 
 BAD = [
     (["curves", "--tp", "1"], ["--tp = 1", "smallest legal value is 2"]),
     (["recompute", "--tp", "0"], ["--tp = 0", "smallest legal value is 1"]),
-    (["recompute", "--rounds", "0"], ["--rounds = 0", "smallest legal value is 1"]),
+    (["recompute", "--rounds", "6"], ["--rounds = 6", "smallest legal value is 7"]),
     (["recompute", "--batches", "4", "-1"], ["--batches = -1", "smallest legal value is 1"]),
     (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest legal value"]),
     (["fit", "--memory-gb", "0"], ["--memory-gb = 0", "80"]),
@@ -16,7 +17,7 @@ BAD = [
     (["families", "--contenders", "cola", "cola"], ["--contenders", "'cola'", "twice"]),
     (["families", "--seeds", "1", "1"], ["--seeds = 1 1", "name each once"]),
     (["families", "--seeds", "-1"], ["--seeds = -1", "smallest legal value is 0"]),
-    (["families", "--rounds", "3"], ["--rounds = 3", "smallest legal value is 4"]),
+    (["families", "--rounds", "3"], ["--rounds = 3", "smallest legal value is 7"]),
     (["families", "--jobs", "0"], ["--jobs = 0", "smallest legal value is 1"]),
     (["families", "--sweep-steps", "-5"], ["--sweep-steps = -5", "smallest legal value is 1"]),
     (["families", "--seeds", "7", "--sweep-seed", "7"], ["--sweep-seed = 7", "--seeds", "take another"]),
@@ -31,6 +32,11 @@ BAD = [
     (["norms", "--rounds", "1"], ["--rounds = 1", "smallest legal value is 7"]),
     (["norms", "--tp", "3", "--run.device", "cpu"], ["parallel.tp = 3", "nearest legal value"]),
     (["families", "--contenders", "cola", "--data.store", "/nowhere"], ["/nowhere", "no token store"]),
+    (["perplexity", "--tp", "1"], ["--tp = 1", "smallest legal value is 2"]),
+    (["perplexity", "--seeds", "3"], ["--seeds = 3", "two different seeds"]),
+    (["perplexity", "--seeds", "0", "1", "1"], ["--seeds = 0 1 1", "each named once"]),
+    (["perplexity", "--tp", "3"], ["parallel.tp = 3", "nearest legal value"]),
+    (["compare", "none.json", "other.json"], ["none.json", "No such file", "name a result"]),
 ]  # fmt: skip
 
 
@@ -50,9 +56,7 @@ def test_an_experiment_must_be_named(words: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "experiment", ["curves", "recompute", "fit", "families", "gemms", "traffic", "grouping", "norms"]
-)
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in ("report", "compare")])
 def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["bench", experiment, "--help"])
