@@ -14,6 +14,8 @@ EXPERIMENTS = (
     "curves",
     "perplexity",
     "families",
+    "modelled",
+    "report",
     "compare",
 )
 """In the order of the help. Each is a file, bench_NAME.py, with `add_parser` and `run`."""
@@ -31,6 +33,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
         "  boost bench perplexity demo --tp 2 --seeds 0 1 2       final perplexity of every layout\n"
         "  boost bench families --sweep 1e-3 3e-3 1e-2            dense, svd, cola, lax, loro; three seeds each\n"
+        "  boost bench report                                     all results as one page, benchmarks/report.html\n"
         "  boost bench compare old/recompute.json benchmarks/results/recompute.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

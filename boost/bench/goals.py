@@ -1,0 +1,126 @@
+"""The figures of speed and memory that the project is held to, in their order, and what experiments found of them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from boost.bench.document import Goal
+from boost.errors import MeasurementError
+
+Status = Literal["met", "not met", "not measured"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach."""
+
+    what: str
+    """Its name, which a `Goal` of an experiment bears."""
+    figure: str
+    where: str
+    """The devices and dtypes that it is to be measured with."""
+    experiment: str
+    """What measures it: the name of an experiment."""
+    gpu: bool = False
+    """Whether it takes a GPU."""
+    arithmetic: bool = False
+    """Whether it is a figure of the performance model by itself, which no measurement can answer."""
+
+
+_MODEL = "everywhere it can be measured"
+
+TARGETS = (
+    Target(
+        "best low-rank layout against strong vanilla",
+        ">= 2.3x a training step, TP 2, d >= 1024 (the paper's best: 2.27x)",
+        "CPU and gloo, bf16; modelled for 4 and 8 GPUs",
+        "steps",
+    ),
+    Target("btp-sp against btp, bytes", "0.50x", "counted", "traffic"),
+    Target(
+        "btp-sp against btp, time",
+        "never slower; >= 1.15x where communication-bound, in one run",
+        "CPU and gloo",
+        "traffic",
+    ),
+    Target(
+        "best low-rank layout against full-rank megatron-sp",
+        ">= 1.95x a training step, TP 2, d >= 1024 (the paper's best: 1.91x)",
+        "CPU and gloo, fp32; modelled for 4 and 8 GPUs",
+        "steps",
+    ),
+    Target("low-rank at TP=1 against dense, tokens/s", ">= 0.85 x the ratio of FLOPs", "CPU; H200", "single"),
+    Target(
+        "layout machinery at TP=1 against plain PyTorch modules", "<= 1.02x the time", "CPU; H200", "single"
+    ),
+    Target(
+        "TP=2 against the ideal",
+        ">= 0.90 of half the computation of TP 1 plus the wire time of its bytes",
+        "CPU and gloo",
+        "ideal",
+    ),
+    Target(
+        "low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling", "H200", "single", gpu=True
+    ),
+    Target(
+        "low-rank checkpointing, memory saved per added time",
+        ">= 1.7x that of full-block recomputation",
+        "CPU; H200",
+        "recompute",
+    ),
+    Target("performance model: time", "within 15 % of every measured step", _MODEL, "validation"),
+    Target("performance model: bytes", "equal to those counted", _MODEL, "validation"),
+    Target("performance model: memory", "within 10 % at the worst moment", _MODEL, "validation"),
+    Target(
+        "performance model: published ratios",
+        "every ratio of the paper's five sizes within 15 %",
+        "arithmetic",
+        "validation",
+        arithmetic=True,
+    ),
+)
+"""The Performance table, in its order."""
+
+
+def target_of(what: str) -> Target:
+    """The target that a goal of an experiment is about: the same name, or one that begins with it or is begun by it.
+
+    Capitals, punctuation and spaces do not count. Raises MeasurementError if there is none, or more than one.
+    """
+    named = _plain(what)
+    exact = [target for target in TARGETS if _plain(target.what) == named]
+    close = [target for target in TARGETS if _begins(named, _plain(target.what)) or _begins(_plain(target.what), named)]
+    found = exact or close
+    if len(found) != 1:
+        which = "is none of the project's figures" if not found else "could be " + " or ".join(t.what for t in found)
+        raise MeasurementError(f"goal '{what}' {which}; the names stand in boost/bench/goals.py")
+    return found[0]
+
+
+def counts(target: Target, goal: Goal) -> bool:
+    """Whether a finding decides a target: it has a verdict, and is no prediction where a measurement is asked for."""
+    return goal.met is not None and (target.arithmetic or goal.kind != "modelled")
+
+
+def status(target: Target, goals: Iterable[Goal]) -> Status:
+    """Of all that was found: met if every measurement says so, not met if one does not. Predictions do not decide."""
+    verdicts = [goal.met for goal in goals if counts(target, goal)]
+    if not verdicts:
+        return "not measured"
+    return "met" if all(verdicts) else "not met"
+
+
+def missing(target: Target) -> str:
+    """Why nothing was found of a target."""
+    needs = ", which takes a CUDA GPU" if target.gpu else ""
+    return f"No result of `boost bench {target.experiment}`{needs}, answers it here."
+
+
+def _plain(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9./]+", text.lower()))
+
+
+def _begins(shorter: str, longer: str) -> bool:
+    """Whether the first words of one text are all of another."""
+    return bool(shorter) and longer.split()[: len(shorter.split())] == shorter.split()

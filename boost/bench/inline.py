@@ -1,0 +1,67 @@
+"""Pictures made fit to stand inside a page: SVG without names that clash, without fixed black and white, without metadata.
+
+A page is one document: two drawings that both call something `a` would show the first one's. And what a drawing paints
+black on white is unreadable on a dark page, so those two, and the greys of grids and frames, become colours of the page.
+"""
+
+import re
+import xml.etree.ElementTree as ET
+
+SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+
+PAGE_COLOURS = {
+    "#ffffff": "var(--paper)",
+    "#000000": "var(--ink)",
+    "#262626": "var(--ink)",
+    "#808080": "var(--muted)",
+    "#b0b0b0": "var(--line)",
+    "#cccccc": "var(--line)",
+}
+"""What drawings of matplotlib paint in, as the page's own."""
+
+_LEFT_OUT = {f"{{{SVG}}}metadata", f"{{{SVG}}}style", f"{{{SVG}}}title", f"{{{SVG}}}desc", f"{{{SVG}}}script"}
+_LONG = re.compile(r"-?\d+\.\d{3,}")
+
+
+def inline_svg(text: str, prefix: str, label: str) -> str:
+    """An SVG document as an element of a page. `prefix` comes before all of its names; `label` is for those who do not see it.
+
+    The root keeps its viewBox, and its width in points as the custom property --width. Raises ValueError if it is no SVG.
+    """
+    root = ET.fromstring(text)
+    if root.tag != f"{{{SVG}}}svg":
+        raise ValueError(f"'{root.tag}' is no SVG document")
+    width = re.match(r"[\d.]+", root.get("width", "100"))
+    assert width is not None
+    for parent in list(root.iter()):
+        for child in [child for child in parent if child.tag in _LEFT_OUT]:
+            parent.remove(child)
+    for element in root.iter():
+        for key, value in list(element.attrib.items()):
+            del element.attrib[key]
+            element.set(key.replace(f"{{{XLINK}}}", ""), _attribute(key, value, prefix))
+        element.tag = element.tag.replace(f"{{{SVG}}}", "")
+        element.text, element.tail = _bare(element.text), _bare(element.tail)
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.attrib |= {"role": "img", "aria-label": label, "style": f"--width: {float(width[0]):g}pt"}
+    return ET.tostring(root, encoding="unicode")
+
+
+def _attribute(key: str, value: str, prefix: str) -> str:
+    if key == "id":
+        return prefix + value
+    if key.endswith("href"):
+        # What is not in this document is left out: a page fetches nothing.
+        return f"#{prefix}{value[1:]}" if value.startswith("#") else "#"
+    value = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}\1)", value)
+    if key in ("style", "fill", "stroke"):
+        return re.sub(r"#[0-9a-f]{6}\b", lambda found: PAGE_COLOURS.get(found[0], found[0]), value)
+    if key in ("d", "points"):
+        # A hundredth of a point is not seen, and the page is smaller.
+        return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
+    return value
+
+
+def _bare(text: str | None) -> str | None:
+    return text.strip() or None if text is not None else None

@@ -1,0 +1,61 @@
+"""`boost bench report`: all results as one page."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from boost.cli.bench_common import needs_matplotlib
+from boost.errors import ConfigError
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = experiments.add_parser(
+        "report",
+        help="one HTML page of all results, and their figures as SVG and PNG",
+        description="Makes one self-contained HTML page of all results: the project's goals with what was found, what was measured\n"
+        "where, then every table and figure beside the paper's numbers. Figures are also written beside the results.",
+        epilog="examples:\n"
+        "  boost bench report\n"
+        "  boost bench report --check                             is the page what the results give?\n"
+        "  boost bench report --results benchmarks/results --results from-the-gpu --out /tmp/report.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="results in DIR and in the folders directly below it; may be repeated (default benchmarks/results)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/report.html"),
+        metavar="FILE",
+        help="the page (default benchmarks/report.html)",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if the page or a figure is not what it would be"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    needs_matplotlib()
+    if importlib.util.find_spec("jinja2") is None:
+        raise ConfigError("the page needs jinja2, which is not installed: pip install 'boost-llm[plots]'")
+
+    from boost.bench import report
+
+    results = report.read_results(args.results or [Path("benchmarks/results")])
+    made = report.make(results, args.out, png=not args.check)
+    if args.check:
+        outdated = report.stale(made, args.out)
+        for path in outdated:
+            print(f"{path} is not what the results give; 'boost bench report' makes it again", file=sys.stderr)
+        return int(bool(outdated))
+    report.write(made, args.out)
+    print(f"{args.out}: {len(results)} results; {len(made.pictures)} pictures beside them")
+    return 0
