@@ -51,18 +51,14 @@ TARGETS = (
         "steps",
     ),
     Target("low-rank at TP=1 against dense, tokens/s", ">= 0.85 x the ratio of FLOPs", "CPU; H200", "single"),
-    Target(
-        "layout machinery at TP=1 against plain PyTorch modules", "<= 1.02x the time", "CPU; H200", "single"
-    ),
+    Target("layout machinery at TP=1 against plain PyTorch modules", "<= 1.02x the time", "CPU; H200", "single"),
     Target(
         "TP=2 against the ideal",
         ">= 0.90 of half the computation of TP 1 plus the wire time of its bytes",
         "CPU and gloo",
         "ideal",
     ),
-    Target(
-        "low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling", "H200", "single", gpu=True
-    ),
+    Target("low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling", "H200", "single", gpu=True),
     Target(
         "low-rank checkpointing, memory saved per added time",
         ">= 1.7x that of full-block recomputation",

@@ -183,9 +183,7 @@ def section(facts: Facts) -> Section:
 
 
 _STEPS_CAPTION = "Seconds of a training step of the paper's five sizes: bars modelled, diamonds published."
-_GAINS_CAPTION = (
-    "What the best low-rank layout gains on strong vanilla and on full-rank megatron-sp, 7B, modelled; lines: the goals."
-)
+_GAINS_CAPTION = "What the best low-rank layout gains on strong vanilla and on full-rank megatron-sp, 7B, modelled; lines: the goals."
 
 
 def _paper_table(facts: Facts) -> Table:
@@ -338,7 +336,9 @@ def _draw_gains(facts: Facts, path: Path) -> None:
             axis.text(value, place, f" {value:.2f}", va="center", fontsize=8)
         axis.axvline(least, color="black", linewidth=1, linestyle="--")
         axis.axvline(1, color="grey", linewidth=0.8)
-        axis.set(title=f"over {'strong ' if over == 'vanilla' else ''}{over}", xlabel="times", xlim=(0, 1.15 * max(gains)))
+        axis.set(
+            title=f"over {'strong ' if over == 'vanilla' else ''}{over}", xlabel="times", xlim=(0, 1.15 * max(gains))
+        )
         drawing.tidy(axis)
         axis.grid(visible=False, axis="y")
     axes[0].set_yticks(range(len(rows)), [f"{row['hardware']}, TP {row['tp']}" for row in rows])

@@ -97,13 +97,16 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> Report:
         keep_trailing_newline=True,
     )
     environment.filters |= {"prose": prose, "cell": cell}
+    sections = [_section(name, of_name) for name, of_name in blocks.items()]
+    goals = _goals(results)
     html = environment.get_template("report.html.j2").render(
         style=Markup(_template("report.css").strip()),
         script=Markup(script),
         script_hash=digest,
-        goals=(goals := _goals(results)),
+        goals=goals,
         tally=[(words, sum(goal["status"] == words for goal in goals)) for words in ("met", "not met", "not measured")],
-        sections=[_section(name, of_name) for name, of_name in blocks.items()],
+        sections=sections,
+        modelled=[section for section in sections if "modelled" in section["kinds"]],
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modelled"]],
     )
     return Report(html, pictures)
@@ -193,7 +196,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
     return {
         "id": result.experiment,
         "title": result.section.title,
-        "command": shlex.join(environment["command"]),
+        "command": [shlex.quote(word) for word in environment["command"]],
         "origin": origin(environment),
         "machine": machine(environment),
         "dtypes": ", ".join(dtypes(result.facts)) or "–",
@@ -260,7 +263,7 @@ def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
             "found": [
                 {
                     "goal": goal,
-                    "machine": "" if goal.kind == "modelled" else machine(result.facts["environment"]),
+                    "machine": _machine_of(goal, result),
                     "verdict": "met" if goal.met else "not measured" if goal.met is None else "not met",
                     "id": result.experiment,
                 }
@@ -270,6 +273,12 @@ def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
         }
         for target, of_target in found.items()
     ]
+
+
+def _machine_of(goal: Goal, result: Result) -> str:
+    """Where a goal was found; '' of arithmetic, and where the goal says so itself."""
+    name = machine(result.facts["environment"])
+    return "" if goal.kind == "modelled" or name in goal.where else name
 
 
 def dtypes(facts: Facts) -> list[str]:

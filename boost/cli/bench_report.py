@@ -37,7 +37,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         help="the page (default benchmarks/report.html)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if the page or a figure is not what it would be"
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if the page or a figure is not what it would be",
     )
     return parser
 
