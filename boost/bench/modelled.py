@@ -169,8 +169,8 @@ def section(facts: Facts) -> Section:
         "The paper's evaluation, modelled on GPUs",
         (
             "Nothing here was measured: these are predictions of the performance model. Its runs are those of the paper: bf16 "
-            f"weights and activations, sequences of {TOKENS} tokens, nothing recomputed. `published` layouts are as the paper's code "
-            "has them, with the collectives that only its code sends; `vanilla` by itself is the strong form, whose heads and "
+            f"weights and activations, sequences of {TOKENS} tokens, nothing recomputed. `published` layouts are as the paper's "
+            "code has them, with the collectives that only its code sends; `vanilla` by itself is the strong form, whose heads and "
             "channels are sharded. At TP 1 all layouts are one.",
             _paper_table(facts),
             Figure("modelled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),

@@ -33,6 +33,9 @@ DOTS_PER_INCH = 160
 KINDS = ("measured", "counted", "modelled")
 """What a number can be. A table says which in its caption or headings, and bears a badge for each."""
 
+DASH, TIMES, MINUS = "\u2013", "\u00d7", "\u2212"
+"""Signs that source code does not like to hold."""
+
 _VERDICTS = {"met": "met", "holds": "met", "not met": "unmet", "does not hold": "unmet"}
 
 
@@ -141,14 +144,14 @@ def cell(text: str) -> Markup:
     plain = text.strip().lower()
     kind = "skipped" if plain.startswith("skipped") else _VERDICTS.get(plain) or (plain if plain in KINDS else None)
     if kind is None:
-        return prose("–" if plain == "-" else text)
+        return prose(DASH if plain == "-" else text)
     word, _, why = text.strip().partition(":") if kind == "skipped" else (text.strip(), "", "")
     return Markup('<span class="badge {}">{}</span>{}').format(kind, word, prose(why and f" {why.strip()}"))
 
 
 def _signs(text: str) -> str:
-    text = re.sub(r"(\d) ?x(?![\w-])", lambda m: m[0].replace("x", "×"), text)
-    text = re.sub(r"(?<![\w.])-(?=\d)", "−", text)
+    text = re.sub(r"(\d) ?x(?![\w-])", lambda m: m[0].replace("x", TIMES), text)
+    text = re.sub(r"(?<![\w.])-(?=\d)", MINUS, text)
     return text.replace(">=", "≥").replace("<=", "≤").replace("+-", "±")
 
 
@@ -199,9 +202,9 @@ def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
         "command": [shlex.quote(word) for word in environment["command"]],
         "origin": origin(environment),
         "machine": machine(environment),
-        "dtypes": ", ".join(dtypes(result.facts)) or "–",
+        "dtypes": ", ".join(dtypes(result.facts)) or DASH,
         "processes": environment["world_size"],
-        "threads": environment.get("threads") or "–",
+        "threads": environment.get("threads") or DASH,
         "versions": ", ".join(versions),
         "commit": _commit(environment),
         "day": environment["started"][:10],

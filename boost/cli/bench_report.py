@@ -14,8 +14,8 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "report",
         help="one HTML page of all results, and their figures as SVG and PNG",
-        description="Makes one self-contained HTML page of all results: the project's goals with what was found, what was measured\n"
-        "where, then every table and figure beside the paper's numbers. Figures are also written beside the results.",
+        description="Makes one self-contained HTML page of all results: the project's goals with what was found, what was\n"
+        "measured where, then every table and figure beside the paper's numbers. Figures are also written beside the results.",
         epilog="examples:\n"
         "  boost bench report\n"
         "  boost bench report --check                             is the page what the results give?\n"
