@@ -183,7 +183,9 @@ def section(facts: Facts) -> Section:
 
 
 _STEPS_CAPTION = "Seconds of a training step of the paper's five sizes: bars modelled, diamonds published."
-_GAINS_CAPTION = "What the best low-rank layout gains on strong vanilla and on full-rank megatron-sp, 7B, modelled; lines: the goals."
+_GAINS_CAPTION = (
+    "What the best low-rank layout gains on strong vanilla and on megatron-sp, 7B, modelled; lines: the goals."
+)
 
 
 def _paper_table(facts: Facts) -> Table:

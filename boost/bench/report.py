@@ -69,10 +69,10 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     """
     found: list[Result] = []
     for folder in folders:
-        paths = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")])
+        paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
         if not paths:
             raise ConfigError(f"--results = '{folder}' holds no result; name a folder with the .json of boost bench")
-        for path in dict.fromkeys(paths):
+        for path in paths:
             facts = read(path)
             try:
                 experiments.place(facts["experiment"])

@@ -79,7 +79,7 @@ def test_everything_is_on_the_page_beside_its_command_and_machine(results: Path)
     assert "boost bench steps --train.param_dtype float32 --out 'a b'" in words.replace("&#39;", "'")
     assert 'href="results/steps.json"' in html and 'href="results/gpu/steps.json"' in html
     assert '<td class="number">2.06</td><td class="number paper">0.72</td>' in html
-    assert '<span class="badge met">met</span>' in html and "2× each, in <code>one run</code>" in html
+    assert '<span class="badge met">met</span>' in html and f"2{report.TIMES} each, in <code>one run</code>" in html
     assert '<span class="badge skipped">skipped</span> <code>DTensor</code> is missing' in html
     for kind in ("measured", "modelled"):
         assert f'<figcaption><span class="badge {kind}">' in html
@@ -90,7 +90,7 @@ def test_goals_come_first_with_what_was_found_or_why_not(results: Path) -> None:
     html = page_of(results)
     goals_of = html[html.index('<section id="goals">') : html.index('<section id="how">')]
     assert goals_of.count('<th scope="row">') == 13
-    assert goals_of.index("2.06× (1.9 to 2.2)") < goals_of.index("0.03× (1.9 to 2.2)")
+    assert goals_of.index("2.06\u00d7 (1.9 to 2.2)") < goals_of.index("0.03\u00d7 (1.9 to 2.2)")
     assert goals_of.count('class="badge unmet"') == 1 and goals_of.count('class="badge unknown"') == 12
     assert "No result of <code>boost bench traffic</code>" in goals_of and "The wire." in goals_of
     assert "<b>0</b> met" in html and "<b>1</b> not met" in html and "<b>12</b> not measured" in html
@@ -101,7 +101,7 @@ def test_machines_stand_one_under_the_other(results: Path) -> None:
     blocks = re.findall(r"<article>.*?</article>", page_of(results), re.DOTALL)
     assert len(blocks) == 2
     assert ["<h3>Slow CPU" in block for block in blocks] == [True, False]
-    assert ["<h3>1 × Fast GPU" in block for block in blocks] == [False, True]
+    assert ["<h3>1 \u00d7 Fast GPU" in block for block in blocks] == [False, True]
     assert ["2.06" in block for block in blocks] == [True, False]
     assert ["0.03" in block for block in blocks] == [False, True]
 

@@ -13,6 +13,8 @@ BAD = [
     (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest legal value"]),
     (["fit", "--memory-gb", "0"], ["--memory-gb = 0", "80"]),
     (["fit", "--train.step", "3"], ["train.step", "did you mean"]),
+    (["modelled", "--hardware", "h100"], ["'h100'", "did you mean 'h100-80g'"]),
+    (["report", "--results", "/nowhere"], ["--results = '/nowhere'", "holds no result"]),
     (["families", "--contenders", "dense", "colla"], ["--contenders", "'colla'", "cola, lax"]),
     (["families", "--contenders", "cola", "cola"], ["--contenders", "'cola'", "twice"]),
     (["families", "--seeds", "1", "1"], ["--seeds = 1 1", "name each once"]),
