@@ -73,7 +73,7 @@ class Stepper:
         self.storages = list(storages(self.model))
         self.reducer = GradientReducer(self.storages, mesh)
         self.optimizer = build_optimizer(self.storages, config, mesh)
-        self.batches = _batches(config)
+        self.batches = made_up_batches(config)
 
     def step(self) -> None:
         """As `train.loop` does it."""
@@ -105,7 +105,7 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
     mesh = Mesh(device)
     model = build_model(config, mesh)
     initialize_model(model, config.train.seed)
-    batches, result = _batches(config), []
+    batches, result = made_up_batches(config), []
     for _ in range(rounds + 2):
         model.zero_grad(set_to_none=True)
         synchronize(device)
@@ -247,7 +247,7 @@ def _row(
     )
 
 
-def _batches(config: Config) -> list[Batch]:
+def made_up_batches(config: Config) -> list[Batch]:
     """One replica's micro-batches of a step."""
     train = config.train
     count = train.global_batch // (config.parallel.dp * train.micro_batch)

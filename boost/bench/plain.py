@@ -1,0 +1,290 @@
+"""Dense and low-rank decoders in plain PyTorch modules: what one writes for one process, without any layout machinery.
+
+Linears of one input share a GEMM (`merged`), as ours do, or are a module each, as `parallelize_module` wants them. Latent
+crossing is not written here. The mathematics is that of `boost.models`, of which nothing is used; tests hold the two equal.
+
+Legend: B sequences, S tokens of each; D hidden width, R latents and O outputs of some linears, E width of a head, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from boost.bench.steps import made_up_batches
+from boost.config import Config, architecture
+from boost.config.architecture import Parameter, Slot
+from boost.config.schema import ModelConfig
+from boost.models.init import initial_value
+from boost.optim.adamw import fused_adamw
+
+Passes = Callable[[Tensor, Tensor], Tensor]
+"""Forward and backward pass: (tokens, targets), [B, S] each -> the mean loss, of which gradients are added."""
+
+
+class Linear(nn.Linear):
+    """W x without a bias, in the dtype of x. Its weight is set by `fill`."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__(d_in, d_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draws nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table. Its weight is set by `fill`."""
+
+    def reset_parameters(self) -> None:
+        """Draws nothing."""
+
+
+class RMSNorm(nn.Module):
+    """torch's rms_norm, in the dtype of x."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Linears(nn.Module):
+    """Some linears of one input, dense or low-rank, whose first GEMM is one."""
+
+    def __init__(self, model: ModelConfig, slots: Sequence[Slot]) -> None:
+        super().__init__()
+        self.slots, self.bends = slots, model.latent_act == "silu"
+        self.ranks = [slot.rank for slot in slots if slot.rank is not None]
+        self.outputs = [slot.d_out for slot in slots]
+        if self.ranks:
+            self.A = Linear(slots[0].d_in, sum(self.ranks))
+            self.B = nn.ModuleList(Linear(r, o) for r, o in zip(self.ranks, self.outputs, strict=True))
+        else:
+            self.W = Linear(slots[0].d_in, sum(self.outputs))
+
+    def forward(self, x_BSD: Tensor) -> list[Tensor]:
+        """One [B, S, O] a linear."""
+        if not self.ranks:
+            y_BSO = self.W(x_BSD)
+            return [y_BSO] if len(self.slots) == 1 else list(y_BSO.split(self.outputs, dim=-1))
+        h_BSR = self.A(x_BSD)
+        if self.bends:
+            h_BSR = F.silu(h_BSR)
+        latents = [h_BSR] if len(self.slots) == 1 else h_BSR.split(self.ranks, dim=-1)
+        return [b(h) for b, h in zip(self.B, latents, strict=True)]
+
+    def stored(self, prefix: str) -> Iterator[tuple[Tensor, tuple[Parameter, ...]]]:
+        """Each weight, and the parameters that are stacked in it."""
+
+        def of(factor: str) -> tuple[Parameter, ...]:
+            return architecture.Group("", "", tuple(self.slots)).parameters(prefix, factor)
+
+        if not self.ranks:
+            yield self.W.weight, of("W")
+            return
+        yield self.A.weight, of("A")
+        for b, parameter in zip(self.B, of("B"), strict=True):
+            assert isinstance(b, Linear)
+            yield b.weight, (parameter,)
+
+
+class Group(nn.Module):
+    """The linears of one input: all in one, or each by itself."""
+
+    def __init__(self, model: ModelConfig, shape: architecture.Group, merged: bool) -> None:
+        super().__init__()
+        together = [shape.slots] if merged else [(slot,) for slot in shape.slots]
+        self.parts = nn.ModuleList(Linears(model, slots) for slots in together)
+
+    def forward(self, x_BSD: Tensor) -> list[Tensor]:
+        return [y for part in self.parts for y in part(x_BSD)]
+
+
+class Block(nn.Module):
+    """Attention and gated MLP."""
+
+    def __init__(self, model: ModelConfig, layer: int, merged: bool) -> None:
+        super().__init__()
+        self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
+        self.attn_norm, self.mlp_norm = RMSNorm(model.dim, model.norm_eps), RMSNorm(model.dim, model.norm_eps)
+        shapes = architecture.groups(model, layer)
+        self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, merged) for shape in shapes)
+
+    def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+        q, k, v = (self._heads(y_BSO) for y_BSO in self.qkv(self.attn_norm(x_BSD)))
+        q, k = _rotate(q, cos_SE, sin_SE), _rotate(k, cos_SE, sin_SE)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        x_BSD = x_BSD + self.o(a.transpose(1, 2).flatten(2))[0]
+        gate, up = self.gate_up(self.mlp_norm(x_BSD))
+        return x_BSD + self.down((F.silu(gate) if self.mlp_silu else gate) * up)[0]
+
+    def _heads(self, y_BSO: Tensor) -> Tensor:
+        return y_BSO.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class PlainDecoder(nn.Module):
+    """Embedding, blocks, final norm, head: tokens [B, S] -> logits [B, S, V]. Weights are not set until `fill`."""
+
+    cos_SE: Tensor
+    sin_SE: Tensor
+
+    def __init__(self, model: ModelConfig, seq_len: int, dtype: torch.dtype, merged: bool = True) -> None:
+        """It computes in `dtype`, on sequences of up to `seq_len` tokens. Raises ValueError for a family with crossings."""
+        super().__init__()
+        if model.crosses:
+            raise ValueError("latent crossing is not written in plain modules")
+        self.model, self.dtype = model, dtype
+        self.embed = Embedding(model.vocab_size, model.dim)
+        self.blocks = nn.ModuleList(Block(model, layer, merged) for layer in range(model.layers))
+        self.final_norm = RMSNorm(model.dim, model.norm_eps)
+        self.head = Linear(model.dim, model.vocab_size)
+        half = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+        angles_SE = torch.outer(torch.arange(seq_len, dtype=torch.float64), model.rope_theta**-half).repeat(1, 2)
+        self.register_buffer("cos_SE", angles_SE.cos().to(dtype), persistent=False)
+        self.register_buffer("sin_SE", angles_SE.sin().to(dtype), persistent=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD = self.embed(tokens_BS).to(self.dtype)
+        length = tokens_BS.shape[1]
+        cos_SE, sin_SE = self.cos_SE[:length], self.sin_SE[:length]
+        for block in self.blocks:
+            x_BSD = block(x_BSD, cos_SE, sin_SE)
+        return self.head(self.final_norm(x_BSD))
+
+    def stored(self) -> Iterator[tuple[Tensor, tuple[Parameter, ...]]]:
+        """Each weight, and the parameters of the model that are stacked in it along dim 0."""
+        yield self.embed.weight, (architecture.embedding(self.model),)
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            for name in ("attn_norm", "mlp_norm"):
+                parameter = Parameter(f"layers.{layer}.{name}", (self.model.dim,), "norm")
+                yield getattr(block, name).weight, (parameter,)
+            for group in (block.qkv, block.o, block.gate_up, block.down):
+                for part in group.parts:
+                    assert isinstance(part, Linears)
+                    yield from part.stored(f"layers.{layer}")
+        yield self.final_norm.weight, (architecture.final_norm(self.model),)
+        yield self.head.weight, (architecture.head(self.model),)
+
+
+def build_plain(config: Config, device: torch.device, merged: bool = True) -> PlainDecoder:
+    """A plain decoder with the initial weights that ours has: train.param_dtype, computing in train.compute_dtype."""
+    train = config.train
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, train.param_dtype))
+    try:
+        with device:
+            module = PlainDecoder(config.model, train.seq_len, getattr(torch, train.compute_dtype), merged)
+    finally:
+        torch.set_default_dtype(usual)
+    fill(module, train.seed)
+    return module
+
+
+@torch.no_grad()
+def fill(module: PlainDecoder, seed: int) -> None:
+    """Gives every weight the initial value of `boost.models.init`."""
+    for weight, parameters in module.stored():
+        values = [initial_value(parameter, module.model, seed) for parameter in parameters]
+        weight.copy_(torch.cat(values))
+
+
+class PlainStep:
+    """A whole optimizer step of modules as a training loop without a framework writes it, on the tokens of `steps.Stepper`:
+    forward and backward passes of the micro-batches, clipping of the global norm, torch's fused AdamW."""
+
+    def __init__(self, module: nn.Module, passes: Passes, config: Config, device: torch.device) -> None:
+        self.module, self.passes, self.limit = module, passes, config.optim.clip
+        self.batches = [
+            (torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.targets).to(device))
+            for batch in made_up_batches(config)
+        ]
+        # A weight that is cut and one that is not do not go into one fused kernel, nor into one norm.
+        self.kinds = [kind for kind in _by_kind(module.named_parameters()) if kind]
+        groups = [
+            {"params": group, "weight_decay": decay}
+            for kind in self.kinds
+            for group, decay in _by_decay(kind, config)
+            if group
+        ]
+        self.optimizer = fused_adamw(groups, config.optim)
+
+    def __call__(self) -> list[Tensor]:
+        """One step. Returns the mean loss before it, and the gradients' global norm before clipping."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for tokens_BS, targets_BS in self.batches:
+            losses.append(self.passes(tokens_BS, targets_BS))
+        parameters = [[weight for _, weight in kind] for kind in self.kinds]
+        norms = []
+        for weights in parameters:
+            gradients = [weight.grad for weight in weights if weight.grad is not None]
+            if len(self.batches) > 1:
+                torch._foreach_div_(gradients, len(self.batches))
+            norms.append(whole(nn.utils.get_total_norm(gradients)))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.limit:
+            for weights in parameters:
+                nn.utils.clip_grads_with_norm_(weights, self.limit, norm)
+        self.optimizer.step()
+        return [torch.stack(losses).mean(), norm]
+
+
+def plain_step(config: Config, device: torch.device) -> PlainStep:
+    """The step of a plain decoder on one process, its linears merged."""
+    module = build_plain(config, device)
+
+    def passes(tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        loss = mean_loss(module(tokens_BS), targets_BS)
+        loss.backward()
+        return loss.detach()
+
+    return PlainStep(module, passes, config, device)
+
+
+def mean_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Mean cross-entropy, nats, in fp32 (fp64 for fp64 logits)."""
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor of which every process has a part, as one."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+ENDS = ("embed", "embed_tokens", "head", "lm_head")
+"""Modules whose matrices are not a block's, here and in transformers."""
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def _by_kind(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[Named, Named]:
+    """Parameters that are cut over processes, and others."""
+    everything = list(named)
+    return [n for n in everything if isinstance(n[1], DTensor)], [
+        n for n in everything if not isinstance(n[1], DTensor)
+    ]
+
+
+def _by_decay(kind: Named, config: Config) -> Iterator[tuple[list[nn.Parameter], float]]:
+    """Weights that have weight decay (the blocks' matrices, or all), and others."""
+
+    def decays(name: str, weight: nn.Parameter) -> bool:
+        return config.optim.decay_on == "all" or (weight.ndim == 2 and name.split(".")[-2] not in ENDS)
+
+    yield [w for name, w in kind if decays(name, w)], config.optim.weight_decay
+    yield [w for name, w in kind if not decays(name, w)], 0.0
+
+
+def _rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Rotary embedding in the rotate-half form."""
+    first, second = x_BHSE.chunk(2, dim=-1)
+    return x_BHSE * cos_SE + torch.cat((-second, first), dim=-1) * sin_SE
