@@ -71,14 +71,12 @@ def take_turns(
     rounds: int,
     *,
     least_s: float = 0.0,
-    share: bool = False,
     words: str = "rounds",
 ) -> Turns:
     """Times every contender once a round, all processes of `mesh` at the same time.
 
     A sample begins when every process is ready and ends when the last one is done, device included. A contender that is
-    shorter than `least_s` is repeated within its sample. `share`: of one TP process by itself, whose collectives do
-    nothing, so that what it computes is not looked at. Raises MeasurementError if a contender computes nothing but zeros or
+    shorter than `least_s` is repeated within its sample. Raises MeasurementError if a contender computes nothing but zeros or
     numbers that are not finite, or takes no time; ValueError below LEAST_ROUNDS.
     """
     if rounds < LEAST_ROUNDS:
@@ -88,8 +86,7 @@ def take_turns(
     for name in progress(names, f"{words}: warm-up", enabled=mesh.is_main):
         for _ in range(WARM_UP):
             computed = calls[name]()
-        if not share:
-            refuse_zeros(name, computed)
+        refuse_zeros(name, computed)
         del computed
         repeats[name] = _repeats(_sample(calls[name], 1, mesh), least_s, mesh)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -1,7 +1,7 @@
 """Optimizer steps as a run does them, on made-up tokens: how long they take, what they hold, what they send.
 
 Beside each the performance model's prediction, from a hardware profile that was measured with other shapes. A share is the
-work of one TP process of several, run by itself on torch's fake process group, whose collectives do nothing.
+work of one TP process of several, run by itself (`boost.bench.shares`).
 """
 
 import json
@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from boost.bench.memory import MemoryTracker
+from boost.bench.shares import without_the_others
 from boost.bench.speed import Probe, synchronize
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
+from boost.config.traffic import Collective
 from boost.data.batches import Batch
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
@@ -75,8 +78,8 @@ class Stepper:
         self.optimizer = build_optimizer(self.storages, config, mesh)
         self.batches = made_up_batches(config)
 
-    def step(self) -> None:
-        """As `train.loop` does it."""
+    def step(self) -> list[Tensor]:
+        """As `train.loop` does it. Returns the loss, and the gradient of every weight that is kept here."""
         train = self.config.train
         tokens = train.global_batch * train.seq_len
         self.reducer.begin(len(self.batches))
@@ -86,6 +89,7 @@ class Stepper:
         agreement = agree(self.storages, loss, targets, tokens, False, self.mesh)
         clip((s.tensor for s in self.storages), agreement, self.config.optim.clip)
         self.optimizer.step(0, self.config.optim.lr)
+        return [loss, *(s.tensor.grad for s in self.storages if s.tensor.grad is not None)]
 
     def seconds(self) -> float:
         """Of one step, from the moment when all processes begin to that when all are done."""
@@ -155,17 +159,11 @@ def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, roun
 
 def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[Step]:
     """The same of one TP process by itself, of groups that are not there. All configurations have one size of TP."""
-    # Behind the import of torch's own tests, where its fake process group lives.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     parallel, device = work[0][1].parallel, choose_device(work[0][1].run.device)
     _threads(hardware)
-    torch.set_flush_denormal(True)  # what a gather that gathers nothing leaves may be any number
-    dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
-    steppers = [Stepper(config, mesh_of(config.parallel, device)) for _, config in work]
-    rows = _rows([name for name, _ in work], steppers, hardware, rounds, share=True)
-    dist.destroy_process_group()
-    return rows
+    with without_the_others(parallel, device) as mesh:
+        steppers = [Stepper(config, mesh) for _, config in work]
+        return _rows([name for name, _ in work], steppers, hardware, rounds, share=True)
 
 
 def _threads(hardware: Hardware) -> None:
@@ -187,15 +185,30 @@ def _rows(
         for i in order[number % len(order) :] + order[: number % len(order)]:
             before, taken = probe.seconds(), steppers[i].seconds()
             slower = (before + probe.seconds()) / 2 / usual if usual else 1.0
-            seconds[i].append((taken, _largest(slower, steppers[i].mesh)))
+            seconds[i].append((taken, largest(slower, steppers[i].mesh)))
     return [
         _row(name, stepper, hardware, share, times, *facts)
         for name, stepper, times, facts in zip(names, steppers, seconds, seen, strict=True)
     ]
 
 
-def _seen(stepper: Stepper) -> tuple[int, int]:
-    """(bytes at the worst moment, bytes sent) of one step, the largest of all processes."""
+@dataclass(frozen=True)
+class Seen:
+    """One step of one process, looked at while it ran."""
+
+    peak_bytes: int
+    """At the worst moment: weights, gradients, moments, activations."""
+    collectives: list[Collective]
+    """All that were issued."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this process."""
+        return sum(each.sent_bytes for each in self.collectives)
+
+
+def look_at(stepper: Stepper) -> Seen:
+    """Does one step, slowly, and sees every tensor and every collective of it."""
     tracker, counter = MemoryTracker(), CollectiveCounter()
     for storage in stepper.storages:
         tracker.watch(storage.tensor, WEIGHTS)
@@ -210,11 +223,16 @@ def _seen(stepper: Stepper) -> tuple[int, int]:
         stepper.step()
     for hook in hooks:
         hook.remove()
-    sent = sum(c.sent_bytes for c in counter.collectives)
-    return tuple(int(_largest(fact, stepper.mesh)) for fact in (sum(tracker.peak.values()), sent))  # type: ignore[return-value]
+    return Seen(sum(tracker.peak.values()), counter.collectives)
 
 
-def _largest(number: float, mesh: Mesh) -> float:
+def _seen(stepper: Stepper) -> tuple[int, int]:
+    """(bytes at the worst moment, bytes sent) of one step, the largest of all processes."""
+    seen = look_at(stepper)
+    return int(largest(seen.peak_bytes, stepper.mesh)), int(largest(seen.sent_bytes, stepper.mesh))
+
+
+def largest(number: float, mesh: Mesh) -> float:
     """Of all processes."""
     found = torch.tensor(number, dtype=torch.double, device=mesh.device)
     if mesh.size > 1:
@@ -277,64 +295,66 @@ def _together(device: str) -> list[tuple[int, bool, list[str]]]:
     return [(processes, share, names) for (processes, share, _), names in groups.items()]
 
 
-def _flags(**fields: Any) -> list[str]:
+def flags(**fields: Any) -> list[str]:
+    """Overrides of a configuration, as the command line writes them; a field of the model, unless it is known better."""
     places = {"micro_batch": "train", "global_batch": "train", "seq_len": "train", "recompute": "train"}
     places |= dict.fromkeys(("tp", "pp", "dp", "layout", "shard", "norm"), "parallel")
     return [f"--{places.get(name, 'model')}.{name}={value}" for name, value in fields.items()]
 
 
-def _shape(dim: int, layers: int, ffn: int, heads: int, **others: Any) -> list[str]:
+def shape(dim: int, layers: int, ffn: int, heads: int, **others: Any) -> list[str]:
+    """Overrides that make a model of this size, r = d/4."""
     rank = {} if others.get("family") == "dense" else {"rank": dim // 4}
-    return _flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **rank, **others)
+    return flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **rank, **others)
 
 
-_SMALL, _MIDDLE, _LARGE = (512, 4, 1376, 8), (768, 3, 2048, 12), (1024, 2, 2736, 16)
-_1B, _3B, _7B = (2048, 6, 5472, 32), (3072, 4, 8192, 24), (4096, 4, 11008, 32)
+SMALL, MIDDLE, LARGE = (512, 4, 1376, 8), (768, 3, 2048, 12), (1024, 2, 2736, 16)
+SIZE_1B, SIZE_3B, SIZE_7B = (2048, 6, 5472, 32), (3072, 4, 8192, 24), (4096, 4, 11008, 32)
 
 _BASE = {
-    "cpu": [*_flags(vocab_size=4096, seq_len=256, tp=1), "--run.device=cpu"],
+    "cpu": [*flags(vocab_size=4096, seq_len=256, tp=1), "--run.device=cpu"],
     "cuda": [
-        *_flags(vocab_size=32000, seq_len=4096, tp=1),
+        *flags(vocab_size=32000, seq_len=4096, tp=1),
         "--run.device=cuda",
         "--train.compute_dtype=bfloat16",
     ],
 }
 _CASES: dict[str, dict[str, list[str]]] = {
     "cpu": {
-        "cola 512": _shape(*_SMALL) + _flags(micro_batch=4, global_batch=4),
-        "dense 512": _shape(*_SMALL, family="dense") + _flags(micro_batch=4, global_batch=4),
-        "lax 768": _shape(*_MIDDLE, family="lax") + _flags(micro_batch=4, global_batch=4),
-        "cola 1024, 2 micro-batches": _shape(*_LARGE) + _flags(micro_batch=2, global_batch=4),
-        "cola 512, low-rank": _shape(*_SMALL) + _flags(micro_batch=8, global_batch=8, recompute="low-rank"),
-        "btp 512": _shape(*_SMALL) + _flags(tp=2, layout="btp", micro_batch=4, global_batch=4),
-        "btp-sp 512": _shape(*_SMALL) + _flags(tp=2, layout="btp-sp", micro_batch=8, global_batch=8),
-        "vanilla 512": _shape(*_SMALL) + _flags(tp=2, layout="vanilla", micro_batch=4, global_batch=4),
-        "megatron-sp 512": _shape(*_SMALL, family="dense")
-        + _flags(tp=2, layout="megatron-sp", micro_batch=4, global_batch=4),
-        "btp 768, full-block": _shape(*_MIDDLE)
-        + _flags(tp=2, layout="btp", recompute="full-block", micro_batch=4, global_batch=4),
-        "dp 768": _shape(*_MIDDLE) + _flags(dp=2, micro_batch=4, global_batch=8),
-        "pp 512, 8 micro-batches": _shape(*_SMALL) + _flags(pp=2, micro_batch=4, global_batch=32),
-        "btp 1024, 2 micro-batches": _shape(*_LARGE) + _flags(tp=2, layout="btp", micro_batch=4, global_batch=8),
-        "btp-sp 1024": _shape(*_LARGE) + _flags(tp=2, layout="btp-sp", micro_batch=4, global_batch=4),
-        "vanilla 1024": _shape(*_LARGE) + _flags(tp=2, layout="vanilla", micro_batch=2, global_batch=2),
-        "megatron 1024": _shape(*_LARGE, family="dense")
-        + _flags(tp=2, layout="megatron", micro_batch=4, global_batch=4),
-        "share of TP 4, btp 1024": _shape(*_LARGE) + _flags(tp=4, layout="btp", micro_batch=4, global_batch=4),
-        "share of TP 4, btp-sp 1024": _shape(*_LARGE) + _flags(tp=4, layout="btp-sp", micro_batch=4, global_batch=4),
-        "share of TP 8, vanilla 1024": _shape(*_LARGE) + _flags(tp=8, layout="vanilla", micro_batch=4, global_batch=4),
+        "cola 512": shape(*SMALL) + flags(micro_batch=4, global_batch=4),
+        "dense 512": shape(*SMALL, family="dense") + flags(micro_batch=4, global_batch=4),
+        "lax 768": shape(*MIDDLE, family="lax") + flags(micro_batch=4, global_batch=4),
+        "cola 1024, 2 micro-batches": shape(*LARGE) + flags(micro_batch=2, global_batch=4),
+        "cola 512, low-rank": shape(*SMALL) + flags(micro_batch=8, global_batch=8, recompute="low-rank"),
+        "btp 512": shape(*SMALL) + flags(tp=2, layout="btp", micro_batch=4, global_batch=4),
+        "btp-sp 512": shape(*SMALL) + flags(tp=2, layout="btp-sp", micro_batch=8, global_batch=8),
+        "vanilla 512": shape(*SMALL) + flags(tp=2, layout="vanilla", micro_batch=4, global_batch=4),
+        "megatron-sp 512": shape(*SMALL, family="dense")
+        + flags(tp=2, layout="megatron-sp", micro_batch=4, global_batch=4),
+        "btp 768, full-block": shape(*MIDDLE)
+        + flags(tp=2, layout="btp", recompute="full-block", micro_batch=4, global_batch=4),
+        "dp 768": shape(*MIDDLE) + flags(dp=2, micro_batch=4, global_batch=8),
+        "pp 512, 8 micro-batches": shape(*SMALL) + flags(pp=2, micro_batch=4, global_batch=32),
+        "btp 1024, 2 micro-batches": shape(*LARGE) + flags(tp=2, layout="btp", micro_batch=4, global_batch=8),
+        "btp-sp 1024": shape(*LARGE) + flags(tp=2, layout="btp-sp", micro_batch=4, global_batch=4),
+        "vanilla 1024": shape(*LARGE) + flags(tp=2, layout="vanilla", micro_batch=2, global_batch=2),
+        "megatron 1024": shape(*LARGE, family="dense")
+        + flags(tp=2, layout="megatron", micro_batch=4, global_batch=4),
+        "share of TP 4, btp 1024": shape(*LARGE) + flags(tp=4, layout="btp", micro_batch=4, global_batch=4),
+        "share of TP 4, btp-sp 1024": shape(*LARGE) + flags(tp=4, layout="btp-sp", micro_batch=4, global_batch=4),
+        "share of TP 8, vanilla 1024": shape(*LARGE) + flags(tp=8, layout="vanilla", micro_batch=4, global_batch=4),
     },
     "cuda": {
-        "cola 1B": _shape(*_1B) + _flags(micro_batch=2, global_batch=2),
-        "dense 1B": _shape(*_1B, family="dense") + _flags(micro_batch=2, global_batch=2),
-        "svd 1B, 4 sequences": _shape(*_1B, family="svd") + _flags(micro_batch=4, global_batch=4),
-        "lax 1B": _shape(*_1B, family="lax") + _flags(micro_batch=2, global_batch=2),
-        "cola 3B, low-rank": _shape(*_3B) + _flags(micro_batch=4, global_batch=8, recompute="low-rank"),
-        "cola 7B": _shape(*_7B) + _flags(micro_batch=2, global_batch=4),
-        "dense 7B": _shape(*_7B, family="dense") + _flags(micro_batch=2, global_batch=2),
+        "cola 1B": shape(*SIZE_1B) + flags(micro_batch=2, global_batch=2),
+        "dense 1B": shape(*SIZE_1B, family="dense") + flags(micro_batch=2, global_batch=2),
+        "svd 1B, 4 sequences": shape(*SIZE_1B, family="svd") + flags(micro_batch=4, global_batch=4),
+        "lax 1B": shape(*SIZE_1B, family="lax") + flags(micro_batch=2, global_batch=2),
+        "cola 3B, low-rank": shape(*SIZE_3B) + flags(micro_batch=4, global_batch=8, recompute="low-rank"),
+        "cola 7B": shape(*SIZE_7B) + flags(micro_batch=2, global_batch=4),
+        "dense 7B": shape(*SIZE_7B, family="dense") + flags(micro_batch=2, global_batch=2),
         **{
-            f"share of TP {tp}, {layout} 7B": _shape(*_7B, family="dense" if layout == "megatron-sp" else "cola")
-            + _flags(tp=tp, layout=layout, micro_batch=4, global_batch=4)
+            f"share of TP {tp}, {layout} 7B": shape(*SIZE_7B, family="dense" if layout == "megatron-sp" else "cola")
+            + flags(tp=tp, layout=layout, micro_batch=4, global_batch=4)
             for tp in (2, 4, 8)
             for layout in ("btp", "btp-sp", "vanilla", "megatron-sp")
         },

@@ -5,6 +5,8 @@ import importlib
 from typing import Any
 
 EXPERIMENTS = (
+    "steps",
+    "parts",
     "gemms",
     "traffic",
     "grouping",
@@ -27,6 +29,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="the paper's evaluation, rerun here: experiments, each by itself, and one page of all results",
         description="Runs an experiment and writes its numbers, with a table and pictures, under benchmarks/results.",
         epilog="examples:\n"
+        "  boost bench steps                                      a training step by layout, family and size\n"
+        "  boost bench parts                                      one optimisation added at a time\n"
         "  boost bench gemms --tps 1 4                            a block's products by layout; traffic, grouping, norms likewise\n"
         "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
         "  boost bench fit boost-7b --tp 4 --memory-gb 80\n"

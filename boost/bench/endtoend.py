@@ -1,0 +1,210 @@
+"""End-to-end: seconds of an optimizer step under every layout and family, the width growing with TP (weak scaling).
+
+The paper's tables of step times. Dense and low-rank models of one shape take turns in one run. What this machine has no
+processes for is measured as the share of one process, whose collectives the performance model prices.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boost.bench.curves import DENSE, LOW_RANK
+from boost.bench.results import Facts, facts_of, save_section
+from boost.bench.side_by_side import Group, run_groups
+from boost.bench.steps import SIZE_1B, SIZE_3B, SIZE_7B, flags, shape
+from boost.config import Config, load
+from boost.config.schema import DType, Family
+from boost.errors import ConfigError
+from boost.parallel.mesh import world_size
+from boost.plan import published
+from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.timing import Predictor
+from boost.train.launch import under_torchrun
+
+WEAK_SCALING, FAMILIES, BOUND, SHARES = "weak scaling", "by architecture", "communication-bound", "share of a process"
+"""Purposes of groups."""
+
+BTP, BTP_SP, VANILLA, PUBLISHED = "btp, online", "btp-sp", "vanilla", "vanilla, published"
+MEGATRON, MEGATRON_SP = "megatron", "megatron-sp"
+"""Names of contenders."""
+
+_PARALLEL: dict[str, dict[str, Any]] = {c.name: c.parallel for c in (*DENSE, *LOW_RANK)}
+
+_SHARED_TP = (4, 8)
+"""TP sizes of shares on a CPU; on a GPU 2 as well."""
+
+WIDTH = 512
+"""d on a CPU at TP 1."""
+
+_BASE = {
+    "cpu": flags(vocab_size=1024, seq_len=256, micro_batch=4, global_batch=8),
+    "cuda": flags(vocab_size=4096, seq_len=4096, micro_batch=2, global_batch=4),
+}
+"""Of few blocks the head is a larger part than of a whole model: with a vocabulary that is as much smaller it is about the same.
+A step of the paper has 4 sequences of 4096 tokens."""
+
+_BOUND = (*shape(64, 1, 176, 4), *flags(vocab_size=64, seq_len=64, micro_batch=4, global_batch=64))
+"""Many micro-batches of few tokens in narrow products: the time of a step is that of its collectives."""
+
+_PROFILES = {"A100-SXM4-80GB": "a100-80g", "A100 80GB": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}
+_PROFILES |= {"B200": "b200-180g"}
+"""Hardware profiles by what is in a GPU's name."""
+
+_MODELLED_ON = ("a100-80g-8", "h100-80g")
+_MODELLED = (("7B", 4), ("7B", 8), ("30B", 8))
+"""(size, TP) that are predicted whole, on nodes of 8 GPUs."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to measure on."""
+
+    device: str
+    """cpu | cuda"""
+    tp: int
+    """Processes of the groups that are not shares; 1: none but those of one process."""
+    hardware: Hardware | None
+    """For the collectives of shares; None: no shares."""
+    why_no_shares: str = ""
+
+
+def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
+    """What `--device`, `--tp` and `--hardware` mean here. Raises ConfigError."""
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise ConfigError("run.device = 'cuda', but torch sees no GPU; the nearest legal value is 'cpu'")
+    if gpus and tp is not None and tp > gpus:
+        raise ConfigError(f"--tp = {tp} needs as many GPUs, and there are {gpus}; the nearest legal value is {gpus}")
+    processes = tp or (world_size() if under_torchrun() else gpus or 2)
+    kind = "cuda" if gpus else "cpu"
+    name = hardware or _profile_of(torch.cuda.get_device_name(0) if gpus else "")
+    if name is None:
+        what = "this GPU has no profile" if gpus else "no hardware profile of this machine was given"
+        why = f"{what}: 'boost plan calibrate --out local.toml' makes one, and --hardware local.toml takes it"
+        return Machine(kind, processes, None, why)
+    priced = load_hardware(name)
+    if priced.device != kind:
+        raise ConfigError(
+            f"--hardware = '{name}' is of a {priced.device} device, and this is a {kind}; a share is computed here and its "
+            "collectives are priced there: take a profile of this machine, by 'boost plan calibrate'"
+        )
+    return Machine(kind, processes, priced)
+
+
+def _profile_of(gpu: str) -> str | None:
+    return next((profile for words, profile in _PROFILES.items() if words in gpu), None)
+
+
+def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo") -> list[Group]:
+    """All that is measured on a machine. `overrides` hold for every configuration. Raises ConfigError."""
+    build = _Builder(machine.device, overrides, source)
+    dtypes: tuple[DType, ...] = ("float32", "bfloat16") if machine.device == "cpu" else ("bfloat16",)
+    found = [build.one_process(dtypes[0])]
+    if machine.tp > 1:
+        found += [build.weak_scaling(machine.tp, dtype) for dtype in dtypes]
+        found += [build.families(machine.tp, dtypes[0]), build.bound(machine.tp, dtypes[0])]
+    if machine.hardware is not None:
+        sizes = _SHARED_TP if machine.device == "cpu" else (2, *_SHARED_TP)
+        found += [build.share(tp, dtypes[0]) for tp in sizes]
+    return found
+
+
+class _Builder:
+    """Makes groups out of sizes that go with TP, and what the user wants otherwise."""
+
+    def __init__(self, device: str, overrides: Sequence[str], source: str) -> None:
+        self.device, self.overrides, self.source = device, overrides, source
+
+    def one_process(self, dtype: DType) -> Group:
+        """Every family, uncut."""
+        families: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
+        words = cut_flags({"layout": "single"}, 1)
+        found = {family: self._load([*size_flags(self.device, 1, dtype, family), *words]) for family in families}
+        return Group(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
+
+    def weak_scaling(self, tp: int, dtype: DType) -> Group:
+        """Every layout, of the dense model and of cola."""
+        names = (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
+        found = {name: self._layout(name, tp, dtype) for name in names}
+        return Group(f"{WEAK_SCALING}, TP {tp}, {dtype}", WEAK_SCALING, found, peers=True)
+
+    def families(self, tp: int, dtype: DType) -> Group:
+        """The low-rank families under the paper's two layouts, beside the dense model: half as wide, as there are many."""
+        found = {MEGATRON: self._layout(MEGATRON, tp, dtype, width=256)}
+        for family in published.FAMILIES:
+            for name in (PUBLISHED, BTP):
+                found[f"{family}: {name}"] = self._layout(name, tp, dtype, family, width=256)
+        return Group(f"{FAMILIES}, TP {tp}, {dtype}", FAMILIES, found)
+
+    def bound(self, tp: int, dtype: DType) -> Group:
+        """Where collectives are most of the time."""
+        usual = [*_usual(self.device, dtype), *_BOUND]
+        found = {name: self._load([*usual, *cut_flags(_PARALLEL[name], tp)]) for name in (VANILLA, BTP, BTP_SP)}
+        return Group(f"{BOUND}, TP {tp}, {dtype}", BOUND, found)
+
+    def share(self, tp: int, dtype: DType) -> Group:
+        """One process of TP by itself."""
+        found = {name: self._layout(name, tp, dtype) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
+        return Group(f"share of TP {tp}, {dtype}", SHARES, found, share=True)
+
+    def _layout(self, name: str, tp: int, dtype: DType, family: str = "cola", width: int = WIDTH) -> Config:
+        family = "dense" if name in (MEGATRON, MEGATRON_SP) else family
+        return self._load([*size_flags(self.device, tp, dtype, family, width), *cut_flags(_PARALLEL[name], tp)])
+
+    def _load(self, words: Sequence[str]) -> Config:
+        return load(self.source, [*words, *self.overrides])
+
+
+def size_flags(device: str, tp: int, dtype: DType, family: str, width: int = WIDTH) -> list[str]:
+    """Overrides that make the model of a TP size: on a CPU d = `width` x TP, f = 8/3 d as LLaMA has it."""
+    dim = width * tp
+    size = (dim, 2, 16 * -(-8 * dim // 48), dim // 64)
+    if device == "cuda":
+        size = {1: SIZE_1B, 2: SIZE_3B}.get(tp, SIZE_7B)
+    return [*_usual(device, dtype), *_BASE[device], *shape(*size, family=family)]
+
+
+def cut_flags(parallel: Mapping[str, Any], tp: int) -> list[str]:
+    """Overrides that cut a model over TP processes and nothing else."""
+    fields = {**parallel, "tp": tp, "dp": 1, "pp": 1}
+    return [f"--parallel.{field}={str(value).lower()}" for field, value in fields.items()]
+
+
+def _usual(device: str, dtype: DType) -> list[str]:
+    # A rate at which weights hardly move: thousands of steps on the same tokens leave the numbers what they were.
+    return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
+
+
+def modelled() -> Iterator[Facts]:
+    """Predicted seconds of steps of whole models that TP alone cuts, by contender, on hardware that is not here."""
+    for name in _MODELLED_ON:
+        predictor = Predictor(load_hardware(name))
+        for size, tp in _MODELLED:
+            words = ["--train.compute_dtype=bfloat16", *flags(seq_len=4096, micro_batch=1, global_batch=4)]
+            seconds = {}
+            for contender in (MEGATRON_SP, VANILLA, BTP, BTP_SP):
+                family = "dense" if contender == MEGATRON_SP else "cola"
+                cut = cut_flags(_PARALLEL[contender], tp)
+                config = load(f"boost-{size.lower()}", [*words, f"--model.family={family}", *cut])
+                seconds[contender] = predictor.predict(config).seconds
+            yield {"hardware": name, "size": size, "tp": tp, "seconds": seconds}
+
+
+def steps(machine: Machine, found: Sequence[Group], rounds: int, out: Path) -> int:
+    """The experiment. Writes `out`.json, .md and its figures."""
+    from boost.bench.endtoend_report import section
+
+    measured, left_out = run_groups(found, rounds, machine.hardware)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if machine.why_no_shares:
+        left_out.append(f"shares of TP {' and '.join(map(str, _SHARED_TP))}: {machine.why_no_shares}")
+    config = next(iter(found[0].contenders.values()))
+    facts = facts_of("steps", config, rounds=rounds, groups=measured, left_out=left_out, modelled=list(modelled()))
+    save_section(out, facts, section(facts))
+    print(out.with_suffix(".md").read_text(encoding="utf-8"))
+    return 0

@@ -1,0 +1,312 @@
+"""What the end-to-end experiment says: step times, speed-ups beside the paper's, and the goals that they answer."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from boost.bench.contest import Ratio
+from boost.bench.document import Figure, Goal, Section, Table
+from boost.bench.endtoend import (
+    BOUND,
+    BTP,
+    BTP_SP,
+    FAMILIES,
+    MEGATRON,
+    MEGATRON_SP,
+    PUBLISHED,
+    SHARES,
+    VANILLA,
+    WEAK_SCALING,
+)
+from boost.bench.results import Facts
+from boost.bench.side_by_side import in_ms, in_words, names, seconds_of, shape_of, spread_of, times
+from boost.plan import published
+
+AGAINST_VANILLA, AGAINST_DENSE, BOUND_GAIN, BYTES = 2.3, 1.95, 1.15, 0.50
+"""The goals."""
+
+LEAST_WIDTH = 1024
+"""d from which on they are meant."""
+
+
+def section(facts: Facts) -> Section:
+    """All tables and figures."""
+    intro = (
+        "Whole optimizer steps (forward, backward, gradients, clipping, AdamW) on made-up tokens; contenders of a table took turns "
+        f"in one run of {facts['rounds']} rounds. Seconds are medians with quartiles, ratios medians of ratios of one round with "
+        "their 95 % bootstrap interval, above 1 where the contender of the row is faster. Bytes are what one process sends in a step, "
+        "counted at the dispatcher; peak is what its tensors hold at the worst moment, without the allocator's rounding. "
+        "MB = 10^6 bytes. Models have fewer blocks than the paper's, and vocabularies that are as much smaller."
+    )
+    left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
+    figures = (
+        Figure(
+            "steps", "Seconds of a step by contender; lines are quartiles, hatched is modelled", _drawn(_bars, facts)
+        ),
+        Figure("steps-speedups", "Speed-ups beside the paper's; lines are 95 % intervals", _drawn(_speedups, facts)),
+    )
+    return Section(
+        "End-to-end step time",
+        (
+            intro,
+            figures[0],
+            *map(_group_table, facts["groups"]),
+            figures[1],
+            _speedup_table(facts),
+            *map(_family_table, _of(facts, FAMILIES)),
+            _modelled_table(facts),
+            *left_out,
+        ),
+    )
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Rows of the Performance table of the goals."""
+    cut = [group for group in _of(facts, WEAK_SCALING) if group["tp"] > 1]
+    wide = [group for group in cut if _dim(group) >= LEAST_WIDTH and group["tp"] == 2]
+    what = "best low-rank layout against strong vanilla, training step, TP=2, d >= 1024"
+    found = [_gain(what, f">= {AGAINST_VANILLA}x", group, VANILLA, AGAINST_VANILLA) for group in _in(wide, "bfloat16")]
+    found += _modelled_goals(facts, what.replace(", TP=2, d >= 1024", ""), VANILLA, AGAINST_VANILLA)
+    what = "best low-rank layout against full-rank megatron-sp, training step, TP=2, d >= 1024"
+    found += [_gain(what, f">= {AGAINST_DENSE}x", group, MEGATRON_SP, AGAINST_DENSE) for group in _in(wide, "float32")]
+    found += _modelled_goals(facts, what.replace(", TP=2, d >= 1024", ""), MEGATRON_SP, AGAINST_DENSE)
+    found += map(_bytes_goal, _in(wide, "bfloat16"))
+    both = [*cut, *_of(facts, BOUND)]
+    if both:
+        found.append(_never_slower(both))
+    return [*found, *map(_bound_goal, _of(facts, BOUND))]
+
+
+def _gain(what: str, figure: str, group: Facts, baseline: str, least: float) -> Goal:
+    found = times(group, baseline, best(group))
+    return Goal(what, figure, shape_of(group), f"{in_words(found)} x ({best(group)})", found.value >= least)
+
+
+def _modelled_goals(facts: Facts, what: str, baseline: str, least: float) -> Iterator[Goal]:
+    for row in facts["modelled"]:
+        name = min((BTP, BTP_SP), key=lambda name, row=row: row["seconds"][name])  # type: ignore[misc]
+        value = row["seconds"][baseline] / row["seconds"][name]
+        where = f"{row['size']}, TP {row['tp']}, {row['hardware']}, bfloat16, 4 sequences of 4096 tokens a step"
+        yield Goal(what, f">= {least}x", where, f"{value:.2f} x ({name})", value >= least, "modelled")
+
+
+def _bytes_goal(group: Facts) -> Goal:
+    ours, theirs = _row(group, BTP_SP), _row(group, BTP)
+    inside, whole = (ours[key] / theirs[key] for key in ("sent_in_blocks", "sent_bytes"))
+    remark = f"of the blocks; {whole:.2f} x of all that a step sends, with embedding, head and sums of gradients"
+    found = f"{inside:.3f} x"
+    return Goal(
+        "btp-sp against btp, bytes", f"{BYTES:.2f}x", shape_of(group), found, inside <= BYTES, "counted", remark
+    )
+
+
+def _never_slower(groups: Sequence[Facts]) -> Goal:
+    found = [(times(group, BTP, BTP_SP), group) for group in groups]
+    value, worst = min(found, key=lambda each: each[0].value)
+    # Slower is what the rounds can tell from equal.
+    met = all(each.high >= 1 for each, _ in found)
+    where = f"the worst of {len(groups)} groups: {worst['name']}; {shape_of(worst)}"
+    return Goal("btp-sp against btp, time, same run", "never slower", where, f"{in_words(value)} x", met)
+
+
+def _bound_goal(group: Facts) -> Goal:
+    found, what = times(group, BTP, BTP_SP), "btp-sp against btp, time, where communication-bound"
+    return Goal(what, f">= {BOUND_GAIN}x", shape_of(group), f"{in_words(found)} x", found.value >= BOUND_GAIN)
+
+
+def best(group: Facts) -> str:
+    """Of btp and btp-sp, the one with the shorter median step."""
+    return min((BTP, BTP_SP), key=lambda name: statistics.median(seconds_of(group, name)))
+
+
+def _of(facts: Facts, *purposes: str) -> list[Facts]:
+    return [group for group in facts["groups"] if group["purpose"] in purposes]
+
+
+def _in(groups: Sequence[Facts], dtype: str) -> list[Facts]:
+    return [group for group in groups if group["dtype"] == dtype]
+
+
+def _dim(group: Facts) -> int:
+    dim: int = next(row["config"]["model"]["dim"] for row in group["rows"] if "config" in row)
+    return dim
+
+
+def _row(group: Facts, name: str) -> Facts:
+    row: Facts = next(row for row in group["rows"] if row["name"] == name)
+    return row
+
+
+def _group_table(group: Facts) -> Table:
+    has = names(group)
+    bases = [
+        name
+        for name in (
+            VANILLA,
+            MEGATRON_SP,
+            "dense",
+            f"cola: {PUBLISHED}",
+            MEGATRON if group["purpose"] == FAMILIES else "",
+        )
+        if name in has
+    ]
+    shared = ["computed ms, measured:", "collectives ms, modelled:"] if group["share"] else []
+    headings = [
+        "contender",
+        "parameters, M:",
+        *shared,
+        f"step ms{', of both' if shared else ', measured'}:",
+        "tokens/s:",
+    ]
+    headings += [f"against {base}:" for base in bases]
+    headings += ["sent MB, counted:", "of it in blocks:", "peak MB, measured:"]
+    priced = f" Collectives priced by: {group['priced_by']}." if group["share"] else ""
+    skipped = "".join(f" {name} did not take part: {why}." for name, why in group["skipped"].items())
+    caption = f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}{skipped}"
+    return Table(caption, tuple(headings), tuple(_cells(group, row, bases) for row in group["rows"]))
+
+
+def _cells(group: Facts, row: Facts, bases: Sequence[str]) -> tuple[str, ...]:
+    name, taken = row["name"], spread_of(group, row["name"])
+    cells = [name, f"{row['parameters'] / 1e6:.1f}" if "parameters" in row else ""]
+    if group["share"]:
+        cells += [f"{1e3 * statistics.median(row['seconds']):.0f}", f"{1e3 * group['waits_s'][name]:.1f}"]
+    cells += [in_ms(taken), f"{group['tokens'] / taken.median:,.0f}"]
+    cells += ["1" if base == name else in_words(times(group, base, name)) for base in bases]
+    keys = ("sent_bytes", "sent_in_blocks", "peak_bytes")
+    return *cells, *(f"{row[key] / 1e6:.1f}" if key in row else "" for key in keys)
+
+
+def _paper(tp: int) -> published.Row | None:
+    return next((row for row in published.STEPS if (row.tp, row.pp) == (tp, 1)), None)
+
+
+def _pairs(group: Facts) -> Iterator[tuple[str, Ratio, float | None]]:
+    """(what against what, ours, the paper's) of one group."""
+    paper, has = _paper(group["tp"]), names(group)
+    theirs = {way: paper.seconds[way] / paper.seconds["BOOST"] for way in published.WAYS} if paper else {}
+    if group["tp"] == 1:
+        yield "cola against dense", times(group, "dense", "cola"), theirs.get("full-rank")
+        return
+    first = best(group)
+    for words, over, under, said in (
+        (f"{BTP} against {PUBLISHED}", PUBLISHED, BTP, theirs.get("vanilla")),
+        (f"{BTP} against {MEGATRON}", MEGATRON, BTP, theirs.get("full-rank")),
+        (f"{first} (best) against {VANILLA} (strong)", VANILLA, first, None),
+        (f"{first} (best) against {MEGATRON_SP}", MEGATRON_SP, first, None),
+        (f"{BTP_SP} against {BTP}", BTP, BTP_SP, None),
+    ):
+        if over in has and under in has:
+            yield words, times(group, over, under), said
+
+
+def _compared(facts: Facts) -> list[tuple[Facts, str, Ratio, float | None]]:
+    groups = _of(facts, WEAK_SCALING, BOUND, SHARES)
+    return [(group, *pair) for group in groups for pair in _pairs(group)]
+
+
+def _speedup_table(facts: Facts) -> Table:
+    rows = []
+    for group, words, found, said in _compared(facts):
+        paper = _paper(group["tp"])
+        size = f" ({paper.size}, TP {paper.tp})" if paper and said else ""
+        kind = "computation measured, collectives modelled" if group["share"] else "measured"
+        rows.append((group["name"], words, in_words(found), kind, f"{said:.2f}{size}" if said else ""))
+    caption = (
+        "Speed-ups beside the paper's, which are of A100 GPUs (batch 4, 4096 tokens, bf16), against its own baselines: full-rank "
+        "and vanilla as it has them. Ours are against these, and against the strongest forms of both."
+    )
+    return Table(caption, ("group", "what", "ours, times:", "kind", "paper, times:"), tuple(rows))
+
+
+def _family_table(group: Facts) -> Table:
+    full = next(row for row in published.STEPS if row.size == "7B").seconds["full-rank"]
+    rows = []
+    for family, (boost, vanilla) in published.FAMILIES.items():
+        ours = f"{family}: {BTP}"
+        pairs = ((f"{family}: {PUBLISHED}", vanilla / boost), (MEGATRON, full / boost))
+        rows.append((family, *(x for over, said in pairs for x in (in_words(times(group, over, ours)), f"{said:.2f}"))))
+    headings = ("family", "btp against vanilla, published:", "paper:", "against megatron:", "paper :")
+    caption = f"By architecture, measured: {shape_of(group)}. The paper's is its 7B at TP 4 on A100."
+    return Table(caption, headings, tuple(rows))
+
+
+def _modelled_table(facts: Facts) -> Table:
+    rows = []
+    for row in facts["modelled"]:
+        seconds = row["seconds"]
+        fastest = min(seconds[BTP], seconds[BTP_SP])
+        cells = [f"{1e3 * seconds[name]:.0f}" for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)]
+        ratios = [f"{seconds[name] / fastest:.2f}" for name in (VANILLA, MEGATRON_SP)]
+        rows.append((row["hardware"], row["size"], str(row["tp"]), *cells, *ratios))
+    headings = ("hardware", "size", "TP:", "megatron-sp ms:", "vanilla ms:", "btp ms:", "btp-sp ms:")
+    headings += ("best against vanilla:", "best against megatron-sp:")
+    caption = (
+        "Modelled, by `boost plan`: whole models cut by TP alone, cola, bf16, 4 sequences of 4096 tokens in micro-batches "
+        "of one."
+    )
+    return Table(caption, headings, tuple(rows))
+
+
+def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path], None]:
+    def into(path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
+        from matplotlib import pyplot
+
+        draw(facts, pyplot)
+        pyplot.gcf().tight_layout()
+        pyplot.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close()
+
+    return into
+
+
+def _bars(facts: Facts, pyplot: Any) -> None:
+    """A panel a group, a bar a contender."""
+    groups = facts["groups"]
+    heights = [0.9 + 0.28 * len(group["rows"]) for group in groups]
+    _, axes = pyplot.subplots(
+        len(groups), 1, figsize=(8, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for axis, group in zip(axes[:, 0], groups, strict=True):
+        found = names(group)
+        spreads = [spread_of(group, name) for name in found]
+        waits = [group.get("waits_s", {}).get(name, 0.0) for name in found]
+        middle = [1e3 * each.median for each in spreads]
+        error = [
+            [1e3 * (s.median - s.low) for s in spreads],
+            [1e3 * (s.high - s.median) for s in spreads],
+        ]
+        colours = ["#5b8db8" if name.endswith((BTP, BTP_SP, "cola", "svd", "lax")) else "#b0b0b0" for name in found]
+        axis.barh(found, [m - 1e3 * w for m, w in zip(middle, waits, strict=True)], color=colours)
+        axis.barh(found, [1e3 * w for w in waits], left=[m - 1e3 * w for m, w in zip(middle, waits, strict=True)],
+                  color="white", edgecolor=colours, hatch="///")  # fmt: skip
+        axis.errorbar(middle, found, xerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        axis.invert_yaxis()
+        axis.set(title=group["name"], xlabel="ms a step", xlim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def _speedups(facts: Facts, pyplot: Any) -> None:
+    """A line a ratio, with the paper's where it has one."""
+    rows = _compared(facts)
+    labels = [f"{words}\n{group['name']}" for group, words, _, _ in rows]
+    _, axis = pyplot.subplots(figsize=(8, 1 + 0.42 * len(rows)))
+    for y, (_, _, found, said) in enumerate(rows):
+        axis.errorbar(
+            found.value, y, xerr=[[found.value - found.low], [found.high - found.value]], fmt="o", color="#5b8db8",
+            capsize=3, label="ours" if y == 0 else None,
+        )  # fmt: skip
+        if said:
+            axis.plot(said, y, "D", markerfacecolor="none", color="black", label=None if y else "paper")
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+    axis.invert_yaxis()
+    axis.set(xlabel="times as fast", xlim=(0, None))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.2)
+    axis.legend(fontsize=8, frameon=False)

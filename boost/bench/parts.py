@@ -1,0 +1,211 @@
+"""The whole against its parts: from the dense model under Megatron to btp-sp, one optimisation added at a time, in one run.
+
+Then what recomputation adds in time and takes in memory: whole blocks, as is usual, and low-rank, which sends nothing again.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from boost.bench.contest import Ratio, ratio
+from boost.bench.document import Figure, Goal, Section, Table
+from boost.bench.endtoend import Machine, cut_flags, size_flags
+from boost.bench.results import Facts, facts_of, save_section
+from boost.bench.side_by_side import Group, in_ms, in_words, run_groups, seconds_of, shape_of, spread_of
+from boost.config import load
+from boost.config.schema import DType
+
+LADDER = "ladder"
+"""Purpose of the groups."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A configuration, and what it has that the one before has not."""
+
+    name: str
+    added: str
+    """In words."""
+    parallel: dict[str, Any]
+    train: dict[str, Any] = field(default_factory=dict)
+    family: str = "cola"
+
+
+_BTP = {"layout": "btp", "norm": "online", "grouping": True}
+
+LAYOUTS = (
+    Rung("dense, megatron-sp", "the full-rank model, token-sharded", {"layout": "megatron-sp"}, family="dense"),
+    Rung(
+        "vanilla, published",
+        "low-rank factors, cut along r; attention and gated product whole on every process, each linear by itself",
+        {"layout": "vanilla", "vanilla": "published", "grouping": False},
+    ),
+    Rung("vanilla, strong", "attention and gated product cut, linears grouped", {"layout": "vanilla"}),
+    Rung(
+        "btp, sync, ungrouped",
+        "cut along d and f: collectives at the bottleneck",
+        {**_BTP, "norm": "sync", "grouping": False},
+    ),
+    Rung("btp, sync, grouped", "one GEMM and one collective for q,k,v and for gate,up", {**_BTP, "norm": "sync"}),
+    Rung("btp, online", "RMSNorm's statistic rides with the latents", _BTP),
+    Rung(
+        "btp-sp",
+        "token-sharded residual stream: collectives of one phase, no norm across processes",
+        {"layout": "btp-sp"},
+    ),
+)
+"""Each adds one thing to the one before; vanilla, published, is as the paper has it, so that the next rung takes back two."""
+
+COMPILED = Rung("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
+
+RECOMPUTED = (
+    Rung(
+        "btp-sp, full-block",
+        "whole blocks are computed again, collectives too",
+        {"layout": "btp-sp"},
+        {"recompute": "full-block"},
+    ),
+    Rung(
+        "btp-sp, low-rank",
+        "instead, only what latents make is computed again: nothing is sent",
+        {"layout": "btp-sp"},
+        {"recompute": "low-rank"},
+    ),
+)
+
+
+def rungs(compiled: bool) -> tuple[Rung, ...]:
+    """All of them, in order."""
+    return (*LAYOUTS, *((COMPILED,) if compiled else ()), *RECOMPUTED)
+
+
+def ladder(
+    machine: Machine, tp: int, dtype: DType, compiled: bool, overrides: Sequence[str], source: str, share: bool = False
+) -> Group:
+    """All rungs as one group. Raises ConfigError."""
+    found = {}
+    for rung in rungs(compiled):
+        words = size_flags(machine.device, tp, dtype, rung.family)
+        words += cut_flags(rung.parallel, tp)
+        words += [f"--train.{key}={str(value).lower()}" for key, value in rung.train.items()]
+        found[rung.name] = load(source, [*words, *overrides])
+    return Group(f"{f'share of TP {tp}' if share else f'TP {tp}'}, {dtype}", LADDER, found, share)
+
+
+def groups(
+    machine: Machine,
+    dtypes: Sequence[DType],
+    shares: Sequence[int],
+    compiled: bool,
+    overrides: Sequence[str],
+    source: str,
+) -> list[Group]:
+    """The ladder in each dtype on all processes, and as shares of other TP sizes in the first one. Raises ConfigError."""
+    whole = [ladder(machine, machine.tp, dtype, compiled, overrides, source) for dtype in dtypes if machine.tp > 1]
+    return whole + [ladder(machine, tp, dtypes[0], compiled, overrides, source, share=True) for tp in shares]
+
+
+def parts(machine: Machine, found: Sequence[Group], rounds: int, out: Path) -> int:
+    """The experiment. Writes `out`.json, .md and its figures."""
+    measured, left_out = run_groups(found, rounds, machine.hardware)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    config = next(iter(found[0].contenders.values()))
+    added = {rung.name: rung.added for rung in rungs(compiled=True)}
+    facts = facts_of("parts", config, rounds=rounds, groups=measured, left_out=left_out, added=added)
+    save_section(out, facts, section(facts))
+    print(out.with_suffix(".md").read_text(encoding="utf-8"))
+    return 0
+
+
+def section(facts: Facts) -> Section:
+    """A table and a figure a group."""
+    intro = (
+        "Whole optimizer steps; every row has one thing more than the row before, and all rows of a table took turns in one run of "
+        f"{facts['rounds']} rounds. Seconds are medians with quartiles; ratios are medians of ratios of one round with their 95 % "
+        "bootstrap interval, above 1 where the row is faster. Recomputation costs time and is there for memory. MB = 10^6 bytes."
+    )
+    left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
+    shown: list[Table | Figure] = []
+    for number, group in enumerate(facts["groups"]):
+        caption = f"{group['name']}: a bar from the rung before to this one; lines are quartiles"
+        shown += [
+            Figure(f"parts{f'-{number}' if number else ''}", caption, _drawn(group)),
+            _table(group, facts["added"]),
+        ]
+    return Section("The whole against its parts", (intro, *shown, *left_out))
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """None: the end-to-end experiment answers those."""
+    return []
+
+
+def before_each(group: Facts) -> list[tuple[str, Ratio, Ratio]]:
+    """(rung, times as fast as the one before, times as fast as the first)."""
+    found = [(row["name"], seconds_of(group, row["name"])) for row in group["rows"]]
+    before = [found[0], *found]
+    return [
+        (name, ratio(earlier, taken), ratio(found[0][1], taken))
+        for (_, earlier), (name, taken) in zip(before, found, strict=False)
+    ]
+
+
+def _table(group: Facts, added: dict[str, str]) -> Table:
+    share = group["share"]
+    rows = []
+    for row, (name, to_before, to_first) in zip(group["rows"], before_each(group), strict=True):
+        modelled = [f"{1e3 * group['waits_s'][name]:.1f}"] if share else []
+        cells = [name, added[name], in_ms(spread_of(group, name)), *modelled]
+        cells += ["", ""] if row is group["rows"][0] else [in_words(to_before), in_words(to_first)]
+        rows.append((*cells, f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 1e6:.1f}"))
+    headings = ["rung", "what is added", f"step ms, {'computation measured' if share else 'measured'}:"]
+    headings += ["of it collectives ms, modelled:"] if share else []
+    headings += ["against the one before:", "against the first:", "sent MB, counted:", "peak MB, measured:"]
+    priced = f" Collectives priced by: {group['priced_by']}." if share else ""
+    return Table(f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}", tuple(headings), tuple(rows))
+
+
+def _drawn(group: Facts) -> Callable[[Path], None]:
+    """A waterfall: where each rung begins, and what it takes off or adds."""
+
+    def draw(path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
+        from matplotlib import pyplot
+
+        labels = [row["name"] for row in group["rows"]]
+        spreads = [spread_of(group, name) for name in labels]
+        middle = [1e3 * each.median for each in spreads]
+        figure, (axis, memory) = pyplot.subplots(
+            2, 1, figsize=(9, 6.5), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
+        )
+        axis.bar(0, middle[0], color="#b0b0b0")
+        for x in range(1, len(middle)):
+            change = middle[x] - middle[x - 1]
+            axis.bar(x, change, bottom=middle[x - 1], color="#5b8db8" if change < 0 else "#d98a5b")
+            axis.plot([x - 1, x + 0.4], [middle[x - 1]] * 2, color="black", linewidth=0.6)
+        error = [
+            [1e3 * (s.median - s.low) for s in spreads],
+            [1e3 * (s.high - s.median) for s in spreads],
+        ]
+        axis.errorbar(range(len(middle)), middle, yerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        for x, value in enumerate(middle):
+            axis.annotate(f"{middle[0] / value:.2f}x", (x, max(value, middle[max(x - 1, 0)])), (0, 4),
+                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+        axis.set(ylabel="ms a step", title=group["name"])
+        memory.bar(labels, [row["peak_bytes"] / 1e6 for row in group["rows"]], color="#8a8a8a")
+        memory.set(ylabel="peak MB")
+        memory.tick_params(axis="x", rotation=30)
+        for each in (axis, memory):
+            each.spines[["top", "right"]].set_visible(False)
+            each.grid(axis="y", alpha=0.2)
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+    return draw

@@ -1,0 +1,67 @@
+"""The work of one TP process by itself: of the others of its groups there is only torch's fake process group.
+
+Nothing is sent. What a collective leaves is made of the process's own numbers (a gather repeats its part, a sum has one term),
+so that GEMMs see numbers like those of a run, not zeros and not what memory happened to hold.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boost.config.schema import ParallelConfig
+from boost.parallel import collectives
+from boost.parallel.mesh import Mesh, mesh_of
+
+
+@contextlib.contextmanager
+def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
+    """The mesh of process 0 of `parallel`, in a process that has no process group yet."""
+    # Behind the import of torch's own tests, where its fake process group lives.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
+    usual: Any = collectives._ops
+    try:
+        if leaves_unwritten(parallel.world_size, device):
+            collectives._ops = OwnNumbers()
+        yield mesh_of(parallel, device)
+    finally:
+        collectives._ops = usual
+        dist.destroy_process_group()
+
+
+def leaves_unwritten(size: int, device: torch.device) -> bool:
+    """Whether the fake group of this torch leaves a result as it was: that of 2.13 copies the process's own numbers into it."""
+    part, whole = torch.ones(1, device=device), torch.ones(size, device=device)
+    gathered, summed, exchanged = (torch.full_like(x, torch.nan) for x in (whole, part, whole))
+    dist.all_gather_into_tensor(gathered, part)
+    dist.reduce_scatter_tensor(summed, whole)
+    dist.all_to_all_single(exchanged, whole, [1] * size, [1] * size)
+    return bool(torch.cat((gathered, summed, exchanged)).isnan().any())
+
+
+class OwnNumbers:
+    """In the place of torch's functional collectives: the same ones, whose results are then written from what they were given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops._c10d_functional, name)
+
+    def all_gather_into_tensor(self, x: Tensor, size: int, group: str) -> Tensor:
+        """[n, ...] -> [p n, ...], the same p times."""
+        gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x, size, group)
+        gathered.view(size, *x.shape).copy_(x)
+        return gathered
+
+    def reduce_scatter_tensor(self, x: Tensor, op: str, size: int, group: str) -> Tensor:
+        """[p n, ...] -> its first [n, ...]: process 0's rows of its own term."""
+        summed: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x, op, size, group)
+        return summed.copy_(x.narrow(0, 0, summed.shape[0]))
+
+    def all_to_all_single(self, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        """[p n, ...] as it is. Counts must be equal, as `collectives.all_to_all` has them."""
+        exchanged: Tensor = torch.ops._c10d_functional.all_to_all_single(x, received, sent, group)
+        return exchanged.copy_(x)

@@ -1,0 +1,52 @@
+"""`boost bench parts`: every optimisation by itself."""
+
+import argparse
+from typing import Any, get_args
+
+from boost.cli.bench_common import add_rounds, experiment_parser, needs_matplotlib, require_least, require_rounds
+from boost.config.schema import DType
+from boost.errors import ConfigError
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser = experiment_parser(
+        experiments,
+        "parts",
+        "the whole against its parts: what each optimisation adds, from megatron-sp to btp-sp",
+        "Times whole optimizer steps from the dense model under megatron-sp to btp-sp, one optimisation added at a time, all of\n"
+        "them in turns; then what recomputation costs and saves. Sizes go with the device and TP, as in 'boost bench steps'.",
+        tp=False,
+    )
+    parser.add_argument("--tp", type=int, metavar="N", help="TP processes (default: one a GPU, 2 on CPUs)")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=get_args(DType), default=["bfloat16"], metavar="D", help="(default bfloat16)"
+    )
+    parser.add_argument(
+        "--shares", type=int, nargs="+", default=[], metavar="N", help="TP sizes of which one process is measured too"
+    )
+    parser.add_argument("--hardware", metavar="FILE|NAME", help="profile that prices the collectives of --shares")
+    parser.add_argument("--compile", action="store_true", help="one rung more: torch.compile")
+    add_rounds(parser, 11)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    require_rounds(args)
+    for field, values in (("--tp", [args.tp] if args.tp is not None else []), ("--shares", args.shares)):
+        if values:
+            require_least(field, values, 2)
+    needs_matplotlib()
+
+    from boost.bench.endtoend import machine_of
+    from boost.bench.parts import groups, parts
+    from boost.config import load
+
+    machine = machine_of(load(args.config, args.overrides).run.device, args.tp, args.hardware)
+    if args.shares and machine.hardware is None:
+        raise ConfigError(f"--shares = {' '.join(map(str, args.shares))}: {machine.why_no_shares}")
+    found = groups(machine, args.dtypes, args.shares, args.compile, args.overrides, args.config)
+    if not found:
+        raise ConfigError(
+            "--tp = 1 cuts nothing, and there is one GPU; name --shares, such as 2 4 8, or --run.device cpu"
+        )
+    return parts(machine, found, args.rounds, args.out)
