@@ -35,7 +35,7 @@ def section(facts: Facts) -> Section:
     intro = (
         "Whole optimizer steps (forward, backward, gradients, clipping, AdamW) on made-up tokens; contenders of a table took turns "
         f"in one run of {facts['rounds']} rounds. Seconds are medians with quartiles, ratios medians of ratios of one round with "
-        "their 95 % bootstrap interval, above 1 where the contender of the row is faster. Bytes are what one process sends in a step, "
+        "their 95 % bootstrap interval, above 1 where the contender of the row is faster. Bytes are what one process sends, "
         "counted at the dispatcher; peak is what its tensors hold at the worst moment, without the allocator's rounding. "
         "MB = 10^6 bytes. Models have fewer blocks than the paper's, and vocabularies that are as much smaller."
     )

@@ -5,6 +5,7 @@ so that GEMMs see numbers like those of a run, not zeros and not what memory hap
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,8 +39,10 @@ def leaves_unwritten(size: int, device: torch.device) -> bool:
     """Whether the fake group of this torch leaves a result as it was: that of 2.13 copies the process's own numbers into it."""
     part, whole = torch.ones(1, device=device), torch.ones(size, device=device)
     gathered, summed, exchanged = (torch.full_like(x, torch.nan) for x in (whole, part, whole))
-    dist.all_gather_into_tensor(gathered, part)
-    dist.reduce_scatter_tensor(summed, whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that torch 2.11 does not have yet
+        dist.all_gather_into_tensor(gathered, part)
+        dist.reduce_scatter_tensor(summed, whole)
     dist.all_to_all_single(exchanged, whole, [1] * size, [1] * size)
     return bool(torch.cat((gathered, summed, exchanged)).isnan().any())
 
@@ -62,6 +65,7 @@ class OwnNumbers:
         return summed.copy_(x.narrow(0, 0, summed.shape[0]))
 
     def all_to_all_single(self, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        """[p n, ...] as it is. Counts must be equal, as `collectives.all_to_all` has them."""
+        """[p n, ...] -> the first [n, ...] of it, p times. Counts are equal, as `collectives.all_to_all` has them."""
         exchanged: Tensor = torch.ops._c10d_functional.all_to_all_single(x, received, sent, group)
-        return exchanged.copy_(x)
+        exchanged.view(len(sent), sent[0], *x.shape[1:]).copy_(x[: sent[0]])
+        return exchanged
