@@ -19,6 +19,8 @@ from boost.bench.steps import Stepper
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, MeasurementError
 from boost.plan.hardware import load_hardware
+from boost.plan.prediction import waited_for
+from boost.plan.timing import predict
 from boost.train.launch import launch
 from tests import toy
 from tests.bench.groups import measured, tiny
@@ -127,7 +129,8 @@ def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
     assert launch(share_of_its_own, (group, hardware, out), 1, log_dir=None) == 0
     facts = side_by_side.json.loads(out.read_text())
     assert facts["tp"] == 4 and facts["processes"] == 1 and "A100" in facts["priced_by"]
-    assert 0 < facts["waits_s"][BTP_SP] < facts["waits_s"][BTP] < facts["waits_s"][VANILLA]
+    assert facts["waits_s"] == {name: waited_for(predict(config, hardware)) for name, config in found.items()}
+    assert all(waits > 0 for waits in facts["waits_s"].values())
     seconds = side_by_side.seconds_of(facts, BTP)
     assert seconds == [taken + facts["waits_s"][BTP] for taken in rows(facts)[BTP]["seconds"]]
     table = next(p for p in section({**results(), "groups": [facts]}).parts if isinstance(p, Table))
