@@ -123,7 +123,9 @@ class _Builder:
         """Every family, uncut."""
         families: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
         words = cut_flags({"layout": "single"}, 1)
-        found = {family: self._load([*size_flags(self.device, 1, dtype, family), *words]) for family in families}
+        found: dict[str, Config] = {
+            family: self._load([*size_flags(self.device, 1, dtype, family), *words]) for family in families
+        }
         return Group(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
 
     def weak_scaling(self, tp: int, dtype: DType) -> Group:

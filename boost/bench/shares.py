@@ -25,13 +25,14 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
-    usual: Any = collectives._ops, dist.all_to_all_single
+    used: Any = collectives
+    usual = used._ops, dist.all_to_all_single
     try:
         if leaves_unwritten(parallel.world_size, device):
-            collectives._ops, dist.all_to_all_single = OwnNumbers(), _exchange_with_itself
+            used._ops, used.dist.all_to_all_single = OwnNumbers(), _exchange_with_itself
         yield mesh_of(parallel, device)
     finally:
-        collectives._ops, dist.all_to_all_single = usual
+        used._ops, used.dist.all_to_all_single = usual
         dist.destroy_process_group()
 
 
