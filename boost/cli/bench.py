@@ -13,6 +13,8 @@ EXPERIMENTS = (
     "norms",
     "recompute",
     "fit",
+    "single",
+    "ideal",
     "curves",
     "perplexity",
     "families",

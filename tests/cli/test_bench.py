@@ -47,6 +47,12 @@ BAD = [
     (["perplexity", "--seeds", "0", "1", "1"], ["--seeds = 0 1 1", "each named once"]),
     (["perplexity", "--tp", "3"], ["parallel.tp = 3", "nearest legal value"]),
     (["compare", "none.json", "other.json"], ["none.json", "No such file", "name a result"]),
+    (["single", "--rounds", "6"], ["--rounds = 6", "smallest legal value is 7"]),
+    (["single", "--model.dim", "1000"], ["model.heads = 8", "nearest legal value is 10"]),
+    (["ideal", "--tp", "1"], ["--tp = 1", "smallest legal value is 2"]),
+    (["ideal", "--rounds", "3"], ["--rounds = 3", "smallest legal value is 7"]),
+    (["ideal", "demo", "--tp", "3"], ["= 3", "nearest legal value"]),
+    (["ideal", "demo", "--model.family", "dense", "--parallel.layout", "megatron"], ["model.family = 'dense'", "cola, svd or lax"]),
 ]  # fmt: skip
 
 

@@ -1,0 +1,196 @@
+"""What `boost bench single` found, as tables, a figure and goals."""
+
+from pathlib import Path
+
+from boost.bench.contest import Ratio, ratio, spread
+from boost.bench.document import Figure, Goal, Section, Table
+from boost.bench.results import Facts
+
+LOW_RANK = ("cola", "svd", "lax")
+GEMM = "matrix product"
+"""The contender that is the ceiling."""
+LEAST_SHARE, MOST_OVERHEAD, LEAST_MFU = 0.85, 1.02, 0.5
+"""Goals: tokens/s over operations; our time over that of plain modules; share of the measured ceiling."""
+
+
+def section(facts: Facts) -> Section:
+    """Tables and a figure."""
+    return Section(
+        "One process: low-rank against dense, and ours against plain modules",
+        (
+            f"Whole training steps: forward and backward pass, clipping, AdamW. Medians of {facts['rounds']} interleaved "
+            "rounds, quartiles in brackets; ratios are medians of the ratio within a round, with their 95 % bootstrap interval. "
+            "Times are measured; operations of a token (6 a weight and attention, embedding excluded) are counted by formula.",
+            *(_families(size) for size in facts["sizes"]),
+            _overhead(facts),
+            *(f"{s['size']}: left out: {name} ({why})." for s in facts["sizes"] for name, why in s["left_out"].items()),
+            Figure(
+                "single-share", "Speed-up over dense beside the ratio of operations", lambda path: draw(facts, path)
+            ),
+        ),
+    )
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Rows of the table of goals that are answered here."""
+    shares = {f"{size['size']} {family}": share(size, family) for size in facts["sizes"] for family in LOW_RANK}
+    overheads = {
+        f"{size['size']} {family}": overhead(size, family)
+        for size in facts["sizes"]
+        for family in size["contests"]
+        if family != "families"
+    }
+    where = "; ".join(_where(size) for size in facts["sizes"])
+    return [
+        Goal(
+            "low-rank at TP=1 against the dense model of the same shape, tokens/s",
+            f">= {LEAST_SHARE} x the FLOP ratio",
+            where,
+            _list(shares),
+            all(found.value >= LEAST_SHARE for found in shares.values()),
+        ),
+        Goal(
+            "layout machinery at TP=1 against plain PyTorch modules",
+            f"<= {MOST_OVERHEAD}x the time",
+            where,
+            _list(overheads),
+            all(found.value <= MOST_OVERHEAD for found in overheads.values()),
+        ),
+        _mfu_goal(facts),
+    ]
+
+
+def _mfu_goal(facts: Facts) -> Goal:
+    what, figure = "low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling"
+    judged = [s for s in facts["sizes"] if s["device"] == "cuda" and s["gemm"]["dtype"] == "bfloat16"]
+    if not judged:
+        found = "; ".join(f"{s['size']} {_percent(ceiling(s, 'cola'))}" for s in facts["sizes"])
+        return Goal(
+            what, figure, "", "", None, remark=f"needs a GPU and bf16; of this machine's ceiling, cola: {found}"
+        )
+    shares = {f"{s['size']} {family}": ceiling(s, family) for s in judged for family in LOW_RANK}
+    met = all(found.value >= LEAST_MFU for found in shares.values())
+    said = ", ".join(f"{name} {_percent(found)}" for name, found in shares.items())
+    return Goal(what, figure, "; ".join(_where(s) for s in judged), said, met)
+
+
+def share(size: Facts, family: str) -> Ratio:
+    """Tokens/s over those of dense, divided by the ratio of operations."""
+    scale = flop_ratio(size, family)
+    found = speedup(size, family)
+    return Ratio(found.value / scale, found.low / scale, found.high / scale)
+
+
+def speedup(size: Facts, name: str) -> Ratio:
+    """Tokens/s over those of our dense model."""
+    seconds = size["contests"]["families"]["seconds"]
+    return ratio(seconds["dense"], seconds[name])
+
+
+def flop_ratio(size: Facts, family: str) -> float:
+    """Operations of the dense model over those of a family."""
+    return float(size["flops_per_token"]["dense"] / size["flops_per_token"][family])
+
+
+def overhead(size: Facts, family: str) -> Ratio:
+    """Our time over that of plain modules."""
+    seconds = size["contests"][family]["seconds"]
+    return ratio(seconds["ours"], seconds["plain"])
+
+
+def ceiling(size: Facts, name: str) -> Ratio:
+    """Operations a second of a training step over those of the large matrix product. Peers are dense."""
+    seconds, flops = size["contests"]["families"]["seconds"], size["flops_per_token"]
+    work = flops.get(name, flops["dense"]) * size["tokens"]
+    return ratio([work * s for s in seconds[GEMM]], [size["gemm"]["flops"] * s for s in seconds[name]])
+
+
+def _families(size: Facts) -> Table:
+    seconds, tokens = size["contests"]["families"]["seconds"], size["tokens"]
+    rows = []
+    for name, times in seconds.items():
+        if name == GEMM:
+            continue
+        family = name if name in size["flops_per_token"] else "dense"
+        found, peer = spread(times), family != name
+        cells = [name, f"{size['parameters'][family] / 1e6:.1f}", f"{size['flops_per_token'][family] / 1e6:.0f}"]
+        cells += [
+            f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f} to {1e3 * found.high:.0f})",
+            f"{tokens / found.median:.0f}",
+            _said(speedup(size, name)),
+            f"{flop_ratio(size, family):.2f}",
+            "" if peer or name == "dense" else _said(share(size, name)),
+            _percent(ceiling(size, name)),
+        ]
+        rows.append(tuple(cells))
+    product = spread(seconds[GEMM])
+    gemm = size["gemm"]
+    caption = (
+        f"{_where(size)}. The ceiling is a product of {gemm['width']} x {gemm['width']} x {gemm['width']} in {gemm['dtype']}, "
+        f"{gemm['flops'] / product.median / 1e12:.3g} TFLOP/s, in the same rounds. Measured."
+    )
+    headings = ("model", "parameters, M:", "MFLOP a token:", "step, ms:", "tokens/s:", "x dense:", "FLOP ratio:")
+    return Table(caption, (*headings, "share of it:", "of ceiling:"), tuple(rows))
+
+
+def _overhead(facts: Facts) -> Table:
+    rows = []
+    for size in facts["sizes"]:
+        for family, turns in size["contests"].items():
+            if family == "families":
+                continue
+            ours, plain = (spread(turns["seconds"][name]) for name in ("ours", "plain"))
+            cells = (f"{1e3 * x.median:.0f} ({1e3 * x.low:.0f} to {1e3 * x.high:.0f})" for x in (ours, plain))
+            rows.append((size["size"], family, *cells, _said(overhead(size, family))))
+    caption = (
+        "Our step against that of the same model in plain PyTorch modules (linears of one input merged, as ours), from the "
+        "same weights. Measured."
+    )
+    return Table(caption, ("size", "family", "ours, ms:", "plain, ms:", "ours / plain:"), tuple(rows))
+
+
+def _where(size: Facts) -> str:
+    model, train = size["models"]["cola"], size["train"]
+    return (
+        f"{size['size']}: {model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, {model['heads']} heads, r "
+        f"{model['rank']}, V {model['vocab_size']}, {train['global_batch']} x {train['seq_len']} tokens, "
+        f"{train['compute_dtype']}, {size['device']}"
+    )
+
+
+def _list(found: dict[str, Ratio]) -> str:
+    return ", ".join(f"{name} {_said(each)}" for name, each in found.items())
+
+
+def _said(found: Ratio) -> str:
+    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+def _percent(found: Ratio) -> str:
+    return f"{100 * found.value:.0f} % ({100 * found.low:.0f} to {100 * found.high:.0f})"
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """A bar for each family and size: how much faster than dense, and a mark where operations say it should be."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
+    from matplotlib import pyplot
+
+    names = [(size, family) for size in facts["sizes"] for family in LOW_RANK]
+    found = [speedup(size, family) for size, family in names]
+    figure, axis = pyplot.subplots(figsize=(1.2 * len(names) + 1.5, 4))
+    errors = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
+    places = range(len(names))
+    axis.bar(places, [each.value for each in found], yerr=errors, capsize=3, color="#4c78a8", label="measured")
+    ratios = [flop_ratio(size, family) for size, family in names]
+    axis.scatter(places, ratios, marker="_", s=900, color="black", label="ratio of operations", zorder=3)
+    axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
+    axis.set_ylabel("tokens/s over dense")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
