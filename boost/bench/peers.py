@@ -215,7 +215,7 @@ def _transformers(mesh: Mesh) -> Any:
     try:
         import transformers
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}: pip install 'boost-llm[hf]'") from None
+        raise ModuleNotFoundError(f"{error}: pip install 'boost-llm[peers]'") from None
     if mesh.tp.size > 1 and mesh.device.type == "cpu" and torch.accelerator.is_available():
         raise ValueError("transformers puts tensor parallelism on the GPU that it sees, and this run is on the CPU")
     transformers.logging.set_verbosity_error()

@@ -85,7 +85,7 @@ def test_replicas_are_not_theirs_to_make() -> None:
 def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     calls, reasons = peers(make(), Mesh(toy.CPU))
-    assert calls == {} and reasons[HF].startswith("ModuleNotFoundError: ") and "boost-llm[hf]" in reasons[HF]
+    assert calls == {} and reasons[HF].startswith("ModuleNotFoundError: ") and "boost-llm[peers]" in reasons[HF]
 
 
 def test_one_process() -> None:
