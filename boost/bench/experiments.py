@@ -14,7 +14,6 @@ from boost.errors import ConfigError
 
 MODULES = {
     "steps": "endtoend",
-    "families-of-steps": "endtoend",
     "parts": "parts",
     "single": "single",
     "ideal": "ideal",
