@@ -25,7 +25,7 @@ LEAST_ROUNDS = 7
 """Fewer timed rounds than this are refused."""
 
 WARM_UP = 2
-"""Untimed rounds before them: kernels are chosen, buffers made, caches filled."""
+"""Uncounted rounds before them: kernels are chosen, buffers made, caches filled; the last says how often to repeat."""
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -84,7 +84,7 @@ def take_turns(
     names = list(calls)
     repeats = {}
     for name in progress(names, f"{words}: warm-up", enabled=mesh.is_main):
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP - 1):
             computed = calls[name]()
         refuse_zeros(name, computed)
         del computed

@@ -26,7 +26,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--hardware", metavar="FILE|NAME", help="profile that prices the collectives of --shares")
     parser.add_argument("--compile", action="store_true", help="one rung more: torch.compile")
-    add_rounds(parser, 11)
+    add_rounds(parser, 9)
     return parser
 
 

@@ -25,7 +25,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         help="profile that prices the collectives of shares, of this kind of device (default: that of the GPU; on CPUs none,\n"
         "and no shares)",
     )
-    add_rounds(parser, 11)
+    add_rounds(parser, 9)
     return parser
 
 
