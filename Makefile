@@ -8,6 +8,8 @@
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; leave it alone)
+#   make bench    the paper's evaluation on this machine (an hour; leave it alone), and the page of all results, benchmarks/report.html
+#   make report   that page again, from the results that are there
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
 
 PYTHON ?= python3
@@ -28,7 +30,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check curves perplexity recompute fit families validate clean
+.PHONY: setup train test check curves perplexity recompute fit families validate bench report clean
 
 setup: $(READY)
 
@@ -92,6 +94,18 @@ families: setup
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost plan validate --measure --hardware runs/local.toml
+
+# Each in turn: two at a time would measure each other. What only arithmetic says of GPUs is the last.
+bench: setup
+	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
+	$(BIN)/boost bench steps --hardware runs/local.toml
+	$(BIN)/boost bench parts
+	for name in ideal single gemms traffic grouping norms; do $(BIN)/boost bench $$name || exit 1; done
+	$(MAKE) recompute perplexity report
+
+report: setup
+	$(BIN)/boost bench modelled
+	$(BIN)/boost bench report
 
 clean:
 	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -143,7 +143,8 @@ def git_state() -> dict[str, Any] | None:
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
         return None
-    status = _git(package, "status", "--porcelain")
+    # Results that an experiment has written beside the code do not make it other code.
+    status = _git(package.parent, "status", "--porcelain", "--", ".", ":!benchmarks")
     return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
 
 
