@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from boost.bench import drawing
 from boost.bench.contest import Ratio, ratio, spread
 from boost.bench.document import Table
 from boost.bench.results import Facts
@@ -101,11 +102,7 @@ def _with_spread(value: float, low: float, high: float) -> str:
 
 def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Bar]]], unit: str) -> None:
     """Panels side by side, by title; in each, by name of a series, bars by name of their group. Whiskers: `Bar`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-    from matplotlib import pyplot
+    pyplot = drawing.pyplot()
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
@@ -131,5 +128,4 @@ def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Bar]]],
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours(i), label=name) for i, name in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawing.write(figure, path)

@@ -5,7 +5,7 @@ processes for is measured as the share of one process, whose collectives the per
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from boost.bench.curves import DENSE, LOW_RANK
-from boost.bench.results import Facts, facts_of, save_section
+from boost.bench.results import facts_of, save_section
 from boost.bench.side_by_side import Group, run_groups
 from boost.bench.steps import SIZE_1B, SIZE_3B, SIZE_7B, flags, shape
 from boost.config import Config, load
@@ -22,7 +22,6 @@ from boost.errors import ConfigError
 from boost.parallel.mesh import world_size
 from boost.plan import published
 from boost.plan.hardware import Hardware, load_hardware
-from boost.plan.timing import Predictor
 from boost.train.launch import under_torchrun
 
 WEAK_SCALING, FAMILIES, BOUND, SHARES = "weak scaling", "by architecture", "communication-bound", "share of a process"
@@ -53,10 +52,6 @@ _BOUND = (*shape(64, 8, 176, 2), *flags(vocab_size=64, seq_len=64, micro_batch=1
 _PROFILES = {"A100-SXM4-80GB": "a100-80g", "A100 80GB": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}
 _PROFILES |= {"B200": "b200-180g"}
 """Hardware profiles by what is in a GPU's name."""
-
-_MODELLED_ON = ("a100-80g-8", "h100-80g")
-_MODELLED = (("7B", 4), ("7B", 8), ("30B", 8))
-"""(size, TP) that are predicted whole, on nodes of 8 GPUs."""
 
 
 @dataclass(frozen=True)
@@ -187,21 +182,6 @@ def _usual(device: str, dtype: DType) -> list[str]:
     return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
 
 
-def modelled() -> Iterator[Facts]:
-    """Predicted seconds of steps of whole models that TP alone cuts, by contender, on hardware that is not here."""
-    for name in _MODELLED_ON:
-        predictor = Predictor(load_hardware(name))
-        for size, tp in _MODELLED:
-            words = ["--train.compute_dtype=bfloat16", *flags(seq_len=4096, micro_batch=1, global_batch=4)]
-            seconds = {}
-            for contender in (MEGATRON_SP, VANILLA, BTP, BTP_SP):
-                family = "dense" if contender == MEGATRON_SP else "cola"
-                cut = cut_flags(_PARALLEL[contender], tp)
-                config = load(f"boost-{size.lower()}", [*words, f"--model.family={family}", *cut])
-                seconds[contender] = predictor.predict(config).seconds
-            yield {"hardware": name, "size": size, "tp": tp, "seconds": seconds}
-
-
 def steps(machine: Machine, found: Sequence[Group], rounds: int, out: Path) -> int:
     """The experiment. Writes `out`.json, .md and its figures."""
     from boost.bench.endtoend_report import section
@@ -212,7 +192,7 @@ def steps(machine: Machine, found: Sequence[Group], rounds: int, out: Path) -> i
     if machine.why_no_shares:
         left_out.append(f"shares of TP {' and '.join(map(str, _SHARED_TP))}: {machine.why_no_shares}")
     config = next(iter(found[0].contenders.values()))
-    facts = facts_of("steps", config, rounds=rounds, groups=measured, left_out=left_out, modelled=list(modelled()))
+    facts = facts_of("steps", config, rounds=rounds, groups=measured, left_out=left_out)
     save_section(out, facts, section(facts))
     print(out.with_suffix(".md").read_text(encoding="utf-8"))
     return 0

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from boost.bench import drawing
 from boost.bench.contest import Ratio, ratio, spread
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.results import Facts
@@ -121,11 +122,7 @@ def _said(found: Ratio) -> str:
 
 def draw(facts: Facts, path: Path) -> None:
     """A bar a layout: compute, wire, and what is above the ideal (or a mark where the step is below it)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-    from matplotlib import pyplot
+    pyplot = drawing.pyplot()
 
     figure, axis = pyplot.subplots(figsize=(7, 4))
     places, bottom = range(len(LAYOUTS)), [0.0] * len(LAYOUTS)
@@ -144,5 +141,4 @@ def draw(facts: Facts, path: Path) -> None:
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawing.write(figure, path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from boost.bench import drawing
 from boost.bench.contest import Ratio, ratio
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.endtoend import Machine, cut_flags, size_flags
@@ -172,11 +173,7 @@ def _drawn(group: Facts) -> Callable[[Path], None]:
     """A waterfall: where each rung begins, and what it takes off or adds."""
 
     def draw(path: Path) -> None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-        from matplotlib import pyplot
+        pyplot = drawing.pyplot()
 
         labels = [row["name"] for row in group["rows"]]
         spreads = [spread_of(group, name) for name in labels]
@@ -205,7 +202,6 @@ def _drawn(group: Facts) -> Callable[[Path], None]:
             each.spines[["top", "right"]].set_visible(False)
             each.grid(axis="y", alpha=0.2)
         figure.tight_layout()
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        pyplot.close(figure)
+        drawing.write(figure, path)
 
     return draw

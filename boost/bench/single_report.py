@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from boost.bench import drawing
 from boost.bench.contest import Ratio, ratio, spread
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.results import Facts
@@ -43,7 +44,7 @@ def goals(facts: Facts) -> list[Goal]:
     where = "; ".join(_where(size) for size in facts["sizes"])
     return [
         Goal(
-            "low-rank at TP=1 against the dense model of the same shape, tokens/s",
+            "low-rank at TP=1 against dense, tokens/s",
             f">= {LEAST_SHARE} x the FLOP ratio",
             where,
             _list(shares),
@@ -172,11 +173,7 @@ def _percent(found: Ratio) -> str:
 
 def draw(facts: Facts, path: Path) -> None:
     """A bar for each family and size: how much faster than dense, and a mark where operations say it should be."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "boost"  # the same bytes for the same numbers
-    from matplotlib import pyplot
+    pyplot = drawing.pyplot()
 
     names = [(size, family) for size in facts["sizes"] for family in LOW_RANK]
     found = [speedup(size, family) for size, family in names]
@@ -192,5 +189,4 @@ def draw(facts: Facts, path: Path) -> None:
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    drawing.write(figure, path)

@@ -42,10 +42,7 @@ def results() -> Facts:
     groups = measured(found)
     groups.append(groups[0] | {"name": "bound", "purpose": endtoend.BOUND})
     config = layout(BTP)
-    modelled = [
-        {"hardware": "h100-80g", "size": "7B", "tp": 4, "seconds": {MEGATRON_SP: 4, VANILLA: 5, BTP: 2, BTP_SP: 1}}
-    ]
-    return facts_of("steps", config, rounds=7, groups=groups, left_out=["shares: no profile"], modelled=modelled)
+    return facts_of("steps", config, rounds=7, groups=groups, left_out=["shares: no profile"])
 
 
 def rows(group: Facts) -> dict[str, Facts]:
@@ -110,15 +107,13 @@ def test_goals_are_met_where_the_numbers_say_so() -> None:
     met = [(goal.kind, goal.figure, goal.met) for goal in goals({**facts, "groups": groups})]
     assert met == [
         ("measured", ">= 2.3x", False),
-        ("modelled", ">= 2.3x", True),
         ("measured", ">= 1.95x", True),
-        ("modelled", ">= 1.95x", True),
         ("counted", "0.50x", True),
         ("measured", "never slower", True),
         ("measured", ">= 1.15x", True),
     ]
     narrow = goals(results())
-    assert [goal.kind for goal in narrow] == ["modelled", "modelled", "measured", "measured"]
+    assert [goal.kind for goal in narrow] == ["measured", "measured"]
 
 
 def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
@@ -176,10 +171,3 @@ def test_without_a_profile_of_this_machine_shares_are_left_out() -> None:
     assert not any(group.share for group in endtoend.groups(machine))
     with pytest.raises(ConfigError, match=r"--hardware = 'h100-80g' is of a cuda device"):
         endtoend.machine_of("cpu", 2, "h100-80g")
-
-
-def test_the_modelled_steps_are_of_whole_models() -> None:
-    found = list(endtoend.modelled())
-    assert {(row["size"], row["tp"]) for row in found} == {("7B", 4), ("7B", 8), ("30B", 8)}
-    for row in found:
-        assert row["seconds"][BTP_SP] < row["seconds"][VANILLA]
