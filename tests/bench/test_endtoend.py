@@ -70,7 +70,7 @@ def test_bytes_that_are_not_in_the_table_are_not_accounted_for() -> None:
 def test_the_section_has_a_table_a_group_and_the_papers_numbers(tmp_path: Path) -> None:
     shown = section(results())
     tables = [part for part in shown.parts if isinstance(part, Table)]
-    assert len(tables) == 3 + 3
+    assert len(tables) == 3 + 2
     for table in tables:
         assert table.rows and all(len(row) == len(table.headings) for row in table.rows)
     speedups = next(table for table in tables if "what" in table.headings)
