@@ -192,7 +192,7 @@ def section(facts: Facts) -> Section:
     parts.append(
         compared_table(
             "The paper's times and utilisations, 7B, TP 4, forward, beside what the performance model says of the same; nothing "
-            "here is measured. The paper's MLP columns are those of four linears of d_ff, and the model has three: both are shown.",
+            "ran here. The paper's MLP columns are those of four linears of d_ff, and the model has three: both are shown.",
             facts["modelled"],
         )
     )

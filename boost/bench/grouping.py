@@ -81,7 +81,7 @@ def section(facts: Facts) -> Section:
     parts: list[str | Table | Figure] = [lead, *(_table(facts, words) for words in PASSES), _against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's 7B block, TP 4, forward, beside the performance model (nothing here is measured).",
+            "The paper's 7B block, TP 4, forward, beside the performance model (nothing ran here).",
             facts["modelled"],
         )
     )

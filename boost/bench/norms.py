@@ -216,7 +216,7 @@ def section(facts: Facts) -> Section:
     parts += [
         compared_table(
             "The paper's RMSNorm, 7B, TP 4 (it does not say of what exactly), beside the performance model's time of both norms "
-            "of a block, forward (nothing here is measured).",
+            "of a block, forward (nothing ran here).",
             facts["modelled"],
         ),
         _precision_table(facts),

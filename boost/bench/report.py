@@ -203,7 +203,9 @@ def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
         "origin": origin(environment),
         "machine": machine(environment),
         "dtypes": ", ".join(dtypes(result.facts)) or DASH,
-        "processes": environment["world_size"],
+        "processes": max(
+            [environment["world_size"], *(group.get("processes", 1) for group in result.facts.get("groups", ()))]
+        ),
         "threads": environment.get("threads") or DASH,
         "versions": ", ".join(versions),
         "commit": _commit(environment),
