@@ -8,7 +8,7 @@
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; leave it alone)
-#   make bench    the paper's evaluation on this machine (an hour; leave it alone), and the page of all results, benchmarks/report.html
+#   make bench    the paper's evaluation on this machine (an hour and a half; leave it alone), and the page of all results, benchmarks/report.html
 #   make report   that page again, from the results that are there
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
 
