@@ -54,7 +54,7 @@ train: setup
 WORKERS ?= 2
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(BIN)/ruff check .
