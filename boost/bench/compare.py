@@ -14,7 +14,7 @@ from boost.bench.contest import LEAST_ROUNDS, Ratio, Spread, ratio_of_runs, spre
 from boost.bench.results import Facts, differences, origin, read, require_one_machine, table
 from boost.errors import ConfigError
 
-COUNTED = re.compile(r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|repeats)$")
+COUNTED = re.compile(r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|repeats|in_blocks)$")
 """Ends of keys whose whole numbers are no size of a row, but what was found, or how often it was looked at."""
 
 DIMENSIONS = ("model", "parallel", "train")
