@@ -182,3 +182,8 @@ def _all_here(mesh: Mesh) -> None:
     synchronize(mesh.device)
     mesh.barrier()
     synchronize(mesh.device)  # NCCL's barrier is issued, not waited for
+
+
+def in_words(found: Ratio) -> str:
+    """A ratio with its interval."""
+    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"

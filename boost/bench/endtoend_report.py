@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.bench import drawing
-from boost.bench.contest import Ratio
+from boost.bench.contest import Ratio, in_words
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.endtoend import (
     BOUND,
@@ -21,7 +21,7 @@ from boost.bench.endtoend import (
     WEAK_SCALING,
 )
 from boost.bench.results import Facts
-from boost.bench.side_by_side import in_ms, in_words, names, seconds_of, shape_of, spread_of, times
+from boost.bench.side_by_side import in_ms, names, seconds_of, shape_of, spread_of, times
 from boost.plan import published
 
 AGAINST_VANILLA, AGAINST_DENSE, BOUND_GAIN, BYTES = 2.3, 1.95, 1.15, 0.50

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from boost.bench import drawing
-from boost.bench.contest import Ratio, ratio, spread
+from boost.bench.contest import Ratio, in_words, ratio, spread
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.results import Facts
 
@@ -40,7 +40,7 @@ def goals(facts: Facts) -> list[Goal]:
             else "TP=2 against the ideal (half of the TP=1 compute + measured wire time of its bytes)",
             f">= {LEAST:.2f} of ideal",
             _where(facts),
-            ", ".join(f"{layout} {_said(each)}" for layout, each in found.items()),
+            ", ".join(f"{layout} {in_words(each)}" for layout, each in found.items()),
             best >= LEAST,
         )
     ]
@@ -82,7 +82,7 @@ def _table(facts: Facts) -> Table:
             _ms(_rest(facts, layout)),
             str(len(facts["collectives"][layout])),
             f"{facts['sent_bytes'][layout] / 1e6:.1f}",
-            _said(efficiency(facts, layout)),
+            in_words(efficiency(facts, layout)),
         )
         for layout in LAYOUTS
     ]
@@ -114,10 +114,6 @@ def _where(facts: Facts) -> str:
 def _ms(seconds: list[float]) -> str:
     found = spread(seconds)
     return f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f} to {1e3 * found.high:.0f})"
-
-
-def _said(found: Ratio) -> str:
-    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 def draw(facts: Facts, path: Path) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from boost.bench import drawing
-from boost.bench.contest import Ratio, ratio
+from boost.bench.contest import Ratio, in_words, ratio
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.endtoend import Machine, cut_flags, size_flags
 from boost.bench.results import Facts, facts_of, save_section
-from boost.bench.side_by_side import Group, in_ms, in_words, run_groups, seconds_of, shape_of, spread_of
+from boost.bench.side_by_side import Group, in_ms, run_groups, seconds_of, shape_of, spread_of
 from boost.config import load
 from boost.config.schema import DType
 

@@ -214,11 +214,6 @@ def in_ms(found: Spread) -> str:
     return f"{1e3 * found.median:.{digits}f} ({1e3 * found.low:.{digits}f} to {1e3 * found.high:.{digits}f})"
 
 
-def in_words(found: Ratio) -> str:
-    """A ratio with its interval."""
-    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
-
-
 def shape_of(group: Facts) -> str:
     """Exact dimensions of a group in words."""
     rows = [row for row in group["rows"] if "config" in row]

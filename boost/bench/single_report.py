@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from boost.bench import drawing
-from boost.bench.contest import Ratio, ratio, spread
+from boost.bench.contest import Ratio, in_words, ratio, spread
 from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.results import Facts
 
@@ -118,9 +118,9 @@ def _families(size: Facts) -> Table:
         cells += [
             f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f} to {1e3 * found.high:.0f})",
             f"{tokens / found.median:.0f}",
-            _said(speedup(size, name)),
+            in_words(speedup(size, name)),
             f"{flop_ratio(size, family):.2f}",
-            "" if peer or name == "dense" else _said(share(size, name)),
+            "" if peer or name == "dense" else in_words(share(size, name)),
             _percent(ceiling(size, name)),
         ]
         rows.append(tuple(cells))
@@ -142,7 +142,7 @@ def _overhead(facts: Facts) -> Table:
                 continue
             ours, plain = (spread(turns["seconds"][name]) for name in ("ours", "plain"))
             cells = (f"{1e3 * x.median:.0f} ({1e3 * x.low:.0f} to {1e3 * x.high:.0f})" for x in (ours, plain))
-            rows.append((size["size"], family, *cells, _said(overhead(size, family))))
+            rows.append((size["size"], family, *cells, in_words(overhead(size, family))))
     caption = (
         "Our step against that of the same model in plain PyTorch modules (linears of one input merged, as ours), from the "
         "same weights. Measured."
@@ -160,11 +160,7 @@ def _where(size: Facts) -> str:
 
 
 def _list(found: dict[str, Ratio]) -> str:
-    return ", ".join(f"{name} {_said(each)}" for name, each in found.items())
-
-
-def _said(found: Ratio) -> str:
-    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
+    return ", ".join(f"{name} {in_words(each)}" for name, each in found.items())
 
 
 def _percent(found: Ratio) -> str:

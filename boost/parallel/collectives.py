@@ -48,8 +48,8 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def _reduce_scatter_on_cpu(x: Tensor, processes: int, group: str) -> Tensor:
     """The same over gloo, whose own one takes as long as its all-reduce: rows go straight to the process that sums them.
 
-    As many bytes are sent, half the time is taken (2 processes of one machine, 0.25 to 16 MB: 1.1 to 13.5 ms instead of 3.5
-    to 24.5 ms in fp32), and sums of bf16 are rounded once. One operation, so that whoever counts sees one reduce-scatter.
+    As many bytes are sent, about half the time is taken, and sums of bf16 are rounded once. One operation, so that whoever
+    counts sees one reduce-scatter.
     """
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=dist.distributed_c10d._resolve_process_group(cast(Any, group)))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from boost.bench import endtoend, shares, side_by_side
-from boost.bench.contest import LEAST_ROUNDS, refuse_zeros
+from boost.bench.contest import LEAST_ROUNDS, in_words, refuse_zeros
 from boost.bench.document import Table
 from boost.bench.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
 from boost.bench.endtoend_report import goals, section
@@ -77,7 +77,7 @@ def test_the_section_has_a_table_a_group_and_the_papers_numbers(tmp_path: Path) 
     ours = next(row for row in speedups.rows if row[:2] == ("cut", f"{BTP} against {PUBLISHED}"))
     assert ours[-1] == "1.81 (3B, TP 2)"
     cut = results()["groups"][0]
-    assert ours[2] == side_by_side.in_words(side_by_side.times(cut, PUBLISHED, BTP))
+    assert ours[2] == in_words(side_by_side.times(cut, PUBLISHED, BTP))
     families = next(table for table in tables if table.headings[0] == "family")
     assert [(row[0], row[2], row[4]) for row in families.rows] == [
         ("svd", "2.24", "1.51"), ("cola", "2.28", "1.47"), ("lax", "2.29", "1.41"),
