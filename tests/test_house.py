@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "boost"
-ROOMS = ("cli", "bench", "plan", "convert", "train", "data", "optim", "parallel", "models", "config")
+ROOMS = ("cli", "bench", "measure", "plan", "convert", "train", "data", "optim", "parallel", "models", "config")
 FILES = sorted(ROOT.rglob("*.py"))
 IDS = [file.relative_to(ROOT).as_posix() for file in FILES]
 

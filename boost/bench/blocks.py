@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from boost.bench.document import Section
-from boost.bench.results import Facts, as_markdown, save_section
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
+from boost.measure.document import Section
+from boost.measure.results import Facts, as_markdown, save_section
 from boost.models.attention import make_context
 from boost.models.decoder import Block
 from boost.models.group import Group

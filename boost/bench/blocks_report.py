@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from boost.bench import drawing
 from boost.bench.contest import Ratio, ratio, spread
-from boost.bench.document import Table
-from boost.bench.results import Facts
+from boost.measure import drawing
+from boost.measure.document import Table
+from boost.measure.results import Facts
 from boost.plan.hardware import load_hardware
 from boost.plan.published import Compared, Comparison
 

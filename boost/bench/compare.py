@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from boost.bench.contest import LEAST_ROUNDS, Ratio, Spread, ratio_of_runs, spread
-from boost.bench.results import Facts, differences, origin, read, require_one_machine, table
 from boost.errors import ConfigError
+from boost.measure.results import Facts, differences, origin, read, require_one_machine, table
 
 COUNTED = re.compile(r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|repeats|in_blocks)$")
 """Ends of keys whose whole numbers are no size of a row, but what was found, or how often it was looked at."""
@@ -53,7 +53,7 @@ class TimedRow:
 
 
 def timed_rows(facts: Facts) -> list[TimedRow]:
-    """Every row of a result that holds raw seconds (the head of `boost.bench.results` says what a row is)."""
+    """Every row of a result that holds raw seconds (the head of `boost.measure.results` says what a row is)."""
     return list(_timed(facts, (), {}))
 
 

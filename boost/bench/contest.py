@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost.bench.speed import Probe, synchronize
 from boost.errors import MeasurementError
+from boost.measure.speed import Probe, synchronize
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
 

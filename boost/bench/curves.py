@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench import drawing
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, facts_of, save_section
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of, save_section
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from boost.bench.curves import DENSE, LOW_RANK
-from boost.bench.results import facts_of, save_section
 from boost.bench.side_by_side import Group, run_groups
-from boost.bench.steps import SIZE_1B, SIZE_3B, SIZE_7B, flags, shape
 from boost.config import Config, load
 from boost.config.schema import DType, Family
 from boost.errors import ConfigError
+from boost.measure.results import facts_of, save_section
+from boost.measure.steps import SIZE_1B, SIZE_3B, SIZE_7B, flags, shape
 from boost.parallel.mesh import world_size
 from boost.plan import published
 from boost.plan.hardware import Hardware, load_hardware

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from boost.bench import drawing
 from boost.bench.contest import Ratio, in_words
-from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.endtoend import (
     BOUND,
     BTP,
@@ -20,8 +18,10 @@ from boost.bench.endtoend import (
     VANILLA,
     WEAK_SCALING,
 )
-from boost.bench.results import Facts
 from boost.bench.side_by_side import in_ms, names, seconds_of, shape_of, spread_of, times
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
 from boost.plan import published
 
 AGAINST_VANILLA, AGAINST_DENSE, BOUND_GAIN, BYTES = 2.3, 1.95, 1.15, 0.50

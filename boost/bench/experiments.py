@@ -8,9 +8,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import cast
 
-from boost.bench.document import Goal, Section
-from boost.bench.results import Facts
 from boost.errors import ConfigError
+from boost.measure.document import Goal, Section
+from boost.measure.results import Facts
 
 MODULES = {
     "steps": "endtoend",
@@ -29,7 +29,7 @@ MODULES = {
     "validation": "validate",
     "modelled": "modelled",
 }
-"""Modules of boost.bench by the name that stands in a result as 'experiment'."""
+"""Modules of boost.bench, or of boost.measure, by the name that stands in a result as 'experiment'."""
 
 
 def section(facts: Facts) -> Section:
@@ -52,7 +52,7 @@ def place(name: str) -> int:
 def _function(facts: Facts, name: str) -> Callable[[Facts], object]:
     place(facts["experiment"])
     module = MODULES[facts["experiment"]]
-    for spelled in (f"boost.bench.{module}_report", f"boost.bench.{module}"):
+    for spelled in (f"boost.{room}.{module}{suffix}" for room in ("bench", "measure") for suffix in ("_report", "")):
         if importlib.util.find_spec(spelled) is not None:
             found = getattr(importlib.import_module(spelled), name, None)
             if found is not None:

@@ -25,13 +25,13 @@ from torch import Tensor
 from boost.bench.contest import take_turns
 from boost.bench.curves import at_start, heldout
 from boost.bench.families_report import goals, section
-from boost.bench.results import Facts, as_markdown, facts_of, save_section
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
 from boost.data.fit import open_fitting_store
 from boost.errors import ConfigError, TrainingError
+from boost.measure.results import Facts, as_markdown, facts_of, save_section
 from boost.optim.schedule import learning_rate
 from boost.parallel.mesh import Mesh, choose_device
 from boost.train.evaluate import Evaluation

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from boost.bench import drawing
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
 
 
 def rows(facts: Facts) -> list[Facts]:

@@ -1,6 +1,6 @@
 """What fits: the largest batch and the longest sequence that one process of a given memory can train, by policy.
 
-Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.bench.memory`). It grows on a
+Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.measure.memory`). It grows on a
 line with the number of blocks, and with the tokens of a micro-batch once they are more than a chunk of the loss: what is
 measured is small, and tests hold what is added to it to the measurement of the whole.
 """
@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench.document import Goal, Section, Table
-from boost.bench.memory import measure
 from boost.bench.recompute import policies, variants
-from boost.bench.results import Facts, as_markdown, facts_of, save_section
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import RecomputeName
+from boost.measure.document import Goal, Section, Table
+from boost.measure.memory import measure
+from boost.measure.results import Facts, as_markdown, facts_of, save_section
 from boost.plan.memory import memory
 from boost.train.console import progress
 

@@ -30,10 +30,10 @@ from boost.bench.blocks_report import (
     turns_words,
 )
 from boost.bench.contest import Call, Ratio, ratio, take_turns
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.memory import fake_mesh
-from boost.bench.results import Facts, facts_of
 from boost.config import Config
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.memory import fake_mesh
+from boost.measure.results import Facts, facts_of
 from boost.parallel.mesh import Mesh
 from boost.plan.published import GEMM_MS, UTILISATION
 from boost.train.hardware import peak_flops

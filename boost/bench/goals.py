@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from boost.bench.document import Goal
 from boost.errors import MeasurementError
+from boost.measure.document import Goal
 
 Status = Literal["met", "not met", "not measured"]
 

@@ -21,9 +21,9 @@ from boost.bench.blocks_report import (
     turns_words,
 )
 from boost.bench.contest import Call, take_turns
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, facts_of
 from boost.config import Config
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of
 from boost.parallel.mesh import Mesh
 from boost.plan.published import GROUPING_US
 

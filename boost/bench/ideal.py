@@ -15,12 +15,12 @@ from torch import Tensor
 
 from boost.bench.contest import Call, take_turns
 from boost.bench.ideal_report import ALONE, LAYOUTS, WIRE, goals, section
-from boost.bench.results import Facts, facts_of, save_section
 from boost.bench.single import of_family, our_step
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import Family
 from boost.config.traffic import Collective
+from boost.measure.results import Facts, facts_of, save_section
 from boost.parallel import collectives as sent
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.mesh import Axis, Mesh, close_mesh, open_mesh

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from boost.bench import drawing
 from boost.bench.contest import Ratio, in_words, ratio, spread
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
 
 LAYOUTS = ("btp-sp", "btp", "vanilla", "megatron-sp")
 JUDGED = ("btp-sp", "btp")

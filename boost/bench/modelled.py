@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from boost.bench import drawing
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, facts_of, save_section
-from boost.bench.validate import PAPERS_HARDWARE
 from boost.config import load
 from boost.config.schema import Config
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of, save_section
+from boost.measure.validate import PAPERS_HARDWARE
 from boost.plan.hardware import load_hardware
 from boost.plan.peak import peak
 from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, Row, Way, configuration

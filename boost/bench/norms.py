@@ -30,11 +30,11 @@ from boost.bench.blocks_report import (
     turns_words,
 )
 from boost.bench.contest import Call, take_turns
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, facts_of
 from boost.config import Config
 from boost.config.architecture import groups
 from boost.config.load import from_tree
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of
 from boost.models.decoder import Decoder
 from boost.models.init import initialize
 from boost.models.interface import local_slice

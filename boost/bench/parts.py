@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from boost.bench import drawing
 from boost.bench.contest import Ratio, in_words, ratio
-from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.endtoend import Machine, cut_flags, size_flags
-from boost.bench.results import Facts, facts_of, save_section
 from boost.bench.side_by_side import Group, in_ms, run_groups, seconds_of, shape_of, spread_of
 from boost.config import load
 from boost.config.schema import DType
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of, save_section
 
 LADDER = "ladder"
 """Purpose of the groups."""

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench import drawing
 from boost.bench.curves import Contender, at_start, configuration, contenders, heldout, losses, shape_words
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, as_markdown, facts_of, save_section
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import Family
 from boost.errors import TrainingError
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, as_markdown, facts_of, save_section
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.train.console import progress
 

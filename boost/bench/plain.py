@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from boost.bench.steps import made_up_batches
 from boost.config import Config, architecture
 from boost.config.architecture import Parameter, Slot
 from boost.config.schema import ModelConfig
+from boost.measure.steps import made_up_batches
 from boost.models.init import initial_value
 from boost.optim.adamw import fused_adamw
 

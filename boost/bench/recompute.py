@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from boost.bench import drawing
 from boost.bench.contest import Call, Ratio, bootstrap, take_turns
 from boost.bench.curves import contenders
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.memory import measure_step
-from boost.bench.results import Facts, as_markdown, facts_of, machine, save_section
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family, RecomputeName
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.memory import measure_step
+from boost.measure.results import Facts, as_markdown, facts_of, machine, save_section
 from boost.models.decoder import Block, Decoder
 from boost.models.init import initialize
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh

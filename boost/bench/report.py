@@ -19,12 +19,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from boost.bench import experiments
-from boost.bench.document import Figure, Goal, Section, Table
 from boost.bench.goals import TARGETS, Target, missing, status, target_of
 from boost.bench.inline import inline_svg
-from boost.bench.results import Facts, figures, machine, origin, read
 from boost.config.schema import DType
 from boost.errors import ConfigError
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, figures, machine, origin, read
 from boost.train.rundir import storage_errors
 
 DOTS_PER_INCH = 160

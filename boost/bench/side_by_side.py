@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 from boost.bench.contest import Call, Ratio, Spread, ratio, spread, take_turns
-from boost.bench.results import Facts
-from boost.bench.shares import without_the_others
-from boost.bench.steps import Stepper, largest, look_at
 from boost.config import Config
 from boost.config.architecture import groups as linears
 from boost.config.architecture import parameter_count
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.errors import MeasurementError
+from boost.measure.results import Facts
+from boost.measure.shares import without_the_others
+from boost.measure.steps import Stepper, largest, look_at
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh, world_size
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware

@@ -16,13 +16,13 @@ from torch import Tensor
 from boost.bench.contest import Call, take_turns
 from boost.bench.peers import peers
 from boost.bench.plain import plain_step
-from boost.bench.results import Facts, facts_of, save_section
 from boost.bench.single_report import GEMM, goals, section
-from boost.bench.steps import Stepper
 from boost.config import Config, load
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family
+from boost.measure.results import Facts, facts_of, save_section
+from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh, choose_device
 
 __all__ = ["goals", "section", "single"]

@@ -35,10 +35,10 @@ from boost.bench.blocks_report import (
     turns_words,
 )
 from boost.bench.contest import Call, take_turns
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, facts_of
 from boost.config import Config
 from boost.config.traffic import ITEMSIZE, Collective
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of
 from boost.parallel import collectives as sent
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.collectives import micro_batch_collectives

@@ -15,7 +15,7 @@ from boost.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from boost.bench.memory import Measured
+    from boost.measure.memory import Measured
     from boost.plan.inspection import Inspection, Row
     from boost.plan.memory import Memory
     from boost.plan.peak import Peak
@@ -108,7 +108,7 @@ def _memory(config: Config, pp_rank: int) -> "tuple[Memory, Peak, Measured | Non
     from rich.console import Console
 
     with Console(stderr=True).status("running a step on tensors without memory, to see what it holds"):
-        from boost.bench.memory import measure
+        from boost.measure.memory import measure
 
         return *predicted, measure(config)
 

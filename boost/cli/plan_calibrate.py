@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from boost.bench.calibrate import calibrate_process
+    from boost.measure.calibrate import calibrate_process
     from boost.train.launch import launch, under_torchrun
     from boost.train.rundir import available_cores
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from boost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from boost.bench.results import Facts
+    from boost.measure.results import Facts
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.measure or args.write) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
 
-    from boost.bench.validate import validate
+    from boost.measure.validate import validate
 
     facts = validate(args.out, args.hardware, args.measure, args.write)
     if args.json:
@@ -63,8 +63,8 @@ def print_verdicts(facts: "Facts") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from boost.bench.validate import CALIBRATE, GPU, MACHINE
-    from boost.bench.validate_report import VERDICT_HEADINGS, verdict_words
+    from boost.measure.validate import CALIBRATE, GPU, MACHINE
+    from boost.measure.validate_report import VERDICT_HEADINGS, verdict_words
 
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
     shown = Table(box=None, pad_edge=False, header_style="dim")

@@ -84,7 +84,7 @@ class Speeds(Section):
     memory_fraction: Positive
     """Of it, for element-wise operations on large tensors."""
     probe_us: Amount = 0.0
-    """Microseconds that a small fixed work took when the rest was measured (`boost.bench.speed.Probe`): how fast the machine was
+    """Microseconds that a small fixed work took when the rest was measured (`boost.measure.speed.Probe`): how fast the machine was
     then; 0: not known."""
     kernel_us: Amount
     """Microseconds that every operation takes on the device beside its work."""

@@ -51,7 +51,7 @@ class Peak:
 def peak(config: Config, pp_rank: int = 0) -> Peak:
     """The worst moment of a step on pipeline process `pp_rank` (of TP process and replica 0, which have the most).
 
-    Within a few per cent of what `boost.bench.memory` sees; LORO's exact step and Muon's within their buckets. Every
+    Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
     step counts as one with an exact step, where there are any.
     """
     return _Step(config, pp_rank).worst()

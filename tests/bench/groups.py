@@ -6,9 +6,9 @@ import pytest
 
 from boost.bench import side_by_side
 from boost.bench.contest import LEAST_ROUNDS
-from boost.bench.results import Facts
 from boost.bench.side_by_side import Group
 from boost.config import Config
+from boost.measure.results import Facts
 from tests import toy
 from tests.distributed import run_distributed
 

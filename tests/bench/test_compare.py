@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from boost.bench.compare import compare, timed_rows
-from boost.bench.results import Facts, facts_of
 from boost.config import load
 from boost.errors import ConfigError, MeasurementError
+from boost.measure.results import Facts, facts_of
 
 EIGHT = [0.101, 0.099, 0.1, 0.102, 0.098, 0.1, 0.1, 0.101]
 FACTS = facts_of("toy", load("demo"))

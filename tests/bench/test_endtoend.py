@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from boost.bench import endtoend, shares, side_by_side
+from boost.bench import endtoend, side_by_side
 from boost.bench.contest import LEAST_ROUNDS, in_words, refuse_zeros
-from boost.bench.document import Table
 from boost.bench.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
 from boost.bench.endtoend_report import goals, section
-from boost.bench.results import Facts, facts_of, figures
 from boost.bench.side_by_side import Group
-from boost.bench.steps import Stepper
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, MeasurementError
+from boost.measure import shares
+from boost.measure.document import Table
+from boost.measure.results import Facts, facts_of, figures
+from boost.measure.steps import Stepper
 from boost.plan.hardware import load_hardware
 from boost.plan.prediction import waited_for
 from boost.plan.timing import predict

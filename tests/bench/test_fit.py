@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boost.bench import fit
-from boost.bench.memory import measure
 from boost.config import Config
 from boost.config.load import from_tree
+from boost.measure.memory import measure
 from tests import toy
 
 

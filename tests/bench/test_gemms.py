@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from boost.bench import blocks, gemms
-from boost.bench.results import Facts
+from boost.measure.results import Facts
 from tests import toy
 
 SHAPE = {"dim": 32, "ffn_dim": 64, "heads": 4, "kv_heads": 4, "layers": 1, "rank": 8, "vocab_size": 64}

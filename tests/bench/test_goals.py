@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from boost.bench.document import Goal
 from boost.bench.goals import TARGETS, missing, status, target_of
 from boost.errors import MeasurementError
+from boost.measure.document import Goal
 
 FOUND = Goal("btp-sp against btp, bytes", "0.50x", "here", "0.50x", True, "counted")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from boost.bench import grouping
-from boost.bench.results import Facts, as_markdown, figures
+from boost.measure.results import Facts, as_markdown, figures
 from tests import toy
 from tests.distributed import run_distributed
 

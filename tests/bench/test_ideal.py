@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from boost.bench import ideal as bench
-from boost.bench import results
 from boost.bench.contest import LEAST_ROUNDS
 from boost.bench.ideal_report import ALONE, LAYOUTS, WIRE, draw, efficiency, goals
-from boost.bench.results import Facts
 from boost.bench.single import our_step
 from boost.config import Config
+from boost.measure import results
+from boost.measure.results import Facts
 from tests import toy
 from tests.distributed import run_distributed
 

@@ -4,10 +4,10 @@ from functools import cache
 from pathlib import Path
 
 from boost.bench import modelled
-from boost.bench.document import Table
 from boost.bench.goals import target_of
-from boost.bench.results import Facts, figures
 from boost.cli import bench_modelled
+from boost.measure.document import Table
+from boost.measure.results import Facts, figures
 from boost.plan.hardware import load_hardware
 from boost.plan.published import STEPS, Comparison
 

@@ -7,8 +7,8 @@ import torch
 
 from boost.bench import norms
 from boost.bench.blocks import BTP, block_config
-from boost.bench.results import Facts, as_markdown, figures
 from boost.config import Config
+from boost.measure.results import Facts, as_markdown, figures
 from boost.parallel.counting import CollectiveCounter
 from tests import toy
 from tests.distributed import run_distributed

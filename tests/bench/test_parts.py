@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from boost.bench import parts
-from boost.bench.document import Table
 from boost.bench.endtoend import Machine
-from boost.bench.results import figures, read
 from boost.bench.side_by_side import Group
+from boost.measure.document import Table
+from boost.measure.results import figures, read
 from tests.bench.groups import measured, tiny
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from boost.bench.peers import DENSE, DENSE_SP, HF, LOW_RANK, LOW_RANK_CUT, peers
-from boost.bench.steps import Stepper
 from boost.config import Config
 from boost.config.load import change_family, from_tree
+from boost.measure.steps import Stepper
 from boost.parallel.gradients import agree
 from boost.parallel.mesh import Mesh
 from boost.train.model import backward

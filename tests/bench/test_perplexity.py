@@ -11,9 +11,9 @@ import pytest
 
 from boost.bench import perplexity
 from boost.bench.perplexity import Trained, rows, section
-from boost.bench.results import facts_of
 from boost.config import Config
 from boost.errors import ConfigError
+from boost.measure.results import facts_of
 from boost.train.evaluate import Evaluation
 from boost.train.loop import Trainer
 from tests import toy

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from boost.bench.plain import PlainDecoder, build_plain, mean_loss, plain_step
-from boost.bench.steps import Stepper
 from boost.config import Config
+from boost.measure.steps import Stepper
 from boost.parallel.mesh import Mesh
 from tests import toy
 

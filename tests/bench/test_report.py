@@ -17,12 +17,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from boost.bench import drawing, experiments, report
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, facts_of
+from boost.bench import experiments, report
 from boost.cli.main import main
 from boost.config import load
 from boost.errors import ConfigError, MeasurementError
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of
 
 TITLE = "Steps <script>document.title = 'taken over'</script> & more"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

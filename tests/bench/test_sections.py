@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from boost.bench import results
-from boost.bench.document import Goal, Table
+from boost.measure import results
+from boost.measure.document import Goal, Table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODULES = {
@@ -61,7 +61,7 @@ def test_goals_say_what_was_found_and_whether_it_is_enough() -> None:
 
 
 def test_goals_of_the_performance_model_name_what_is_beyond_them() -> None:
-    report = importlib.import_module("boost.bench.validate_report")
+    report = importlib.import_module("boost.measure.validate_report")
     _, facts = module_and_facts("validation")
     rows = facts["machine"]["rows"]
     rows[:] = [row | {"measured_s": row["predicted_s"]} for row in rows]

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from boost.bench import results
 from boost.bench import single as bench
 from boost.bench.contest import LEAST_ROUNDS
-from boost.bench.results import Facts
 from boost.bench.single_report import GEMM, ceiling, flop_ratio, goals, overhead, section, share
 from boost.config.architecture import flops_per_token
+from boost.measure import results
+from boost.measure.results import Facts
 from tests import toy
 
 FLOPS = {"dense": 400, "cola": 200, "svd": 200, "lax": 200}

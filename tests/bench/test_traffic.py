@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from boost.bench import traffic
-from boost.bench.document import Table
-from boost.bench.results import Facts, figures
+from boost.measure.document import Table
+from boost.measure.results import Facts, figures
 from boost.plan.published import COMMUNICATION
 from tests import toy
 from tests.distributed import run_distributed

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from boost.bench import validate
 from boost.cli import plan_validate
 from boost.errors import ConfigError
+from boost.measure import validate
 
 
 @pytest.fixture(scope="module")

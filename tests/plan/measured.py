@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-from boost.bench.memory import MemoryTracker
 from boost.config import Config
 from boost.config.schema import TrainConfig
+from boost.measure.memory import MemoryTracker
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.gradients import GradientReducer

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from boost.bench.memory import measure
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
+from boost.measure.memory import measure
 from boost.plan import peak as room
 from boost.plan.memory import memory
 from boost.plan.passes import BlockPasses
@@ -20,8 +20,8 @@ from boost.plan.peak import STEP, SUM, peak
 from boost.plan.schedules import actions
 from boost.plan.tape import Tape
 from tests import toy
-from tests.bench.test_memory import CELLS, CROSSING, config_of
 from tests.distributed import run_distributed
+from tests.measure.test_memory import CELLS, CROSSING, config_of
 from tests.plan.measured import step_peak
 
 EVERY: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [

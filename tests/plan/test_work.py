@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from boost.bench.memory import _Nobody
 from boost.config.load import from_tree
 from boost.config.stages import whole
+from boost.measure.memory import _Nobody
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.step import block_work, ends_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from boost.bench import steps, validate, validate_report
-from boost.bench.results import as_markdown
-from boost.bench.validate import GPU, MACHINE
-from boost.bench.validate_report import draw, measured_parts, section
 from boost.config.load import from_tree
 from boost.errors import ConfigError
+from boost.measure import steps, validate, validate_report
+from boost.measure.results import as_markdown
+from boost.measure.validate import GPU, MACHINE
+from boost.measure.validate_report import draw, measured_parts, section
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.prediction import prediction
 from tests import toy

@@ -17,10 +17,10 @@ import numpy as np
 import tomli_w
 import torch
 
-from boost.bench.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
-from boost.bench.steps import time_passes
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
+from boost.measure.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
+from boost.measure.steps import time_passes
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
 from boost.plan.hardware import Hardware
 from boost.plan.timing import Predictor

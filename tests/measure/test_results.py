@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from boost.bench.document import Figure, Section, Table
-from boost.bench.results import facts_of, machine, origin, read, require_one_machine, save_section
 from boost.config import load
 from boost.errors import ConfigError, MeasurementError
+from boost.measure.document import Figure, Section, Table
+from boost.measure.results import facts_of, machine, origin, read, require_one_machine, save_section
 
 
 def test_a_section_is_written_with_its_command_and_machine(tmp_path: Path) -> None:

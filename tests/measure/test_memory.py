@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from boost.bench.memory import Measured, MemoryTracker, measure, measure_step
 from boost.config import Config
 from boost.config.schema import OptimConfig, RecomputeName
+from boost.measure.memory import Measured, MemoryTracker, measure, measure_step
 from boost.plan.memory import KEPT, STATES, memory
 from tests import toy
 from tests.distributed import run_distributed

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from boost.bench import calibrate
-from boost.bench.calibrate import calibrate_process, fit_gemm
-from boost.bench.speed import Point
 from boost.config.load import from_tree
+from boost.measure import calibrate
+from boost.measure.calibrate import calibrate_process, fit_gemm
+from boost.measure.speed import Point
 from boost.plan.hardware import AttentionSpeed, GemmSpeed, load_hardware
 from boost.plan.timing import predict
 from tests import toy

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench.results import Facts, save_section
 from boost.config import load
 from boost.config.load import from_tree
 from boost.errors import ConfigError
+from boost.measure.results import Facts, save_section
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.prediction import prediction
 from boost.plan.published import MICRO_BATCHES, Compared, Comparison
@@ -77,7 +77,7 @@ def validate(out: Path, hardware: Path | None = None, measure: bool = False, wri
     }
     facts["verdicts"] = [asdict(verdict) | {"holds": verdict.holds} for verdict in verdicts(facts)]
     if measure or write:
-        from boost.bench.validate_report import section
+        from boost.measure.validate_report import section
 
         save_section(out, facts, section(facts))
     return facts
@@ -154,7 +154,7 @@ def _compared(each: Compared) -> Facts:
 
 def _measured(hardware: Hardware) -> Facts:
     """A section, from this machine."""
-    from boost.bench.steps import measure
+    from boost.measure.steps import measure
 
     rows = [asdict(step) for step in measure(hardware)]
     return {"environment": environment(load(None)), "hardware": hardware.model_dump(), "rows": rows}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from boost.bench import steps
+from boost.measure import steps
 from boost.plan.hardware import load_hardware
 from boost.plan.prediction import prediction
 from boost.train.launch import launch

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from boost.bench.document import Figure, Section, Table
 from boost.config import Config
 from boost.errors import ConfigError, MeasurementError
+from boost.measure.document import Figure, Section, Table
 from boost.train.rundir import environment, storage_errors
 
 Facts = dict[str, Any]

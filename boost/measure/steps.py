@@ -1,7 +1,7 @@
 """Optimizer steps as a run does them, on made-up tokens: how long they take, what they hold, what they send.
 
 Beside each the performance model's prediction, from a hardware profile that was measured with other shapes. A share is the
-work of one TP process of several, run by itself (`boost.bench.shares`).
+work of one TP process of several, run by itself (`boost.measure.shares`).
 """
 
 import json
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost.bench.memory import MemoryTracker
-from boost.bench.shares import without_the_others
-from boost.bench.speed import Probe, synchronize
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.data.batches import Batch
+from boost.measure.memory import MemoryTracker
+from boost.measure.shares import without_the_others
+from boost.measure.speed import Probe, synchronize
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from boost.bench import drawing
-from boost.bench.document import Figure, Goal, Section, Table
-from boost.bench.results import Facts, machine, origin
-from boost.bench.validate import CALIBRATE, GPU, MACHINE, PEAK_LIMIT, TIME_LIMIT, TITLES, measured_verdicts, off
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, machine, origin
+from boost.measure.validate import CALIBRATE, GPU, MACHINE, PEAK_LIMIT, TIME_LIMIT, TITLES, measured_verdicts, off
 from boost.plan import published
 from boost.plan.inspection import human_bytes
 from boost.plan.published import STEPS, WAYS
@@ -191,7 +191,7 @@ def _measured(name: str, section: Facts | None) -> list[str | Table]:
 
 
 def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[Table]:
-    """Of measured steps (`boost.bench.steps.Step` as dictionaries): the verdicts, and every configuration."""
+    """Of measured steps (`boost.measure.steps.Step` as dictionaries): the verdicts, and every configuration."""
     judged = [verdict.__dict__ | {"holds": verdict.holds} for verdict in measured_verdicts(name, rows)]
     headings: tuple[str, ...] = (
         "configuration",
