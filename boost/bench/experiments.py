@@ -13,23 +13,23 @@ from boost.measure.document import Goal, Section
 from boost.measure.results import Facts
 
 MODULES = {
-    "steps": "endtoend",
-    "parts": "parts",
-    "single": "single",
-    "ideal": "ideal",
-    "gemms": "gemms",
-    "traffic": "traffic",
-    "grouping": "grouping",
-    "norms": "norms",
-    "recompute": "recompute",
-    "fit": "fit",
-    "curves": "curves",
-    "perplexity": "perplexity",
-    "families": "families",
-    "validation": "validate",
-    "modelled": "modelled",
+    "steps": "bench.endtoend",
+    "parts": "bench.parts",
+    "single": "bench.single",
+    "ideal": "bench.ideal",
+    "gemms": "bench.gemms",
+    "traffic": "bench.traffic",
+    "grouping": "bench.grouping",
+    "norms": "bench.norms",
+    "recompute": "bench.recompute",
+    "fit": "bench.fit",
+    "curves": "bench.curves",
+    "perplexity": "bench.perplexity",
+    "families": "bench.families",
+    "validation": "measure.validate",
+    "modelled": "bench.modelled",
 }
-"""Modules of boost.bench, or of boost.measure, by the name that stands in a result as 'experiment'."""
+"""Modules, below boost, by the name that stands in a result as 'experiment'."""
 
 
 def section(facts: Facts) -> Section:
@@ -52,11 +52,11 @@ def place(name: str) -> int:
 def _function(facts: Facts, name: str) -> Callable[[Facts], object]:
     place(facts["experiment"])
     module = MODULES[facts["experiment"]]
-    for spelled in (f"boost.{room}.{module}{suffix}" for room in ("bench", "measure") for suffix in ("_report", "")):
+    for spelled in (f"boost.{module}_report", f"boost.{module}"):
         if importlib.util.find_spec(spelled) is not None:
             found = getattr(importlib.import_module(spelled), name, None)
             if found is not None:
                 return cast(Callable[[Facts], object], found)
     raise ConfigError(
-        f"experiment = '{facts['experiment']}': boost/bench/{module}.py has no `{name}`; remove the result, or write it"
+        f"experiment = '{facts['experiment']}': boost.{module} has no `{name}`; remove the result, or write it"
     )

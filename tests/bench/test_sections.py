@@ -10,16 +10,16 @@ from boost.measure.document import Goal, Table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODULES = {
-    "curves": "curves",
-    "recompute": "recompute",
-    "fit": "fit",
-    "families": "families",
-    "validation": "validate_report",
+    "curves": "bench.curves",
+    "recompute": "bench.recompute",
+    "fit": "bench.fit",
+    "families": "bench.families",
+    "validation": "measure.validate_report",
 }
 
 
 def module_and_facts(name: str) -> tuple[object, results.Facts]:
-    return importlib.import_module(f"boost.bench.{MODULES[name]}"), results.read(RESULTS / f"{name}.json", name)
+    return importlib.import_module(f"boost.{MODULES[name]}"), results.read(RESULTS / f"{name}.json", name)
 
 
 @pytest.mark.parametrize("name", MODULES)
