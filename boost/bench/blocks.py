@@ -24,10 +24,10 @@ from boost.models.attention import make_context
 from boost.models.decoder import Block
 from boost.models.group import Group
 from boost.models.init import initialize
-from boost.models.interface import Latents, Layout, Runner
+from boost.models.interface import Layout, Pending, Saved, Stream
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
-from boost.plan.collectives import micro_batch_collectives, residual_cut
+from boost.plan.collectives import micro_batch_collectives
 from boost.plan.published import Way
 from boost.train.model import build_decoder
 
@@ -146,18 +146,19 @@ class _Labelling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layout, name)
 
-    def enter(
-        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def with_options(self, **options: Any) -> "_Labelling":
+        return _Labelling(self._layout.with_options(**options), self._recorder)
+
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
         self._recorder.place = group.shape.name
         self._recorder.half = "attention" if group.shape.name == "qkv" else "MLP"
         if group.shape.name == "gate_up":
-            x.register_hook(self._back_at_attention)
-        return self._layout.enter(x, gamma, group, carried, local)
+            stream.x.register_hook(self._back_at_attention)
+        return self._layout.in_proj_comm(stream, gamma, group)
 
-    def close(self, a: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
         self._recorder.place = group.shape.name
-        return self._layout.close(a, group)
+        return self._layout.out_proj_local(wide, group)
 
     def _back_at_attention(self, _: Tensor) -> None:
         self._recorder.half = "attention"
@@ -186,8 +187,7 @@ class BlockRun:
 
     def forward(self) -> list[Tensor]:
         """[y], as training does it: with what the backward pass needs."""
-        y_TD, _ = self.block(self.layout, self.x_TD, (), self.context)
-        return [y_TD]
+        return [self.block(self.layout, Stream(self.x_TD), self.context).x]
 
     def both(self) -> list[Tensor]:
         """[y, dx, gradients of the weights]: forward and backward pass."""
@@ -208,17 +208,17 @@ class BlockRun:
         return recorder.products
 
     def _both(self, layout: Layout, observers: Sequence[CollectiveCounter | ProductRecorder]) -> list[Tensor]:
-        y_TD, _ = self.block(layout, self.x_TD, (), self.context)
+        y_TD = self.block(layout, Stream(self.x_TD), self.context).x
         for observer in observers:
             observer.phase = "backward"
         return [y_TD, *torch.autograd.grad(y_TD, [self.x_TD, *self.weights], self.dy_TD)]
 
     def _own(self, whole: Tensor) -> Tensor:
         """This process's part of a residual stream of all tokens and all channels, a copy."""
-        cut = residual_cut(self.config.model, self.config.parallel)
-        if cut == "whole":
+        kind = self.layout.spec.residual
+        if kind == "replicated":
             return whole
-        dim = 0 if cut == "tokens" else 1
+        dim = 0 if kind == "tokens" else 1
         size = whole.shape[dim] // self.layout.size
         return whole.narrow(dim, self.layout.rank * size, size).contiguous()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config
-from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
+from boost.config.layouts import layout_spec, layouts_of
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
@@ -57,11 +57,10 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
 
 def _ways(saved: Config, tp: int) -> Iterator[ParallelConfig]:
     """The layout of a checkpoint, then the others of its family: any loads the same weights."""
-    layouts = LOW_RANK_LAYOUTS if saved.model.low_rank else DENSE_LAYOUTS
+    layouts = layouts_of(saved.model)
     own = saved.parallel.layout  # trained on one process, it may be one of another family
-    choices = {"norm": "btp", "vanilla": "vanilla"}  # each of one layout only
     for layout in sorted(layouts, key=lambda layout: layout != own):
-        kept = {field: getattr(saved.parallel, field) for field, of in choices.items() if of == layout}
+        kept = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
         yield ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **kept)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load
+from boost.config.layouts import placement_of, spec_of
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
@@ -117,9 +118,10 @@ def _notes(config: Config) -> Iterator[str]:
     """What the tables do not say by themselves."""
     model, parallel = config.model, config.parallel
     if parallel.tp == 1:
-        same = "" if parallel.layout == "single" else f" (parallel.layout = '{parallel.layout}' is then 'single')"
+        effective = spec_of(parallel).name
+        same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' is then '{effective}')"
         yield f"parallel.tp = 1: one process holds every weight whole{same}; there are no collectives inside the model"
-    elif model.kv_heads < parallel.tp and parallel.layout != "vanilla":
+    elif placement_of("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
         yield (
             f"model.kv_heads = {model.kv_heads} are fewer than the {parallel.tp} TP processes: each holds the weights of all "
             "key/value heads and uses the rows of its own head"
@@ -153,7 +155,7 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
         "exact_every": config.optim.exact_every,
         "bytes_of_exact_step": inspection.bytes_of_exact_step,
         "weights": [
-            {"name": w.name, "global": w.shape, "local": w.local, "cut": w.where, "partial": w.cut.partial}
+            {"name": w.name, "global": w.shape, "local": w.local, "cut": w.where, "partial": w.placement.partial}
             for w in inspection.weights
         ],
         "collectives": [
@@ -189,8 +191,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     mesh += [f"PP {parallel.pp}, {parallel.schedule}"] * (parallel.pp > 1)
     mesh += [f"parallel.shard = {parallel.shard}"] * parallel.sharded
     if parallel.tp > 1:
-        mesh += [f"parallel.norm = {parallel.norm}"] * (parallel.layout == "btp")
-        mesh += [f"parallel.vanilla = {parallel.vanilla}"] * (parallel.layout == "vanilla")
+        mesh += [f"parallel.{field} = {getattr(parallel, field)}" for field in inspection.spec.options]
         mesh += [f"parallel.grouping = {str(parallel.grouping).lower()}"]
     batches = "1 micro-batch" if inspection.micro_batches == 1 else f"{inspection.micro_batches} micro-batches"
     facts = {
@@ -200,7 +201,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         f"{_count(inspection.parameters_per_process)}",
         "layout": ", ".join(mesh),
         "tokens": f"T = {train.micro_batch} x {train.seq_len} = {inspection.tokens} in a micro-batch, {batches} a step",
-        "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.residual_cut]}",
+        "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.spec.residual]}",
         "wide side": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
     }
     if parallel.pp > 1:
@@ -221,7 +222,9 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
 def _stage(stage: Stage) -> str:
     """'embedding and blocks 0-8'."""
     parts = (
-        ["embedding"] * stage.embeds + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"] + ["head"] * stage.predicts
+        ["embedding"] * stage.has_embedding
+        + [f"blocks {stage.numbers[0]}-{stage.numbers[-1]}"]
+        + ["head"] * stage.has_head
     )
     return ", ".join(parts)
 
@@ -229,7 +232,7 @@ def _stage(stage: Stage) -> str:
 _RESIDUAL = {
     "tokens": "each process: some tokens, whole width",
     "hidden": "each process: all tokens, some columns",
-    "whole": "each process: all of it",
+    "replicated": "each process: all of it",
 }
 _PHASES = {"forward": "forward", "recompute": "again, to recompute", "backward": "backward", "step": "once a step"}
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -252,7 +255,9 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     table.add_column("cut")
     for weight in inspection.weights:
         cells = (weight.short_name, _shape(weight.shape), _shape(weight.local), weight.where)
-        table.add_row(*cells, style="dim" if weight.cut.dim is None and inspection.config.parallel.tp > 1 else None)
+        table.add_row(
+            *cells, style="dim" if weight.placement.dim is None and inspection.config.parallel.tp > 1 else None
+        )
     console.print(table)
 
 
@@ -308,8 +313,8 @@ def memory_as_json(predicted: "Memory", peak: "Peak", measured: "Measured | None
         "measured": measured.kept if measured else None,
         "peak": measured.peak if measured else None,
         "kept": [
-            {"category": k.category, "what": k.what, "shape": (k.rows, k.columns), "dtype": k.dtype, "bytes": k.bytes,
-             "place": k.place, "layer": k.layer}
+            {"category": k.held.category, "what": k.held.made_by, "shape": k.held.shape, "dtype": k.held.dtype,
+             "bytes": k.bytes, "place": k.held.place, "layer": k.layer}
             for k in predicted.kept
         ],
     }  # fmt: skip
@@ -322,7 +327,7 @@ def print_memory(config: Config, predicted: "Memory", peak: "Peak", measured: "M
     from rich.text import Text
 
     from boost.plan.inspection import human_bytes
-    from boost.plan.memory import CATEGORIES
+    from boost.plan.categories import CATEGORIES
 
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
     train = config.train

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from boost.config import rules
 from boost.config.optimizers import OWNERS, RESTARTS
-from boost.config.schema import Config, ModelConfig, OptimConfig
+from boost.config.schema import Config, ModelConfig, OneOf, OptimConfig
 from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
@@ -145,6 +145,9 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 def type_name(info: FieldInfo) -> str:
     """A field's type in words: 'integer', 'number', 'true or false', 'text', 'list of integers', or its choices."""
     annotation = info.annotation
+    for mark in info.metadata:
+        if isinstance(mark, OneOf):
+            return " | ".join(mark.names())
     if get_origin(annotation) is tuple:
         return _INTEGERS
     if get_origin(annotation) is dict:
@@ -222,8 +225,8 @@ def _explain(error: ValidationError) -> str:
     if key in Config.model_fields:
         return f"{key} = {value!r} is not a section; write its keys under [{key}]"
     match detail["type"]:
-        case "literal_error":
-            choices = [str(choice) for choice in get_args(known[key].annotation)]
+        case "literal_error" | "unknown_name":
+            choices = [*context["names"]] if "names" in context else [str(c) for c in get_args(known[key].annotation)]
             return f"{key} = {value!r} is not one of {', '.join(choices)}; {_suggest(str(value), choices, 'value')}"
         case "greater_than_equal":
             return f"{key} = {value} is too small; the smallest legal value is {context['ge']}"

@@ -1,9 +1,10 @@
 """What several fields must agree on. Each rule names the field, its value and the nearest legal one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
-from boost.config.architecture import SLOTS, tensor_shape
-from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS, TOKEN_SHARDED, wide_parts
+from boost.config.architecture import SLOTS
+from boost.config.layouts import layout_names, layout_spec, layouts_of, num_shards, spec_of
+from boost.config.numbers import nearest
 from boost.config.optimizers import optimizer_problems
 from boost.config.schema import Config
 from boost.errors import ConfigError
@@ -13,18 +14,6 @@ def check(config: Config) -> None:
     """Raises ConfigError with the first rule that the configuration breaks; returns nothing otherwise."""
     for problem in _problems(config):
         raise ConfigError(problem)
-
-
-def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
-    """The legal integer from 1 to `largest` that is closest to `value`, the larger of two at one distance.
-
-    Some value up to `largest` must be legal; fields are bounded, so the search is short.
-    """
-    for distance in range(max(value, largest)):
-        for candidate in (value + distance, value - distance):
-            if 1 <= candidate <= largest and legal(candidate):
-                return candidate
-    return 1
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -73,7 +62,7 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 
 def _crossing_problems(config: Config) -> Iterator[str]:
-    model, parallel = config.model, config.parallel
+    model = config.model
     for field, legal in (("over", "'cola' or 'svd'"), ("gate", "'identity', 'tensor' or 'dense'")):
         value = getattr(model, field)
         if model.crosses and value == "none":
@@ -88,14 +77,6 @@ def _crossing_problems(config: Config) -> Iterator[str]:
             f"model.ranks.{by_block[0]}: under model.family = 'lax' latents cross to the same linear of the next block, so "
             f"that its rank is the same in all; write ranks.{by_block[0].partition('.')[2].partition('.')[2]}"
         )
-    if model.gate == "tensor" and parallel.layout == "vanilla" and parallel.tp > 1:
-        for rank in sorted({model.rank_of(0, slot) or 0 for slot in SLOTS}):
-            if (a := tensor_shape(rank)[0]) % parallel.tp:
-                best = nearest(rank, 2 * rank + parallel.tp**2, lambda r: tensor_shape(r)[0] % parallel.tp == 0)
-                yield (
-                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = 'vanilla' cuts its "
-                    f"{a} rows over parallel.tp = {parallel.tp}; the nearest legal value is {best}"
-                )
 
 
 def _rank_problems(config: Config) -> Iterator[str]:
@@ -118,7 +99,7 @@ def _rank_problems(config: Config) -> Iterator[str]:
 
 def _nearest_heads(config: Config) -> int:
     """Heads that divide the width into pairs, for the key/value heads and processes there are, or at least for the width."""
-    model, parts = config.model, wide_parts(config.parallel)
+    model, parts = config.model, num_shards(config.parallel)
 
     def fits(heads: int) -> bool:
         return model.dim % (2 * heads) == 0
@@ -131,41 +112,53 @@ def _nearest_heads(config: Config) -> int:
 
 
 def _can_share(config: Config, kv_heads: int) -> bool:
-    parts = wide_parts(config.parallel)
+    parts = num_shards(config.parallel)
     return parts == 1 or _shares(kv_heads, parts)
 
 
 def _parallel_problems(config: Config) -> Iterator[str]:
     model, parallel = config.model, config.parallel
-    layout, tp = parallel.layout, parallel.tp
-    if tp == 1:
+    if parallel.tp == 1:
         return  # one process is the whole function, whatever the layout
-    if layout == "single":
+    spec = layout_spec(parallel.layout)
+    if spec.single_process:
         yield (
-            f"parallel.layout = 'single' holds every weight in one process, but parallel.tp = {tp}; "
-            f"take '{(LOW_RANK_LAYOUTS if model.low_rank else DENSE_LAYOUTS)[0]}' or tp = 1"
+            f"parallel.layout = '{spec.name}' holds every weight in one process, but parallel.tp = {parallel.tp}; "
+            f"take '{layouts_of(model)[0]}' or tp = 1"
         )
-    if layout in LOW_RANK_LAYOUTS and not model.low_rank:
+    elif spec.low_rank != model.low_rank:
+        what = "low-rank factors" if spec.low_rank else "dense linears"
+        has = "none" if model.low_rank else "dense linears only"
+        families = "'dense'" if model.low_rank else "'svd', 'cola' or 'lax'"
         yield (
-            f"parallel.layout = '{layout}' cuts a bottleneck, which model.family = 'dense' has not; "
-            "take 'megatron-sp' or 'megatron', or model.family = 'svd' or 'cola'"
+            f"parallel.layout = '{spec.name}' shards {what}; model.family = '{model.family}' has {has}: take "
+            f"{_either(layouts_of(model))}, or model.family = {families}"
         )
-    if layout in DENSE_LAYOUTS and model.low_rank:
-        yield (
-            f"parallel.layout = '{layout}' cuts dense linears, which model.family = '{model.family}' has not; "
-            "take 'btp-sp', 'btp' or 'vanilla', or model.family = 'dense'"
-        )
-    if parallel.norm == "sync" and layout != "btp":
-        yield (
-            f"parallel.norm = 'sync' is a choice of parallel.layout = 'btp': the norms of '{layout}' have whole rows and "
-            "need no communication; the legal value is 'online'"
-        )
-    if parallel.vanilla == "published" and layout != "vanilla":
-        yield (
-            f"parallel.vanilla = 'published' is a choice of parallel.layout = 'vanilla', not of '{layout}'; "
-            "the legal value is 'strong'"
-        )
+    yield from _misplaced_options(config)
     yield from _indivisible(config)
+    yield from spec.problems(config)
+
+
+def _misplaced_options(config: Config) -> Iterator[str]:
+    """Options that the layout in effect does not read."""
+    parallel = config.parallel
+    own = layout_spec(parallel.layout).options
+    owners: dict[str, list[str]] = {}
+    for name in layout_names():
+        for field in layout_spec(name).options:
+            owners.setdefault(field, []).append(name)
+    for field, names in owners.items():
+        value, default = getattr(parallel, field), layout_spec(names[0]).options[field][0]
+        if field not in own and value != default:
+            yield (
+                f"parallel.{field} = '{value}' belongs to parallel.layout = {_either(names)}, not to '{parallel.layout}'; the "
+                f"valid value is '{default}'"
+            )
+
+
+def _either(names: Sequence[str]) -> str:
+    quoted = [f"'{name}'" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
 def _sharding_problems(config: Config) -> Iterator[str]:
@@ -175,10 +168,11 @@ def _sharding_problems(config: Config) -> Iterator[str]:
             "parallel.shard_outer = true says how weights are sharded, but parallel.shard = 'none'; take 'full' or 'optimizer', "
             "or shard_outer = false"
         )
-    if parallel.shard_outer and parallel.tp > 1 and parallel.layout != "btp-sp":
+    if parallel.shard_outer and parallel.tp > 1 and not spec_of(parallel).has_whole_factors:
+        holders = [name for name in layout_names() if layout_spec(name).has_whole_factors]
         yield (
-            f"parallel.shard_outer = true shards factors that parallel.layout = 'btp-sp' holds whole; '{parallel.layout}' has "
-            "none: take shard_outer = false, or that layout"
+            f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} holds whole; "
+            f"'{parallel.layout}' has none: take shard_outer = false, or that layout"
         )
 
 
@@ -254,20 +248,20 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
 def _indivisible(config: Config) -> Iterator[str]:
     """Sizes that the TP processes cannot share equally."""
     model, parallel, train = config.model, config.parallel, config.train
-    layout, tp = parallel.layout, parallel.tp
+    spec, tp = layout_spec(parallel.layout), parallel.tp
     tokens = train.micro_batch * train.seq_len
+    shards_tokens = spec.residual == "tokens"
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
-    shares_heads = wide_parts(parallel) > 1
-    if shares_heads:
+    shards_heads = num_shards(parallel) > 1
+    if shards_heads:
         sizes |= {"model.heads": model.heads, "model.ffn_dim": model.ffn_dim}
-    if layout == "vanilla":
-        sizes |= {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
+    sizes |= spec.rank_fields(model)
 
     def legal(p: int) -> bool:
         return (
             all(size % p == 0 for size in sizes.values())
-            and (not shares_heads or _shares(model.kv_heads, p))
-            and (layout not in TOKEN_SHARDED or tokens % p == 0)
+            and (not shards_heads or _shares(model.kv_heads, p))
+            and (not shards_tokens or tokens % p == 0)
         )
 
     if odd := [f"{field} = {size}" for field, size in sizes.items() if size % tp]:
@@ -280,11 +274,11 @@ def _indivisible(config: Config) -> Iterator[str]:
             f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
             f"the nearest legal value of model.kv_heads is {best}"
         )
-    if layout in TOKEN_SHARDED and tokens % tp:
+    if shards_tokens and tokens % tp:
         best = nearest(train.seq_len, 2 * max(train.seq_len, tp), lambda s: train.micro_batch * s % tp == 0)
         yield (
             f"train.micro_batch x train.seq_len = {train.micro_batch} x {train.seq_len} = {tokens} tokens, which "
-            f"parallel.layout = '{layout}' cuts, must be divisible by parallel.tp = {tp}; "
+            f"parallel.layout = '{spec.name}' shards, must be divisible by parallel.tp = {tp}; "
             f"the nearest legal value of train.seq_len is {best}"
         )
 
@@ -324,15 +318,16 @@ def _train_problems(config: Config) -> Iterator[str]:
 
 def _recompute_problems(config: Config) -> Iterator[str]:
     train, layout = config.train, config.parallel.layout
+    gatherers = [name for name in layout_names() if layout_spec(name).gathers_latents]
     if train.recompute.startswith("low-rank") and not config.model.low_rank:
         yield (
             f"train.recompute = '{train.recompute}' keeps the latents of a bottleneck, which model.family = 'dense' has "
             "not; take 'full-block' or 'none', or model.family = 'svd' or 'cola'"
         )
-    if train.recompute == "low-rank-sharded" and layout != "btp-sp":
+    if train.recompute == "low-rank-sharded" and layout not in gatherers:
         yield (
-            f"train.recompute = 'low-rank-sharded' keeps latents before parallel.layout = 'btp-sp' gathers them; '{layout}' "
-            "gathers none: take 'low-rank', or that layout"
+            f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
+            f"'{layout}' gathers none: take 'low-rank', or that layout"
         )
     if train.recompute_every > config.model.layers:
         yield (

@@ -3,13 +3,15 @@
 Every field carries its documentation as the string below it: `boost config --fields` and `boost train --help` print it.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Family = Literal["dense", "svd", "cola", "lax"]
-LayoutName = Literal["single", "megatron", "megatron-sp", "vanilla", "btp", "btp-sp"]
 DType = Literal["float32", "bfloat16", "float64"]
 RecomputeName = Literal["none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"]
 
@@ -20,6 +22,30 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Place = Annotated[str, Field(min_length=1)]
+
+
+def _known_layout(name: str) -> str:
+    names = layout_names()
+    if name not in names:
+        raise PydanticCustomError("unknown_name", "unknown name", {"names": names})
+    return name
+
+
+def layout_names() -> tuple[str, ...]:
+    """Names of the registered layouts."""
+    from boost.config import layouts  # its specs speak of the sections below
+
+    return layouts.layout_names()
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Marks a field whose value is a name from a registry."""
+
+    names: Callable[[], tuple[str, ...]]
+
+
+LayoutName = Annotated[str, AfterValidator(_known_layout), OneOf(layout_names)]
 
 
 class Section(BaseModel):
@@ -221,9 +247,14 @@ class ParallelConfig(Section):
         return self.shard != "none" and (self.dp > 1 or (self.shard_outer and self.tp > 1))
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Axes of the mesh and their sizes, the outermost first: TP innermost, so that it stays inside a node."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+
+    @property
     def world_size(self) -> int:
         """Number of processes of the mesh."""
-        return self.tp * self.pp * self.dp
+        return math.prod(self.axes.values())
 
 
 class OptimConfig(Section):

@@ -26,12 +26,12 @@ class Stage:
     layers: int = 0
 
     @property
-    def embeds(self) -> bool:
+    def has_embedding(self) -> bool:
         """Whether tokens enter here."""
         return self.index == 0
 
     @property
-    def predicts(self) -> bool:
+    def has_head(self) -> bool:
         """Whether the loss is formed here."""
         return self.index == self.count - 1
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of one element of a dtype."""
 
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-reduce", "all-gather", "reduce-scatter", "all-to-all"
+"""Kinds of collectives."""
+
 STATISTIC_TERMS = 3
 """bf16 numbers that hold one fp32 number exactly: 3 x 8 bits of significand."""
 

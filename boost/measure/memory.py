@@ -20,31 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config import Config
 from boost.models.decoder import Decoder
-from boost.models.stored import Storage, storages
+from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.memory import COPIES, GRADIENTS, KEPT, LATENTS, LOGITS, OPTIMIZER, RESIDUAL, WEIGHTS, WIDE, WORK
+from boost.plan.categories import GRADIENTS, KEPT, LOGITS, OPTIMIZER, WEIGHTS, WORK, category_of, short_role
 from boost.train.model import build_decoder
-
-OTHER = "other"
-"""Tokens, positions, masks."""
-
-_MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
-_MADE_BY |= {"enter.W": WIDE, "kv.W": WIDE, "leave.W": RESIDUAL}
-_MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
-"""What the weights of a role make."""
-
-_MOVES = {"add", "clone", "_to_copy", "copy_", "cat", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
-_MOVES |= {"reduce_scatter", "all_to_all_single", "wait_tensor", "detach"}
-"""Operations after which the residual stream is the residual stream."""
 
 
 class MemoryTracker(TorchDispatchMode):
     """Bytes of every tensor made while it is active, alive and at their peak, by category.
 
-    The category follows from what a tensor is made of: what a factor A makes is a latent; what a factor B or W of an
-    entering group makes is wide; what one of a leaving group makes, and the embedding, is the residual stream; what is
-    made of wide activations is wide, of latents a latent. Set `scope` to put everything under one category instead.
+    The category follows from what a tensor is made of (`boost.plan.categories.category_of`). Set `scope` to put everything
+    under one category instead.
     """
 
     def __init__(self) -> None:
@@ -95,15 +82,9 @@ class MemoryTracker(TorchDispatchMode):
         """(category, role) of what an operation makes of these inputs. Only what is made of weights alone has a role."""
         known = [self._known[key] for x in inputs if (key := x.untyped_storage()._cdata) in self._known]
         roles = [storage.role for storage in known if storage.role]
-        others = [storage.category for storage in known if not storage.role]
         if self.scope:
             return self.scope, ""
-        if roles and not others and operation != "embedding":
-            return COPIES, next((role for role in roles if "norm" not in role), roles[0])
-        if roles and operation in ("mm", "addmm", "bmm", "embedding"):
-            return _MADE_BY[roles[0]], ""
-        made_of = next((category for category in (LATENTS, WIDE, RESIDUAL) if category in others), OTHER)
-        return WIDE if made_of == RESIDUAL and operation not in _MOVES else made_of, ""
+        return category_of(operation, roles, [storage.category for storage in known if not storage.role])
 
     def _forget(self, key: int) -> None:
         with self._lock:
@@ -147,7 +128,7 @@ class _Nobody:
 def fake_mesh(tp: int) -> Mesh:
     """The first of `tp` processes of which the others are not there: for fake tensors."""
     axis = Axis(0, tp, _Nobody() if tp > 1 else None)  # type: ignore[arg-type]
-    return Mesh(torch.device("cpu"), tp=axis)
+    return Mesh(torch.device("cpu"), {"tp": axis})
 
 
 def measure(config: Config) -> Measured:
@@ -173,7 +154,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
     optimizer = build_optimizer(stored, config, mesh)
     tracker = MemoryTracker()
     for storage in stored:
-        tracker.watch(storage.tensor, WEIGHTS, _role(storage))
+        tracker.watch(storage.tensor, WEIGHTS, short_role(storage.parts[0].parameter.role))
         if storage.tensor.grad is not None:
             tracker.watch(storage.tensor.grad, GRADIENTS)
     for value in optimizer.state_tensors():
@@ -201,9 +182,3 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
         for hook in hooks:
             hook.remove()
     return Measured(kept, dict(tracker.peak))
-
-
-def _role(storage: Storage) -> str:
-    """What a weight is for, as `_MADE_BY` speaks of it: factors A make latents on either side."""
-    role = storage.parts[0].parameter.role
-    return "A" if role.endswith(".A") else role

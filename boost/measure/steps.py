@@ -31,7 +31,7 @@ from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, agree, clip
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, mesh_of, open_mesh
 from boost.plan.hardware import Hardware
-from boost.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS
+from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.prediction import prediction
 from boost.train.console import progress
 from boost.train.launch import launch

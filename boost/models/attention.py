@@ -20,7 +20,7 @@ class KVCache:
     length: int = 0
 
     def append(self, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new tokens behind the old ones and returns all of them."""
+        """Appends new tokens and returns all of them."""
         end = self.length + k_BKSE.shape[2]
         self.keys[:, :, self.length : end] = k_BKSE
         self.values[:, :, self.length : end] = v_BKSE
@@ -75,14 +75,14 @@ def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     return x_BHSE * cos_SE + torch.cat((-second, first), dim=-1) * sin_SE
 
 
-def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Context, place: int) -> Tensor:
+def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Context, layer_index: int) -> Tensor:
     """softmax(q k^T / sqrt(E)) v for every head held here: [T, H * E], [T, K * E] twice -> [T, H * E]."""
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
     q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
     first = True
     if context.caches:
-        first = context.caches[place].length == 0
-        k, v = context.caches[place].append(k, v)
+        first = context.caches[layer_index].length == 0
+        k, v = context.caches[layer_index].append(k, v)
     assert first or q.shape[2] == 1, "a cache that is not empty takes one token at a time"
     causal = first and context.mask is None
     a = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The decoder, written once. It knows the mathematics of LLaMA; how it is cut over processes is the layout's affair.
+"""The decoder, written once. It knows the mathematics of LLaMA; how it is spread over processes is up to the layout.
 
 Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in whatever shape the layout gives it.
 """
@@ -16,20 +16,23 @@ from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
 from boost.models.attention import Context, KVCache, attend, make_context
 from boost.models.group import Group
-from boost.models.interface import KEEP, Latents, Layout, Policy, kv_heads_here
+from boost.models.interface import NO_RECOMPUTE, Latents, Layout, RecomputePolicy, Saved, Stream, local_kv_heads
 from boost.models.stored import Stored
 
 
 class Block(Stored):
-    """Attention and gated MLP, each: enter the wide side, do the local work, leave it again."""
+    """Attention and gated MLP, each: project in, do the local work, project out."""
 
     attn_norm: Tensor
     mlp_norm: Tensor
 
-    def __init__(self, model: ModelConfig, layer: int, layout: Layout, policy: Policy, place: int) -> None:
+    def __init__(
+        self, model: ModelConfig, layer: int, layout: Layout, policy: RecomputePolicy, layer_index: int
+    ) -> None:
         super().__init__()
         self.policy = policy
-        self.place = place
+        """What it recomputes in training."""
+        self.layer_index = layer_index
         """Its number among the blocks of this decoder."""
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         prefix = f"layers.{layer}"
@@ -38,36 +41,32 @@ class Block(Stored):
         shapes = architecture.groups(model, layer)
         self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, layer, layout) for shape in shapes)
 
-    def forward(self, layout: Layout, x: Tensor, carried: Latents, context: Context) -> tuple[Tensor, Latents]:
-        """The residual stream after this block, and the latents that cross to the next one."""
-        policy = self.policy if torch.is_grad_enabled() else KEEP
-        layout = layout.with_sharded_latents if policy.sharded else layout
-        return policy.block(self._run, policy, layout, x, carried, context)
+    def forward(self, layout: Layout, stream: Stream, context: Context) -> Stream:
+        """The stream after this block, run under `layout.policy`."""
+        after: Stream = layout.policy.block(self._run, layout, stream, context)
+        return after
 
-    def _run(
-        self, policy: Policy, layout: Layout, x: Tensor, carried: Latents, context: Context
-    ) -> tuple[Tensor, Latents]:
-        kept, carried = layout.enter(x, self.attn_norm, self.qkv, carried, policy.local)
-        closed, carried = policy.attention(self._attention, layout, context, carried, *kept)
-        update, carried = layout.leave(closed, self.o, carried, policy.local)
-        x = x + update
-        kept, carried = layout.enter(x, self.mlp_norm, self.gate_up, carried, policy.local)
-        closed, carried = policy.local(self._product, layout, carried, *kept)
-        update, carried = layout.leave(closed, self.down, carried, policy.local)
-        return x + update, carried
+    def _run(self, layout: Layout, stream: Stream, context: Context) -> Stream:
+        saved, stream = layout.in_proj_comm(stream, self.attn_norm, self.qkv).wait()
+        partial, latents = layout.policy.attention(self._attention, layout, context, saved)
+        stream = layout.out_proj_comm(stream.put(latents), partial, self.o).wait()
+        saved, stream = layout.in_proj_comm(stream, self.mlp_norm, self.gate_up).wait()
+        partial, latents = layout.policy.local(self._gated_product, layout, saved)
+        stream = layout.out_proj_comm(stream.put(latents), partial, self.down).wait()
+        return stream.next_block()
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:
         """In the order in which a token meets them."""
         return self.qkv, self.o, self.gate_up, self.down
 
-    def _attention(self, layout: Layout, context: Context, carried: Latents, *kept: Tensor) -> tuple[Tensor, Latents]:
-        (q, k, v), carried = layout.open(kept, self.qkv, carried)
-        return layout.close(attend(q, k, v, self.head_dim, context, self.place), self.o), carried
+    def _attention(self, layout: Layout, context: Context, saved: Saved) -> tuple[Tensor, Latents]:
+        (q, k, v), latents = layout.in_proj_local(saved, self.qkv)
+        return layout.out_proj_local(attend(q, k, v, self.head_dim, context, self.layer_index), self.o), latents
 
-    def _product(self, layout: Layout, carried: Latents, *kept: Tensor) -> tuple[Tensor, Latents]:
-        (gate, up), carried = layout.open(kept, self.gate_up, carried)
-        return layout.close((F.silu(gate) if self.mlp_silu else gate) * up, self.down), carried
+    def _gated_product(self, layout: Layout, saved: Saved) -> tuple[Tensor, Latents]:
+        (gate, up), latents = layout.in_proj_local(saved, self.gate_up)
+        return layout.out_proj_local((F.silu(gate) if self.mlp_silu else gate) * up, self.down), latents
 
 
 class Decoder(Stored):
@@ -86,18 +85,18 @@ class Decoder(Stored):
         model: ModelConfig,
         layout: Layout,
         compute_dtype: torch.dtype = torch.float32,
-        policies: Sequence[Policy] = (),
+        policies: Sequence[RecomputePolicy] = (),
         stage: Stage | None = None,
     ) -> None:
         super().__init__()
         self.model, self.layout, self.compute_dtype = model, layout, compute_dtype
         self.stage = stage or whole(model)
-        policies = policies or [KEEP] * model.layers
-        if self.stage.embeds:
+        policies = policies or [NO_RECOMPUTE] * model.layers
+        if self.stage.has_embedding:
             self.store("embed", (architecture.embedding(model),), layout)
         each = enumerate(self.stage.numbers)
-        self.blocks = nn.ModuleList(Block(model, n, layout, policies[n], place) for place, n in each)
-        if self.stage.predicts:
+        self.blocks = nn.ModuleList(Block(model, n, layout, policies[n], index) for index, n in each)
+        if self.stage.has_head:
             self.store("final_norm", (architecture.final_norm(model),), layout)
             self.store("head", (architecture.head(model),), layout)
 
@@ -111,55 +110,56 @@ class Decoder(Stored):
         tokens_BS: Tensor,
         targets_BS: Tensor,
         document_ids_BS: Tensor | None = None,
-        arrived: tuple[Tensor, ...] = (),
+        received: tuple[Tensor, ...] = (),
     ) -> Any:
         """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider.
 
-        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. A stage takes what the
-        stage before returned as `arrived`, and returns the like, (residual stream, *latents), if it is not the last.
+        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. A pipeline stage takes the
+        outputs of the previous stage as `received`; if it is not the last, it returns (residual stream, *latents).
         """
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         context = self._context(tokens_BS, positions_S, document_ids_BS)
-        x, carried = self._residual(self.layout, tokens_BS, context, arrived)
-        if not self.stage.predicts:
-            return x, *carried
-        return self.layout.loss(x, self.final_norm, self.head, targets_BS.reshape(-1))
+        stream = self._run_blocks(self.layout, tokens_BS, context, received)
+        if not self.stage.has_head:
+            return stream.x, *stream.prev_latents
+        return self.layout.loss(stream.x, self.final_norm, self.head, targets_BS.reshape(-1))
 
     @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], arrived: tuple[Tensor, ...] = ()) -> Any:
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()) -> Any:
         """Logits [B, V] of the token after the last of `tokens_BS`, which follow those already in the caches.
 
-        A stage takes and returns the like of `forward`.
+        Same stage inputs and outputs as `forward`.
         """
         batch, length = tokens_BS.shape
-        layout = self.layout.for_inference
+        layout = self.layout.with_options(inference=True)
         positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
         context = self._context(tokens_BS, positions_S)
-        x, carried = self._residual(layout, tokens_BS, Context(batch, context.cos, context.sin, caches=caches), arrived)
-        if not self.stage.predicts:
-            return x, *carried
-        last_B = torch.arange(1, batch + 1, device=x.device) * length - 1
-        return layout.logits(x, self.final_norm, self.head, last_B)
+        context = Context(batch, context.cos, context.sin, caches=caches)
+        stream = self._run_blocks(layout, tokens_BS, context, received)
+        if not self.stage.has_head:
+            return stream.x, *stream.prev_latents
+        last_B = torch.arange(1, batch + 1, device=stream.x.device) * length - 1
+        return layout.logits(stream.x, self.final_norm, self.head, last_B)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches for `batch` sequences of up to `capacity` tokens, one a block, for the heads held here."""
-        shape = (batch, kv_heads_here(self.model.kv_heads, self.layout), capacity, self.model.head_dim)
+        shape = (batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim)
 
         def empty() -> Tensor:
             return torch.empty(shape, dtype=self.compute_dtype, device=self.device)
 
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
 
-    def arriving(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """Shapes of what the stage before hands on for `tokens` tokens: the residual stream, and the latents that cross."""
-        return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.crossing is not None])
+    def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
+        """Shapes of what the previous stage sends for `tokens` tokens: the residual stream, and latents that cross."""
+        return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.latent_gate is not None])
 
-    def leaving(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """The same of what this stage hands on."""
-        return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.carries])
+    def sent_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
+        """The same of what this stage sends to the next."""
+        return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.feeds_next])
 
-    def _groups_of(self, place: int) -> tuple[Group, ...]:
-        block = self.blocks[place]
+    def _groups_of(self, index: int) -> tuple[Group, ...]:
+        block = self.blocks[index]
         assert isinstance(block, Block)
         return block.groups
 
@@ -172,12 +172,11 @@ class Decoder(Stored):
             tokens_BS.shape[0], positions_S, model.head_dim, model.rope_theta, self.compute_dtype, document_ids_BS
         )
 
-    def _residual(
-        self, layout: Layout, tokens_BS: Tensor, context: Context, arrived: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Latents]:
-        if self.stage.embeds:
-            arrived = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
-        x, carried = arrived[0], arrived[1:]
+    def _run_blocks(self, layout: Layout, tokens_BS: Tensor, context: Context, received: tuple[Tensor, ...]) -> Stream:
+        if self.stage.has_embedding:
+            received = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
+        stream = Stream(received[0], received[1:])
         for block in self.blocks:
-            x, carried = block(layout, x, carried, context)
-        return x, carried
+            policy = block.policy if torch.is_grad_enabled() else NO_RECOMPUTE
+            stream = block(layout.with_options(policy=policy), stream, context)
+        return stream

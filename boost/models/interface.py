@@ -1,116 +1,168 @@
-"""What the decoder asks of a layout. `boost.parallel.layouts` implements it, one file a layout."""
+"""What the decoder asks of a layout. `boost.parallel.layouts` implements it, one file a layout.
+
+A block is two pairs of linears: qkv and gate_up project from the residual stream to heads or channels, o and down project back.
+Each pair runs as
+
+    saved, stream = layout.in_proj_comm(stream, gamma, group).wait()    norm, local work, the collective (started, waited for)
+    outputs, latents = layout.in_proj_local(saved, group)               no collective
+    partial = layout.out_proj_local(wide, group)                        no collective
+    stream = layout.out_proj_comm(stream, partial, group).wait()        the collective, local work, the residual update
+
+What lies between two collectives is a segment: it can be recomputed without communication. Because a collective is started
+by one call and waited for by another, two halves of a micro-batch can be interleaved: start(a), start(b), wait(a), ...
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from boost.config.architecture import Parameter
-from boost.config.cuts import Cut
+from boost.config.layouts import LayoutSpec, Placement
 
 if TYPE_CHECKING:
     from boost.models.group import Group
 
 Latents = tuple[Tensor, ...]
-"""Latents that cross from one block to the next, one a group; empty for families without a crossing."""
+"""Latents that cross from one block to the next, one tensor a group or one a slot; empty for families without a crossing."""
+
+T = TypeVar("T")
+
+
+class Stream(NamedTuple):
+    """What runs through the blocks of a micro-batch. A tuple, so that torch finds the tensors in it."""
+
+    x: Tensor
+    """The residual stream, in the shape that the layout gives it."""
+    prev_latents: Latents = ()
+    """A queue over the four groups: each takes those of the same group of the previous block from the front."""
+    latents: Latents = ()
+    """Of this block's groups so far, for the next block."""
+
+    def take(self, count: int) -> "tuple[Latents, Stream]":
+        """The next `count` tensors of the queue, and the stream without them."""
+        if not count:
+            return (), self
+        return self.prev_latents[:count], self._replace(prev_latents=self.prev_latents[count:])
+
+    def put(self, latents: Latents) -> "Stream":
+        """The stream with latents of a group for the next block."""
+        return self._replace(latents=(*self.latents, *latents)) if latents else self
+
+    def add(self, update: Tensor) -> "Stream":
+        """The stream with an update of the residual."""
+        return self._replace(x=self.x + update)
+
+    def next_block(self) -> "Stream":
+        """As the next block meets it."""
+        return Stream(self.x, self.latents)
+
+
+class Saved(NamedTuple):
+    """What enters the segment after an in-projection's collective; a block that recomputes keeps this and nothing else of it."""
+
+    tensors: Latents
+    prev_latents: Latents = ()
+    """Those that still have to meet the latents in `tensors`."""
+
+
+class Pending(Generic[T]):
+    """A collective that was started, and the work after it: `wait` does it and returns the result."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self.wait = wait
 
 
 class Runner(Protocol):
     """Calls a function; decides what the backward pass finds of it.
 
-    The function may be called again, much later, with the same arguments: what it reads beside them must not change. So
-    carried latents, whose name is bound anew along a block, are arguments.
+    The function may be called again, much later, with the same arguments: what it reads beside them must not change.
     """
 
     def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
 
 
-def keep(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """Whatever autograd keeps."""
+def call(function: Callable[..., Any], /, *arguments: Any) -> Any:
+    """Whatever autograd saves."""
     return function(*arguments)
 
 
 @dataclass(frozen=True)
-class Policy:
+class RecomputePolicy:
     """How one block runs."""
 
-    block: Runner = keep
+    block: Runner = call
     """All of it."""
-    local: Runner = keep
-    """Its segments but for that of attention."""
-    attention: Runner = keep
+    local: Runner = call
+    """Its segments except attention's."""
+    attention: Runner = call
     """The segment from the latents of q, k, v to what leaves attention."""
-    sharded: bool = False
-    """Latents are kept before they are gathered: least memory, and the all-gather is issued again. btp-sp only."""
+    sharded_latents: bool = False
+    """Latents are saved before they are gathered: least memory, and the all-gather is issued again."""
 
 
-KEEP = Policy()
+NO_RECOMPUTE = RecomputePolicy()
 
 
 class Layout(Protocol):
-    """One way to spread the decoder over TP processes.
+    """One way to spread the decoder over TP processes: `spec` says where weights lie and what is sent, this does it.
 
-    The residual stream is opaque to the decoder: it only adds to it what `leave` returns. T is the number of tokens of the
-    micro-batch; what `open` returns always has all T tokens, and 1/w of the heads or channels.
-
-    Collectives stand in `enter` and `leave` (and, of latents that are kept sharded, in `open`). `open` and `close` are local,
-    so the decoder recomputes what lies between them without communication; `local` runs the local parts of the other two.
+    T is the number of tokens of the micro-batch; what `in_proj_local` returns always has all T tokens, and 1/num_shards of
+    the heads or channels. Collectives stand in `in_proj_comm` and `out_proj_comm` (and, of latents that are saved sharded, in
+    `in_proj_local`).
     """
 
-    name: str
+    spec: LayoutSpec
     rank: int
     """This process's TP rank."""
     size: int
     """p, the number of TP processes."""
-    wide: int
-    """w, the number of parts into which heads and channels are cut: p, or 1 where every process computes all of them."""
+    num_shards: int
+    """The number of parts into which heads and channels are sharded: p, or 1 where every process computes all of them."""
     grouping: bool
     """Whether linears of one input share one GEMM and one collective, and so one tensor of latents."""
+    policy: RecomputePolicy
+    """How segments run."""
 
-    @property
-    def for_inference(self) -> "Layout":
-        """The same function on the same weights for any number of tokens, without gradients."""
+    def with_options(self, *, policy: RecomputePolicy | None = None, inference: bool | None = None) -> "Layout":
+        """The same function on the same weights: its segments run under a policy, or for any number of tokens without
+        gradients."""
         ...
 
-    @property
-    def with_sharded_latents(self) -> "Layout":
-        """The same function, whose `enter` returns this process's part of the latents, and whose `open` gathers them."""
-        ...
-
-    def cut(self, role: str) -> Cut:
-        """Where a parameter of this role is cut."""
+    def placement(self, role: str) -> Placement:
+        """Where a parameter of this role lies."""
         ...
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         """Shape of the residual stream of `tokens` tokens on one process: what pipeline stages exchange."""
         ...
 
-    def latent_shape(self, group: "Group", tokens: int) -> tuple[int, int]:
-        """Shape of the latents of a group, as `bend` meets and carries them, on one process."""
+    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
+        """Shape of latents of whole width `rank`, as they cross to the next block, on one process."""
         ...
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """The residual stream of tokens (int64), in `dtype`: that of activations, so nothing wider is sent."""
         ...
 
-    def enter(
-        self, x: Tensor, gamma: Tensor, group: "Group", carried: Latents, local: Runner
-    ) -> tuple[Sequence[Tensor], Latents]:
-        """norm(x) into an entering group, up to its last collective: what a block keeps, and the latents to carry on."""
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: "Group") -> Pending[tuple[Saved, Stream]]:
+        """norm(x) into a group, up to its last collective."""
         ...
 
-    def open(self, kept: Sequence[Tensor], group: "Group", carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        """The rest of the group: one [T, d_out / w] a slot, and the latents to carry on."""
+    def in_proj_local(self, saved: Saved, group: "Group") -> tuple[Sequence[Tensor], Latents]:
+        """The rest of the group: one [T, d_out / num_shards] a slot, and its latents for the next block if they arise here."""
         ...
 
-    def close(self, a: Tensor, group: "Group") -> Tensor:
-        """Heads or channels [T, d_in / w] into a leaving group, up to its first collective."""
+    def out_proj_local(self, wide: Tensor, group: "Group") -> Tensor:
+        """Heads or channels [T, d_in / num_shards] into a group, up to its first collective."""
         ...
 
-    def leave(self, closed: Tensor, group: "Group", carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
-        """The rest of the group, as an update of the residual stream, and the latents to carry on."""
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: "Group") -> Pending[Stream]:
+        """The rest of the group, and its update of the residual stream."""
         ...
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
@@ -124,13 +176,13 @@ class Layout(Protocol):
 
 def local_slice(parameter: Parameter, layout: Layout, whole: Tensor) -> Tensor:
     """This process's part of a whole tensor of the parameter's global shape, as a view."""
-    dim = layout.cut(parameter.role).dim
+    dim = layout.placement(parameter.role).dim
     if dim is None:
         return whole
     length = parameter.shape[dim] // layout.size
     return whole.narrow(dim, layout.rank * length, length)
 
 
-def kv_heads_here(kv_heads: int, layout: Layout) -> int:
+def local_kv_heads(kv_heads: int, layout: Layout) -> int:
     """Key/value heads that one process computes: at least one, shared with others where there are fewer than parts."""
-    return max(kv_heads // layout.wide, 1)
+    return max(kv_heads // layout.num_shards, 1)

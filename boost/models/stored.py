@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config.architecture import Parameter
-from boost.config.cuts import Cut, local_shape
+from boost.config.layouts import Placement, local_shape
 from boost.models.interface import Layout
 
 
@@ -43,7 +43,7 @@ class Storage:
     parameter: nn.Parameter
     """As the module has it: its gradient arrives here."""
     parts: tuple[Part, ...]
-    cut: Cut
+    placement: Placement
     shard: Shard | None = None
 
     @property
@@ -81,29 +81,31 @@ class Stored(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parts: dict[str, tuple[Part, ...]] = {}
-        self.cuts: dict[str, Cut] = {}
+        self.placements: dict[str, Placement] = {}
         self.shards: dict[str, Shard] = {}
         self._places: dict[str, int] = {}
         """How many modules inside this one come before a tensor."""
 
     def store(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
-        """Makes the tensor `attribute` for parameters that are cut alike, uninitialised."""
-        cut = layout.cut(parameters[0].role)
-        assert all(layout.cut(parameter.role) == cut for parameter in parameters), "one stored tensor, one cut"
-        shapes = [local_shape(parameter, cut, layout.size) for parameter in parameters]
+        """Makes the tensor `attribute` for parameters that are sharded alike, uninitialised."""
+        placement = layout.placement(parameters[0].role)
+        assert all(layout.placement(parameter.role) == placement for parameter in parameters), (
+            "one stored tensor, one placement"
+        )
+        shapes = [local_shape(parameter, placement, layout.size) for parameter in parameters]
         parts, start = [], 0
         for parameter, shape in zip(parameters, shapes, strict=True):
             parts.append(Part(parameter, start, shape[0]))
             start += shape[0]
         self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
-        self.parts[attribute], self.cuts[attribute] = tuple(parts), cut
+        self.parts[attribute], self.placements[attribute] = tuple(parts), placement
         self._places[attribute] = len(self._modules)
 
     def stored(self, place: int) -> Iterator[Storage]:
         """The tensors stored after the first `place` modules inside this one and before the next."""
         for attribute, parts in self.parts.items():
             if self._places[attribute] == place:
-                yield Storage(getattr(self, attribute), parts, self.cuts[attribute], self.shards.get(attribute))
+                yield Storage(getattr(self, attribute), parts, self.placements[attribute], self.shards.get(attribute))
 
 
 def storages(model: nn.Module) -> Iterator[Storage]:

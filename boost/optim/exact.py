@@ -35,7 +35,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
     for factor in factors:
         t_NR2 = tall[factor.name]
         found[factor.name] = torch.linalg.qr(t_NR2.transpose(1, 2).flatten(1))
-    cut = [f.name for f in factors if f.shape.cut == "wide" and axis.size > 1]
+    cut = [f.name for f in factors if f.shape.sharded == "wide" and axis.size > 1]
     if cut:
         flat = torch.cat([found[name][1].flatten() for name in cut])
         gathered = all_gather(flat, axis).view(axis.size, -1)

@@ -108,7 +108,7 @@ class Factors:
         return grams
 
     def _whole_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
-        cut = [f.name for f in factors if f.shape.cut == "rank" and self.mesh.tp.size > 1]
+        cut = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]
         if cut:
             p = self.mesh.tp.size
             gathered = all_gather(torch.cat([tall[name].flatten() for name in cut]), self.mesh.tp).view(p, -1)
@@ -122,8 +122,8 @@ def _units(storages: Sequence[Storage], mesh: Mesh) -> Iterator[Unit]:
     factors = {}
     for storage in storages:
         for part in storage.parts if is_factor(storage.parts[0].parameter.role) else ():
-            shape = factor_shape(part.parameter, storage.cut, mesh.tp.size)
-            first = mesh.tp.rank * (shape.rank // mesh.tp.size) if shape.cut == "rank" else 0
+            shape = factor_shape(part.parameter, storage.placement, mesh.tp.size)
+            first = mesh.tp.rank * (shape.rank // mesh.tp.size) if shape.sharded == "rank" else 0
             factors[part.parameter.name] = Factor(storage, part, shape, first)
     for storage in storages:
         names = [part.parameter.name for part in storage.parts]

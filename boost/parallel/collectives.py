@@ -2,51 +2,114 @@
 
 Built on functional collectives (in-place ones give silently wrong gradients under selective checkpointing). Their names in
 `torch.ops._c10d_functional` are stable from torch 2.3 on, and torch.compile traces them. Legend: p processes of the group;
-T tokens; D width; "local" is this process's shard. Bytes are what one process sends: 2N(p-1)/p for an all-reduce of N
-bytes, N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and an all-to-all of N bytes (local size).
+n rows of this process, D width. Bytes are what one process sends: 2N(p-1)/p for an all-reduce of N bytes, N(p-1)/p for an
+all-gather or reduce-scatter of N bytes (gathered size) and an all-to-all of N bytes (local size).
 
-| function | forward | backward |
-|---|---|---|
-| `sum_forward` | all-reduce | identity |
-| `sum_backward` | identity | all-reduce |
-| `sum_both` | all-reduce | all-reduce |
-| `gather` | all-gather | reduce-scatter |
-| `gather_replicated` | all-gather | own slice |
-| `scatter_sum` | reduce-scatter | all-gather |
-| `exchange` | all-to-all | all-to-all |
+| function | forward | backward | for |
+|---|---|---|---|
+| `sum_forward` | all-reduce | identity | partial sums whose result every process uses alike: dy is complete and equal |
+| `sum_backward` | identity | all-reduce | a replicated tensor of which every process uses a different shard of what follows |
+| `sum_both` | all-reduce | all-reduce | a partial sum of which every process then uses its own share |
+| `gather` | all-gather [n, D] -> [p n, D] | reduce-scatter | shards that all need whole, each for a different share |
+| `gather_replicated` | all-gather [n, D] -> [p n, D] | own rows | shards that all need whole and use alike |
+| `scatter_sum` | reduce-scatter [p n, D] -> [n, D] | all-gather | partial sums of which each continues with its own rows |
+| `exchange` | all-to-all [p n, D] -> [p n, D] | all-to-all | rows for every process against rows from every process |
+
+Each is also a pair, `start(SUM_FORWARD, x, axis)` and `InFlight.wait()`, with local work in between. In the backward pass the
+gradient of `wait` starts the gradient's collective, and the gradient of `start` waits for it: autograd runs nodes in the
+reverse order of their creation, so what was interleaved forward is interleaved backward.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from boost.config.layouts.spec import (
+    EXCHANGE,
+    GATHER,
+    GATHER_REPLICATED,
+    SCATTER_SUM,
+    SUM_BACKWARD,
+    SUM_BOTH,
+    SUM_FORWARD,
+    Comm,
+)
+from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.parallel.mesh import Axis
 
 _ops = torch.ops._c10d_functional
 
 
+# Started, not waited for; without a gradient.
+
+
+def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis, without a gradient; `wait` must come before the result is used."""
+    return _ops.all_reduce(x.contiguous(), "sum", axis.name)
+
+
+def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[n, ...] of every process stacked to [p * n, ...]."""
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+
+
+def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """[p * n, ...] summed over the axis, this process's [n, ...] of it."""
+    if sums_after_all_to_all(x.device):
+        return _all_to_all_and_sum(x.contiguous(), axis.size, axis.name)
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+
+
+def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j."""
+    counts = [x.shape[0] // axis.size] * axis.size
+    return _ops.all_to_all_single(x.contiguous(), counts, counts, axis.name)
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a collective that was started."""
+    return _ops.wait_tensor(x)
+
+
+_START: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    ALL_REDUCE: begin_all_reduce,
+    ALL_GATHER: _start_all_gather,
+    REDUCE_SCATTER: _start_reduce_scatter,
+    ALL_TO_ALL: _start_all_to_all,
+}
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, without a gradient. One all-reduce of x."""
-    return _ops.wait_tensor(_ops.all_reduce(x, "sum", axis.name))
+    return wait(begin_all_reduce(x, axis))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """[n, ...] of every process stacked to [p * n, ...], without a gradient. One all-gather."""
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name))
+    return wait(_start_all_gather(x, axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...] summed over the axis, this process's [n, ...] of it, without a gradient. One reduce-scatter."""
-    if x.device.type == "cpu":
-        return _reduce_scatter_on_cpu(x.contiguous(), axis.size, axis.name)
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name))
+    return wait(_start_reduce_scatter(x, axis))
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j. One all-to-all."""
+    return wait(_start_all_to_all(x, axis))
+
+
+def sums_after_all_to_all(device: torch.device) -> bool:
+    """Whether a reduce-scatter is an all-to-all and a local sum: on gloo, whose own one takes as long as its all-reduce."""
+    return device.type == "cpu"
 
 
 @torch.library.custom_op("boost::reduce_scatter", mutates_args=())
-def _reduce_scatter_on_cpu(x: Tensor, processes: int, group: str) -> Tensor:
-    """The same over gloo, whose own one takes as long as its all-reduce: rows go straight to the process that sums them.
+def _all_to_all_and_sum(x: Tensor, processes: int, group: str) -> Tensor:
+    """A reduce-scatter whose rows go straight to the process that sums them.
 
     As many bytes are sent, about half the time is taken, and sums of bf16 are rounded once. One operation, so that whoever
     counts sees one reduce-scatter.
@@ -56,15 +119,9 @@ def _reduce_scatter_on_cpu(x: Tensor, processes: int, group: str) -> Tensor:
     return received.view(processes, x.shape[0] // processes, *x.shape[1:]).sum(0)
 
 
-@_reduce_scatter_on_cpu.register_fake
+@_all_to_all_and_sum.register_fake
 def _(x: Tensor, processes: int, group: str) -> Tensor:
     return x.new_empty(x.shape[0] // processes, *x.shape[1:])
-
-
-def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j. One all-to-all."""
-    counts = [x.shape[0] // axis.size] * axis.size
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), counts, counts, axis.name))
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> None:
@@ -74,151 +131,122 @@ def start_all_reduce(x: Tensor, axis: Axis) -> None:
 
 def finish_all_reduce(x: Tensor) -> None:
     """Waits for the sum that `start_all_reduce` began."""
-    _ops.wait_tensor(x)
+    wait(x)
 
 
-class _SumForward(torch.autograd.Function):
-    """forward: y = sum over processes of x (one all-reduce); dgrad: dx = dy, no collective.
-
-    For partial sums whose result every process uses alike: dy is complete and equal on every process.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+# Differentiable.
 
 
-class _SumBackward(torch.autograd.Function):
-    """forward: y = x, no collective; dgrad: dx = sum over processes of dy (one all-reduce).
+def _forward(comm: Comm, x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x) if comm.forward is None else _START[comm.forward](x, axis)
 
-    For a replicated tensor of which every process uses a different shard of what follows: dy is one term of dx.
-    """
+
+def _backward(comm: Comm, dy: Tensor, axis: Axis) -> Tensor:
+    if comm.backward is not None:
+        return _START[comm.backward](dy, axis)
+    if comm.forward != ALL_GATHER:
+        return dy
+    rows = dy.shape[0] // axis.size  # complete and equal on every process
+    return dy.narrow(0, axis.rank * rows, rows)
+
+
+class _Comm(torch.autograd.Function):
+    """forward: the forward collective of `comm`, waited for; dgrad: its backward collective, waited for. Shapes: the table."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> Tensor:
+        ctx.comm, ctx.axis = comm, axis
+        y = _forward(comm, x, axis)
+        return y if comm.forward is None else wait(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy.contiguous(), ctx.axis), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx = _backward(ctx.comm, dy, ctx.axis)
+        return dx if ctx.comm.backward is None else wait(dx), None, None
 
 
-class _SumBoth(torch.autograd.Function):
-    """forward: y = sum of x (one all-reduce); dgrad: dx = sum of dy (one all-reduce).
-
-    For a partial sum of which every process then uses its own share, so that both x and dy are terms of a sum.
-    """
+class _Start(torch.autograd.Function):
+    """forward: starts the forward collective; dgrad: waits for the gradient's, which `_Wait` started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_reduce(x, axis)
+    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> Tensor:
+        ctx.comm = comm
+        return _forward(comm, x, axis)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy.contiguous(), ctx.axis), None
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx if ctx.comm.backward is None else wait(dx), None, None
 
 
-class _Gather(torch.autograd.Function):
-    """forward: [n, D] -> [p n, D] (one all-gather); dgrad: [p n, D], a term of a sum -> [n, D] (one reduce-scatter).
-
-    For shards that every process needs whole, each for a different share of what follows.
-    """
+class _Wait(torch.autograd.Function):
+    """forward: waits; dgrad: starts the backward collective of what `_Start` sent. The result is a view of what was started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
+    def forward(ctx: Any, started: Tensor, comm: Comm, axis: Axis) -> Tensor:
+        ctx.comm, ctx.axis = comm, axis
+        if comm.forward is not None:
+            wait(started)
+        return started.view_as(started)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(dy, ctx.axis), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _backward(ctx.comm, dy, ctx.axis), None, None
 
 
-class _GatherReplicated(torch.autograd.Function):
-    """forward: [n, D] -> [p n, D] (one all-gather); dgrad: [p n, D] -> this process's [n, D] of it, no collective.
+class InFlight:
+    """A differentiable collective that was started: `wait` returns its result, once."""
 
-    For shards that every process needs whole and uses alike: dy is complete and equal on every process.
-    """
+    __slots__ = ("wait",)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        rows = dy.shape[0] // ctx.axis.size
-        return dy.narrow(0, ctx.axis.rank * rows, rows), None
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self.wait = wait
 
 
-class _ScatterSum(torch.autograd.Function):
-    """forward: [p n, D], a term of a sum -> [n, D] (one reduce-scatter); dgrad: [n, D] -> [p n, D] (one all-gather).
-
-    For partial sums of which every process goes on with its own rows.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather(dy, ctx.axis), None
+def start(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
+    """Starts a differentiable collective of the table, to be waited for later, in both passes."""
+    started = _Start.apply(x, comm, axis)
+    return InFlight(lambda: _Wait.apply(started, comm, axis))
 
 
-class _Exchange(torch.autograd.Function):
-    """forward: [p n, D], rows for every process -> [p n, D], rows from every process (one all-to-all); dgrad: the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_to_all(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_to_all(dy, ctx.axis), None
+def run(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
+    """A differentiable collective of the table, waited for at once in both passes: one node of the graph instead of two."""
+    y = _Comm.apply(x, comm, axis)
+    return InFlight(lambda: y)
 
 
 def sum_forward(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: all-reduce forward, identity backward."""
-    return _SumForward.apply(x, axis)
+    return _Comm.apply(x, SUM_FORWARD, axis)
 
 
 def sum_backward(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: identity forward, all-reduce backward."""
-    return _SumBackward.apply(x, axis)
+    return _Comm.apply(x, SUM_BACKWARD, axis)
 
 
 def sum_both(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: all-reduce forward and backward."""
-    return _SumBoth.apply(x, axis)
+    return _Comm.apply(x, SUM_BOTH, axis)
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: [n, D] of every process stacked to [p n, D]; reduce-scatter of partial gradients backward."""
-    return _Gather.apply(x, axis)
+    return _Comm.apply(x, GATHER, axis)
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: [n, D] of every process stacked to [p n, D]; own rows of a complete gradient backward."""
-    return _GatherReplicated.apply(x, axis)
+    return _Comm.apply(x, GATHER_REPLICATED, axis)
 
 
 def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: own rows [n, D] of the sum of [p n, D]; all-gather of the gradient backward."""
-    return _ScatterSum.apply(x, axis)
+    return _Comm.apply(x, SCATTER_SUM, axis)
 
 
 def exchange(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: [p n, D], the j-th n rows to process j, for the j-th n rows from process j; the same backward."""
-    return _Exchange.apply(x, axis)
+    return _Comm.apply(x, EXCHANGE, axis)
 
 
 def rows_to_features(x: Tensor, axis: Axis) -> Tensor:

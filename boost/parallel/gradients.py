@@ -54,10 +54,10 @@ class GradientReducer:
         held = [s for s in trained if s.shard is None]
         self._trained = trained
         self._lanes = [
-            _Lane([s.parameter for s in held if s.cut.partial], mesh.replicas),
-            _Lane([s.parameter for s in held if not s.cut.partial], mesh.dp),
+            _Lane([s.parameter for s in held if s.placement.partial], mesh.replicas),
+            _Lane([s.parameter for s in held if not s.placement.partial], mesh.dp),
         ]
-        sharded = [s.tensor for s in trained if s.cut.partial and s.shard and s.shard.over == "dp"]
+        sharded = [s.tensor for s in trained if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._late = _Lane(sharded, mesh.tp)
 
     def begin(self, micro_batches: int = 1) -> None:
@@ -203,7 +203,7 @@ def clip(parameters: Iterable[nn.Parameter], agreement: Agreement, limit: float)
 
 def _copies(storage: Storage, mesh: Mesh) -> int:
     """Number of processes that keep the same rows of a stored tensor."""
-    tp = mesh.tp.size if storage.cut.dim is None else 1
+    tp = mesh.tp.size if storage.placement.dim is None else 1
     if storage.shard is None:
         return tp * mesh.dp.size
     return tp if storage.shard.over == "dp" else 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
+from boost.models.linear import gemm
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
 from boost.parallel.norms import statistic_dtype
@@ -35,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
         step = chunk_tokens(w_VD.shape[0])
         for start in range(0, x_TD.shape[0], step):
             x_ND, targets_N = x_TD[start : start + step], targets_T[start : start + step]
-            logits_NV = (x_ND @ w_VD.t()).to(wide)
+            logits_NV = gemm(x_ND, w_VD.t()).to(wide)
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
             counted_N = targets_N != IGNORED
@@ -50,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
             if dw_VD.dtype == x_TD.dtype:
                 dw_VD.addmm_(d_NV.t(), x_ND)
             else:
-                dw_VD += d_NV.t() @ x_ND
+                dw_VD += gemm(d_NV.t(), x_ND)
         ctx.save_for_backward(dx_TD, None if dw_VD is None else dw_VD.to(w_VD.dtype))
         return total
 

@@ -4,7 +4,8 @@ import datetime
 import os
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, TrainingError
-
-AXES = ("pp", "dp", "tp")
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,33 @@ class Mesh:
     """Where this process stands. A run of one process has no process group at all."""
 
     device: torch.device
-    tp: Axis = Axis()
-    dp: Axis = Axis()
-    pp: Axis = Axis()
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    """By name, the outermost first; one that is not there has one process."""
     replicas: Axis = Axis()
-    """dp x tp: every process that holds a copy of a weight that is not cut. A group of its own, so that sums of gradients
+    """dp x tp: every process that holds a copy of a weight that is not sharded. A group of its own, so that sums of gradients
     on their way do not stand before the collectives of the backward pass."""
     rank: int = 0
     size: int = 1
     device_mesh: DeviceMesh | None = None
+
+    def axis(self, name: str) -> Axis:
+        """This process's place on one axis."""
+        return self.axes.get(name, Axis())
+
+    @property
+    def tp(self) -> Axis:
+        """Tensor parallelism."""
+        return self.axis("tp")
+
+    @property
+    def dp(self) -> Axis:
+        """Data parallelism."""
+        return self.axis("dp")
+
+    @property
+    def pp(self) -> Axis:
+        """Pipeline parallelism."""
+        return self.axis("pp")
 
     @property
     def is_main(self) -> bool:
@@ -90,8 +107,8 @@ def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 6
     size = world_size()
     if size != parallel.world_size:
         raise ConfigError(
-            f"{size} processes were started, but parallel.tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp} "
-            f"= {parallel.world_size}; start {parallel.world_size}"
+            f"{size} processes were started, but parallel.{' x '.join(parallel.axes)} = "
+            f"{' x '.join(str(n) for n in parallel.axes.values())} = {parallel.world_size}; start {parallel.world_size}"
         )
     chosen = choose_device(device)
     if chosen.type == "cuda":
@@ -105,7 +122,8 @@ def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 6
 
 def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600) -> Mesh:
     """This process's place, in a process group that exists already."""
-    device_mesh = init_device_mesh(device.type, (parallel.pp, parallel.dp, parallel.tp), mesh_dim_names=AXES)
+    names, sizes = tuple(parallel.axes), tuple(parallel.axes.values())
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
     def axis(name: str) -> Axis:
         size = device_mesh[name].size()
@@ -114,10 +132,9 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
         return Axis(device_mesh.get_local_rank(name), size, group)
 
+    axes = {name: axis(name) for name in names}
     replicas = _replicas(device_mesh, timeout_s)
-    return Mesh(
-        device, axis("tp"), axis("dp"), axis("pp"), replicas, dist.get_rank(), dist.get_world_size(), device_mesh
-    )
+    return Mesh(device, axes, replicas, dist.get_rank(), dist.get_world_size(), device_mesh)
 
 
 def _replicas(device_mesh: DeviceMesh, timeout_s: int) -> Axis:

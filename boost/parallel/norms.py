@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.traffic import STATISTIC_TERMS
-from boost.parallel.collectives import all_reduce
+from boost.models.linear import gemm
+from boost.parallel.collectives import begin_all_reduce, wait
 from boost.parallel.mesh import Axis
 
 
@@ -34,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
     """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467);
     dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; wgrad: dgamma = sum over T of dy x c. No collective.
 
-    Keeps x and c, as torch's fused kernel for GPUs does; its composite for CPUs keeps two or three more [T, D].
+    Keeps x and c, as torch's fused kernel for GPUs does.
     """
 
     @staticmethod
@@ -78,7 +79,8 @@ class _ProjectAndMeasure(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, measuring: bool) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x_TD, a_RD, gamma_D)
-        return x_TD @ (a_RD * gamma_D).to(x_TD.dtype).t(), _sum_of_squares(x_TD) if measuring else None
+        u_TR = gemm(x_TD, (a_RD * gamma_D).to(x_TD.dtype).t())
+        return u_TR, _sum_of_squares(x_TD) if measuring else None
 
     @staticmethod
     def backward(
@@ -88,28 +90,22 @@ class _ProjectAndMeasure(torch.autograd.Function):
         dx_TD = da_RD = dgamma_D = None
         # A pipeline may ask for the gradients of inputs and of weights in passes of their own.
         if ctx.needs_input_grad[0]:
-            dx_TD = du_TR @ (a_RD * gamma_D).to(x_TD.dtype)
+            dx_TD = gemm(du_TR, (a_RD * gamma_D).to(x_TD.dtype))
             if ds_T is not None:
                 dx_TD.addcmul_(x_TD, (2 * ds_T).to(x_TD.dtype).unsqueeze(-1))
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            d_RD = (du_TR.t() @ x_TD).to(a_RD.dtype)
+            d_RD = gemm(du_TR.t(), x_TD).to(a_RD.dtype)
             da_RD, dgamma_D = d_RD * gamma_D, (d_RD * a_RD).sum(0)
         return dx_TD, da_RD, dgamma_D, None
 
 
 class _SumWithStatistic(torch.autograd.Function):
-    """forward: (u, s) = sum over processes of (u_i, s_i) in ONE all-reduce; dgrad: identity for both, no collective.
-
-    The payload is flat: u's elements, then s. In fp32 and fp64, s is T more elements. In bf16 a sum of rounded statistics
-    would lose what fp32 had, so each process writes its s_i into a slot of its own as three bf16 terms that hold all 24
-    bits; the others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
-    """
+    """forward: (u, s) of this process and what `_pack` made of them, summed over processes -> their sums, no collective of its
+    own; dgrad: identity for both, no collective."""
 
     @staticmethod
-    def forward(ctx: Any, u_TR: Tensor, s_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-        statistic = s_T if u_TR.dtype == s_T.dtype else _split_exactly(s_T, u_TR.dtype, axis)
-        flat = all_reduce(torch.cat((u_TR.reshape(-1), statistic)), axis)
-        u_sum, statistic_sum = flat.split((u_TR.numel(), statistic.numel()))
+    def forward(ctx: Any, u_TR: Tensor, s_T: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
+        u_sum, statistic_sum = summed.split((u_TR.numel(), summed.numel() - u_TR.numel()))
         if u_TR.dtype != s_T.dtype:
             statistic_sum = statistic_sum.view(-1, s_T.numel()).to(s_T.dtype).sum(0)
         return u_sum.view_as(u_TR), statistic_sum
@@ -119,9 +115,28 @@ class _SumWithStatistic(torch.autograd.Function):
         return du_TR, ds_T, None
 
 
+class SumWithStatistic:
+    """Partial latents and statistics on their way: ONE all-reduce, started; `wait` returns the differentiable sums.
+
+    The payload is flat: u's elements, then s. In fp32 and fp64, s is T more elements. In bf16 a sum of rounded statistics
+    would lose what fp32 had, so each process writes its s_i into a slot of its own as three bf16 terms that hold all 24
+    bits; the others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
+    """
+
+    def __init__(self, u_TR: Tensor, s_T: Tensor, axis: Axis) -> None:
+        self._parts = u_TR, s_T
+        with torch.no_grad():
+            statistic = s_T if u_TR.dtype == s_T.dtype else _split_exactly(s_T, u_TR.dtype, axis)
+            self._started = begin_all_reduce(torch.cat((u_TR.reshape(-1), statistic)), axis)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """(u, s), summed over processes."""
+        return _SumWithStatistic.apply(*self._parts, wait(self._started))
+
+
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
     """Differentiable RMSNorm of rows held whole, in x's dtype."""
-    if x_TD.is_cuda:
+    if has_fused_norm(x_TD.device):
         return F.rms_norm(x_TD, (x_TD.shape[-1],), gamma_D.to(x_TD.dtype), eps)
     return _RMSNorm.apply(x_TD, gamma_D, eps)
 
@@ -141,9 +156,9 @@ def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor) -> tuple[Te
     return _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, True)
 
 
-def sum_with_statistic(u_TR: Tensor, s_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Differentiable sum over processes of partial latents and statistics, in one all-reduce."""
-    return _SumWithStatistic.apply(u_TR, s_T, axis)
+def has_fused_norm(device: torch.device) -> bool:
+    """Whether torch's RMSNorm is one kernel there; elsewhere it is a composite that keeps two or three more [T, D]."""
+    return device.type == "cuda"
 
 
 def _sum_of_squares(x_TD: Tensor) -> Tensor:

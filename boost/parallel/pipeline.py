@@ -42,20 +42,20 @@ class Part(nn.Module):
         self.sent_is_detached = False
 
     def forward(
-        self, *arrived: Tensor, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
+        self, *received: Tensor, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
     ) -> Any:
         """The sum of the losses on the last stage; (residual stream, *latents) on the others."""
-        result = self.decoder(tokens_BS, targets_BS, document_ids_BS, arrived)
-        if self.decoder.stage.predicts:
+        result = self.decoder(tokens_BS, targets_BS, document_ids_BS, received)
+        if self.decoder.stage.has_head:
             return result
         # Zero bubble detaches what it has sent in place, which neither a view allows nor what a block keeps, as latents.
         whole = torch.contiguous_format
         kept = [x._base is not None or (self.sent_is_detached and i > 0) for i, x in enumerate(result)]
         return tuple(x.clone(memory_format=whole) if k else x.contiguous() for x, k in zip(result, kept, strict=True))
 
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *arrived: Tensor) -> Any:
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *received: Tensor) -> Any:
         """As the decoder's."""
-        return self.decoder.next_logits(tokens_BS, caches, arrived)
+        return self.decoder.next_logits(tokens_BS, caches, received)
 
 
 class Pipeline(nn.Module):
@@ -87,9 +87,9 @@ class Pipeline(nn.Module):
         return self.decoders[0].device
 
     @property
-    def predicts(self) -> bool:
+    def has_head(self) -> bool:
         """Whether the loss is formed in this process."""
-        return self.decoders[-1].stage.predicts
+        return self.decoders[-1].stage.has_head
 
     def prepare(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> None:
         """Makes the schedule of a training step of `micro_batches` micro-batches of (sequences, tokens of each)."""
@@ -101,7 +101,9 @@ class Pipeline(nn.Module):
             # On no device: what is to be received, said in advance, so that no stage has to ask the one before.
             arriving, leaving = (
                 tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
-                for shapes in (of(decoder.layout, batch * length) for of in (decoder.arriving, decoder.leaving))
+                for shapes in (
+                    of(decoder.layout, batch * length) for of in (decoder.received_shapes, decoder.sent_shapes)
+                )
             )
             loss = torch.empty((), dtype=statistic_dtype(decoder.compute_dtype), device="meta")
             stages.append(
@@ -110,8 +112,8 @@ class Pipeline(nn.Module):
                     stage.index,
                     stage.count,
                     self.device,
-                    input_args=() if stage.embeds else arriving,
-                    output_args=(loss,) if stage.predicts else leaving,
+                    input_args=() if stage.has_embedding else arriving,
+                    output_args=(loss,) if stage.has_head else leaving,
                     group=self.axis.group,
                 )
             )
@@ -132,11 +134,11 @@ class Pipeline(nn.Module):
         """
         losses: list[Tensor] = []
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
-        target = targets_BS if self.predicts else None
+        target = targets_BS if self.has_head else None
         self._divisor = divisor
         self._schedule.step(
             target=target,
-            losses=losses if self.predicts else None,
+            losses=losses if self.has_head else None,
             return_outputs=False,
             **inputs,
         )
@@ -152,7 +154,7 @@ class Pipeline(nn.Module):
         result = torch.zeros((), device=self.device)
         for part, decoder in zip(self.parts, self.decoders, strict=True):
             out = part(*self._receive(decoder, decoder.layout, tokens_BS.numel()), **inputs)
-            if decoder.stage.predicts:
+            if decoder.stage.has_head:
                 result = out
             else:
                 self._send(out, decoder)
@@ -161,7 +163,7 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
         """Logits [B, V] of the next token, as of a whole decoder, on every process of the pipeline."""
-        layout = self.layout.for_inference
+        layout = self.layout.with_options(inference=True)
         logits = torch.empty(tokens_BS.shape[0], self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
         logits = logits.to(self.device)
         rest = list(caches)
@@ -169,7 +171,7 @@ class Pipeline(nn.Module):
             own, rest = rest[: len(decoder.blocks)], rest[len(decoder.blocks) :]
             assert isinstance(part, Part)
             out = part.next_logits(tokens_BS, tuple(own), *self._receive(decoder, layout, tokens_BS.numel()))
-            if decoder.stage.predicts:
+            if decoder.stage.has_head:
                 logits = out.contiguous()
             else:
                 self._send(out, decoder)
@@ -182,9 +184,9 @@ class Pipeline(nn.Module):
 
     def _receive(self, decoder: Decoder, layout: Layout, tokens: int) -> Iterator[Tensor]:
         """What the stage before hands on."""
-        if decoder.stage.embeds:
+        if decoder.stage.has_embedding:
             return
-        for shape in decoder.arriving(layout, tokens):
+        for shape in decoder.received_shapes(layout, tokens):
             x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
             dist.recv(x, group=self.axis.group, group_src=(decoder.stage.index - 1) % self.axis.size)
             yield x

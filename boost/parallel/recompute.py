@@ -1,7 +1,7 @@
-"""Activation checkpointing: what a block keeps from its forward pass, and what it computes again in its backward pass.
+"""Activation checkpointing: what a block saves in its forward pass, and what it recomputes in its backward pass.
 
 A block is a chain of local parts between collectives. Under the low-rank policies each part is a segment of its own: what
-goes into it, the latents behind a collective or the residual stream, is kept; what it makes on the way is not. No segment
+goes into it, the latents after a collective or the residual stream, is saved; what it makes on the way is not. No segment
 holds a collective, so recomputation issues none, and it ends before the last GEMM of a segment, whose result nobody needs.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
-from boost.models.interface import KEEP, Policy
+from boost.models.interface import NO_RECOMPUTE, RecomputePolicy, Runner
 
 _aten = torch.ops.aten
 _ATTENTION = {
@@ -29,7 +29,7 @@ _ATTENTION = {
 
 
 def recompute(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """The arguments; everything inside is computed again when the backward pass first asks for it."""
+    """The arguments; everything inside is recomputed when the backward pass first asks for it."""
     return _checkpoint(function, *arguments)
 
 
@@ -40,13 +40,18 @@ def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) ->
     )
 
 
-POLICIES: dict[RecomputeName, Policy] = {
-    "none": KEEP,
-    "low-rank": Policy(local=recompute, attention=recompute),
-    "low-rank+attention-output": Policy(local=recompute, attention=recompute_but_attention),
-    "low-rank-sharded": Policy(local=recompute, attention=recompute, sharded=True),
-    "full-block": Policy(block=recompute),
-}
+def policies(all_of_it: Runner, all_but_attention: Runner) -> dict[RecomputeName, RecomputePolicy]:
+    """What each policy recomputes, by what recomputes a segment."""
+    return {
+        "none": NO_RECOMPUTE,
+        "low-rank": RecomputePolicy(local=all_of_it, attention=all_of_it),
+        "low-rank+attention-output": RecomputePolicy(local=all_of_it, attention=all_but_attention),
+        "low-rank-sharded": RecomputePolicy(local=all_of_it, attention=all_of_it, sharded_latents=True),
+        "full-block": RecomputePolicy(block=all_of_it),
+    }
+
+
+POLICIES = policies(recompute, recompute_but_attention)
 
 
 def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:

@@ -31,7 +31,9 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
     stored = list(storages(decoder))
     norms = {s.parameter for s in stored if s.parameter.ndim == 1}
     outer = (
-        {s.parameter for s in stored if s.cut.partial} - norms if parallel.shard_outer and parallel.tp > 1 else set()
+        {s.parameter for s in stored if s.placement.partial} - norms
+        if parallel.shard_outer and parallel.tp > 1
+        else set()
     )
     owners = {p: (m, name) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)}
     options: dict[str, Any] = {}

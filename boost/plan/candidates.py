@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from boost.config import rules
-from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
+from boost.config.layouts import layout_spec, layouts_of
 from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConfig
 from boost.errors import ConfigError
 from boost.plan.hardware import Hardware
@@ -82,7 +82,7 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
 
 
 def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    usual = LOW_RANK_LAYOUTS if request.base.model.low_rank else DENSE_LAYOUTS
+    usual = layouts_of(request.base.model)
     for layout in request.choices("parallel.layout", usual if mesh.tp > 1 else ("single",)):
         for shard, outer in _sharding(request, mesh, layout):
             for schedule, virtual in _schedules(request, mesh):
@@ -92,7 +92,7 @@ def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:
     """(shard, shard_outer). One replica has nothing to share but outer factors."""
-    has_outer = layout == "btp-sp" and mesh.tp > 1
+    has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
     for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
         usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp > 1 or outer))]
         for shard in request.choices("parallel.shard", usual):
@@ -121,7 +121,8 @@ def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[Recom
     usual = [
         name
         for name in POLICIES
-        if (low_rank or not name.startswith("low-rank")) and (name != "low-rank-sharded" or parallel.layout == "btp-sp")
+        if (low_rank or not name.startswith("low-rank"))
+        and (name != "low-rank-sharded" or layout_spec(parallel.layout).gathers_latents)
     ]
     for policy in request.choices("train.recompute", usual):
         every = EVERY if policy != "none" and request.base.model.layers > 1 else EVERY[:1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from boost.config.architecture import parameter_count
-from boost.config.cuts import DENSE_LAYOUTS, LOW_RANK_LAYOUTS
+from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.plan.inspection import human_bytes
 from boost.plan.search import Plan, Search, Test, Tick, anything
@@ -74,7 +74,7 @@ def kinds(search: Search) -> Iterator[Kind]:
     model, gpus = search.request.base.model, search.request.gpus
     fixed = search.request.fixed
     yield Kind("pure data parallelism", pure_data_parallel)
-    for layout in LOW_RANK_LAYOUTS if model.low_rank else DENSE_LAYOUTS:
+    for layout in layouts_of(model):
         yield Kind(layout, lambda parallel, layout=layout: parallel.layout == layout and parallel.tp > 1)  # type: ignore[misc]
     sizes = [n for n in (2, 4, 8, 16) if gpus % n == 0] if "parallel.tp" not in fixed else []
     for tp in sizes:

@@ -74,7 +74,7 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[Product]:
         alike = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
         for (layer, policy), blocks in alike.items():
             _add(total, block_work(config, layer, policy, fused), blocks * count)
-        _add(total, ends_work(config, stage.embeds, stage.predicts, fused), count)
+        _add(total, ends_work(config, stage.has_embedding, stage.has_head, fused), count)
     _add(total, step_work(config, held), 1)
     speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
     peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}

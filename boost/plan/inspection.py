@@ -17,11 +17,11 @@ from boost.config.architecture import (
     head,
     parameter_count,
 )
-from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
+from boost.config.layouts import LayoutSpec, Placement, local_shape, num_shards, placement_of, spec_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
-from boost.plan.collectives import residual_cut, residual_shape, step_collectives
+from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import stored_tensors
 
@@ -34,9 +34,9 @@ class Weight:
     """As in the architecture; `layers.N.` stands for every block."""
     shape: tuple[int, ...]
     local: tuple[int, ...]
-    cut: Cut
+    placement: Placement
     where: str
-    """The cut in words."""
+    """The placement in words."""
 
     @property
     def short_name(self) -> str:
@@ -93,29 +93,29 @@ class Inspection:
     """What one of optim.exact_every steps sends on top: LORO's exact one. Empty for other optimizers."""
 
     @property
-    def layout(self) -> str:
+    def spec(self) -> LayoutSpec:
         """The layout in effect: every layout of one process is `single`."""
-        return self.config.parallel.layout if self.config.parallel.tp > 1 else "single"
+        return spec_of(self.config.parallel)
 
     @property
-    def residual_cut(self) -> str:
-        """How the residual stream lies on the processes: 'tokens', 'hidden', or 'whole' (on every process)."""
-        return residual_cut(self.config.model, self.config.parallel)
+    def layout(self) -> str:
+        """Its name."""
+        return self.spec.name
 
     @property
     def residual(self) -> tuple[int, int]:
         """Local shape of the residual stream of one micro-batch."""
-        return residual_shape(self.config.model, self.config.parallel, self.tokens)
+        return self.spec.residual_shape(self.config.model, self.config.parallel, self.tokens)
 
     @property
     def heads(self) -> tuple[int, int]:
         """Local shape of the attention's input of queries, and of its output."""
-        return self.tokens, self.config.model.dim // wide_parts(self.config.parallel)
+        return self.tokens, self.config.model.dim // num_shards(self.config.parallel)
 
     @property
     def channels(self) -> tuple[int, int]:
         """Local shape of gate, of up and of their product."""
-        return self.tokens, self.config.model.ffn_dim // wide_parts(self.config.parallel)
+        return self.tokens, self.config.model.ffn_dim // num_shards(self.config.parallel)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -165,9 +165,9 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     held = stages_of(config, pp_rank)
     parameters = [*block_parameters(model, held[0].numbers[-1])]
-    if held[0].embeds:
+    if held[0].has_embedding:
         parameters.insert(0, embedding(model))
-    if held[-1].predicts:
+    if held[-1].has_head:
         parameters += [final_norm(model), head(model)]
     stored = [tensor for stage in held for tensor in stored_tensors(model, parallel, stage)]
     return Inspection(
@@ -204,20 +204,20 @@ def human_bytes(number: float) -> str:
 
 
 def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
-    cut = cut_of(parameter.role, model, parallel)
+    placement = placement_of(parameter.role, model, parallel)
     name = re.sub(r"^layers\.\d+\.", "layers.N.", parameter.name)
-    words = _words(cut, parallel.tp)
+    words = _words(placement, parallel.tp)
     if parallel.sharded and len(parameter.shape) > 1:
-        outer = parallel.shard_outer and cut.partial
+        outer = parallel.shard_outer and placement.partial
         words = words.partition(",")[0] if outer else words
         words += f"; rows shared by {parallel.dp * (parallel.tp if outer else 1)}"
-    return Weight(name, parameter.shape, local_shape(parameter, cut, parallel.tp), cut, words)
+    return Weight(name, parameter.shape, local_shape(parameter, placement, parallel.tp), placement, words)
 
 
-def _words(cut: Cut, processes: int) -> str:
-    if cut.dim is not None:
-        return f"dim {cut.dim} in {processes}"
-    return "whole, gradient summed once a step" if cut.partial else "whole"
+def _words(placement: Placement, processes: int) -> str:
+    if placement.dim is not None:
+        return f"dim {placement.dim} in {processes}"
+    return "whole, gradient summed once a step" if placement.partial else "whole"
 
 
 def _numbered(collectives: list[Collective], micro_batches: int) -> list[Issued]:

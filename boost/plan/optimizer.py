@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from boost.config.architecture import Parameter, groups
-from boost.config.cuts import cut_of
+from boost.config.layouts import placement_of
 from boost.config.factors import (
     FactorShape,
     copies,
@@ -60,7 +60,7 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
                 elements = copies(optim) * p * sum(t.shard(parallel) for t in shared)
                 axis = "replicas" if over_replicas else "dp"
                 result.append(Collective("step", "all-gather", (elements,), dtype, p, PLACE, axis=axis))
-        if ranks := sum(copies(optim) * shape.elements for shape in shapes if shape.cut == "rank"):
+        if ranks := sum(copies(optim) * shape.elements for shape in shapes if shape.sharded == "rank"):
             result.append(Collective("step", "all-gather", (ranks,), dtype, tp, PLACE))
         kind = "all-gather" if optim.name == "loro" else "all-reduce"
         if small := sum(shape.triangle(tp) if optim.name == "loro" else shape.gram for shape in shapes):
@@ -118,7 +118,7 @@ class _Bucket:
         self.largest = max(tensor.shard(parallel) for tensor in stored)
         self.shared = any(tensor.sharers(parallel) > 1 for tensor in stored)
         self.whole = sum(shape.elements for shape in self.shapes)
-        self.cut = self.tp > 1 and any(shape.cut == "rank" for shape in self.shapes)
+        self.cut = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 
     def _tall(self, copies: int, held: int) -> tuple[int, int]:
         """(the most on the way, what is there then) of whole factors, made of `held` numbers a kept one; `copies` of each."""
@@ -163,7 +163,7 @@ def _units(config: Config, stage: Stage) -> Iterator[_Unit]:
         return
 
     def shape(parameter: Parameter) -> FactorShape:
-        return factor_shape(parameter, cut_of(parameter.role, model, parallel), parallel.tp)
+        return factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
 
     for layer in stage.numbers:
         for group in groups(model, layer):

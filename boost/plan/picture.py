@@ -1,6 +1,6 @@
 """One block as a picture: what each TP process holds of every tensor, and which collectives stand between them. An SVG.
 
-The picture is derived: cuts are `cut_of`'s, collectives those of the table. A place on the page follows from what a
+The picture is derived: placements are the layout's, collectives those of the table. A place on the page follows from what a
 collective does: in a layout that communicates at the bottleneck all stand between A and B; otherwise a group is gathered
 (forward) and summed (backward) at its entry, and the other way round at its exit.
 
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 
 from boost.config.architecture import Group, groups
-from boost.config.cuts import Cut, cut_of, local_shape, wide_parts
+from boost.config.layouts import Placement, local_shape, num_shards, placement_of
 from boost.config.traffic import Collective, statistic_columns
 from boost.plan.inspection import Inspection, human_bytes
 from boost.plan.svg import Page, Piece, Row, Words, panel_width
@@ -27,8 +27,7 @@ def block_picture(inspection: Inspection, name: str) -> str:
     label = printable(name)
     title = [label if len(label) <= 30 else f"{label[:29]}…", f"TP {parallel.tp}"]
     if parallel.tp > 1:
-        title += ["norm sync"] * (parallel.layout == "btp" and parallel.norm == "sync")
-        title += [parallel.vanilla] * (parallel.layout == "vanilla")
+        title += inspection.spec.variant(parallel)
         title += ["ungrouped"] * (not parallel.grouping)
     bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
     if model.crosses:
@@ -96,30 +95,27 @@ def _share(word: str, parts: int) -> str:
 
 
 def _residual(inspection: Inspection, title: str) -> Row:
-    p, cut = inspection.config.parallel.tp, inspection.residual_cut
+    p, kind = inspection.config.parallel.tp, inspection.spec.residual
     detail = {
-        "hidden": f"T x {_share('d', p)}: cut along the width",
-        "tokens": f"{_share('T', p)} x d: cut along the tokens",
-        "whole": "T x d" if p == 1 else "T x d on every process",
-    }[cut]
-    axis = {"hidden": "x", "tokens": "y", "whole": ""}[cut]
+        "hidden": f"T x {_share('d', p)}: sharded along the width",
+        "tokens": f"{_share('T', p)} x d: sharded along the tokens",
+        "replicated": "T x d" if p == 1 else "T x d on every process",
+    }[kind]
+    axis = {"hidden": "x", "tokens": "y", "replicated": ""}[kind]
     width = _length(inspection.config.model.dim, inspection)
     return Row(title, (detail,), (Piece(width, 28.0, axis, activation=True),), residual=True)
 
 
 def _norm(inspection: Inspection, group: Group) -> Row:
     model, parallel = inspection.config.model, inspection.config.parallel
-    cut = cut_of("norm", model, parallel)
-    detail = "of whole rows, local"
-    if inspection.residual_cut == "hidden":
-        detail = "statistic sent with the latents" if parallel.norm == "online" else "statistic sent by itself"
-    piece = Piece(_length(model.dim, inspection), 8.0, "x" if cut.dim == 0 else "", cut.partial)
-    return Row("RMSNorm", (detail,), (piece,))
+    placement = placement_of("norm", model, parallel)
+    piece = Piece(_length(model.dim, inspection), 8.0, "x" if placement.dim == 0 else "", placement.partial)
+    return Row("RMSNorm", (inspection.spec.norm_note(parallel),), (piece,))
 
 
 def _wide(inspection: Inspection, group: Group) -> Row:
     """Attention or the gated product, with the heads or channels that each process computes."""
-    model, parts = inspection.config.model, wide_parts(inspection.config.parallel)
+    model, parts = inspection.config.model, num_shards(inspection.config.parallel)
     p = inspection.config.parallel.tp
     word, n, title, width = "heads", model.heads, "Attention", "d"
     if group.name == "gate_up":
@@ -143,8 +139,8 @@ def _group(inspection: Inspection, group: Group) -> Iterator[Row]:
         yield _weights(inspection, group, "W")
         yield from bars["exit"]
         return
-    cut_a = cut_of(f"{group.side}.A", model, parallel)
-    axis = "x" if cut_a.dim == 0 else "y" if inspection.residual_cut == "tokens" else ""
+    cut_a = placement_of(f"{group.side}.A", model, parallel)
+    axis = "x" if cut_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
     pieces = tuple(Piece(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
     k, p = len(group.ranks), parallel.tp
     width = "r" if k == 1 else f"{k}r"
@@ -171,11 +167,13 @@ def _weights(inspection: Inspection, group: Group, factor: str) -> Row:
     model, parallel = inspection.config.model, inspection.config.parallel
     pieces, shapes = [], []
     for slot, parameter in zip(group.slots, group.parameters("", factor), strict=True):
-        cut = cut_of(parameter.role, model, parallel)
+        placement = placement_of(parameter.role, model, parallel)
         rows, columns = parameter.shape
-        axis = {None: "", 0: "y", 1: "x"}[cut.dim]
-        pieces.append(Piece(_length(columns, inspection), _length(rows, inspection), axis, cut.partial))
-        shapes.append((_sizes(parameter.shape, local_shape(parameter, cut, parallel.tp), cut, parallel.tp), slot.name))
+        axis = {None: "", 0: "y", 1: "x"}[placement.dim]
+        pieces.append(Piece(_length(columns, inspection), _length(rows, inspection), axis, placement.partial))
+        shapes.append(
+            (_sizes(parameter.shape, local_shape(parameter, placement, parallel.tp), placement, parallel.tp), slot.name)
+        )
     details = []
     for text, same in itertools.groupby(shapes, key=lambda item: item[0]):
         names = ", ".join(name.partition(".")[2] for _, name in same)
@@ -184,9 +182,9 @@ def _weights(inspection: Inspection, group: Group, factor: str) -> Row:
     return Row(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
 
 
-def _sizes(shape: tuple[int, ...], local: tuple[int, ...], cut: Cut, processes: int) -> str:
+def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement, processes: int) -> str:
     whole = " x ".join(str(n) for n in shape)
-    if cut.dim is None:
+    if placement.dim is None:
         return whole if processes == 1 else f"{whole}, whole"
     return f"{whole}, here {' x '.join(str(n) for n in local)}"
 
@@ -207,28 +205,23 @@ def _bars(inspection: Inspection, group: Group) -> dict[str, list[Row]]:
     return bars
 
 
-def _at_bottleneck(inspection: Inspection, group: Group) -> bool:
-    """Whether the factor on the wide side is cut along heads or channels: then latents are what crosses."""
-    model, parallel = inspection.config.model, inspection.config.parallel
-    if not model.low_rank:
-        return False
-    role, dim = ("enter.B", 0) if group.side == "enter" else ("leave.A", 1)
-    return cut_of(role, model, parallel).dim == dim
+def _at_bottleneck(inspection: Inspection) -> bool:
+    """Whether latents are what is communicated."""
+    return inspection.config.model.low_rank and inspection.spec.crosses_at_bottleneck
 
 
 def _position(inspection: Inspection, group: Group, c: Collective) -> str:
     if _is_statistic(inspection, group, c.shape[-1]):
         return "norm"
-    if _at_bottleneck(inspection, group) or _of_crossing(inspection, group, c.shape[-1]):
+    if _at_bottleneck(inspection) or _of_crossing(inspection, group, c.shape[-1]):
         return "between"
     leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)
     return "exit" if c.kind in leaves else "entry"
 
 
 def _of_crossing(inspection: Inspection, group: Group, width: int) -> bool:
-    """Whether a collective is of latents that are cut along the rank and meet those of the block before."""
-    model, parallel = inspection.config.model, inspection.config.parallel
-    if not inspection.crossed or cut_of("latent.rows", model, parallel).dim is None:
+    """Whether a collective is of latents that are sharded along the rank and meet those of the previous block."""
+    if not inspection.crossed or not inspection.spec.shards_rank:
         return False
     return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
 
@@ -253,7 +246,7 @@ def _symbol(inspection: Inspection, group: Group, width: int) -> str:
     crossing = _of_crossing(inspection, group, width)
     if crossing and width in (2, 2 * len(group.slots)):
         return "sums"
-    if crossing or _at_bottleneck(inspection, group):
+    if crossing or _at_bottleneck(inspection):
         units = {"r": model.rank or 0}
     if _is_statistic(inspection, group, width):
         return "statistic"

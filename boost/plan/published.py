@@ -295,7 +295,7 @@ class Comparison:
             train.compute_dtype,
             config.parallel.tp,
         )
-        return stage.layers * added + stage.embeds * self._collectives(config, [embedding] * 2)
+        return stage.layers * added + stage.has_embedding * self._collectives(config, [embedding] * 2)
 
     def _products(self, way: Way, half: str) -> tuple[float, int]:
         """(seconds, FLOPs) of the products of half a 7B block on one process, forward, batch 4."""

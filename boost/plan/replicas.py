@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from boost.config.architecture import Parameter, crossed, crossing_parameters, embedding, final_norm, groups, head
-from boost.config.cuts import Cut, cut_of, local_shape
+from boost.config.layouts import Placement, local_shape, placement_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
@@ -25,7 +25,7 @@ class StoredTensor:
     columns: int
     """1 for a vector."""
     vector: bool
-    cut: Cut
+    placement: Placement
     unit: int | None
     """The block that it is gathered with; None: with the embedding and the head of its stage."""
 
@@ -42,7 +42,7 @@ class StoredTensor:
 
     def over_replicas(self, parallel: ParallelConfig) -> bool:
         """Whether TP processes share it too."""
-        return parallel.sharded and parallel.shard_outer and self.cut.partial and not self.vector
+        return parallel.sharded and parallel.shard_outer and self.placement.partial and not self.vector
 
     def shard(self, parallel: ParallelConfig) -> int:
         """Elements of one share, the first and largest."""
@@ -53,10 +53,10 @@ def stored_tensor(
     model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: Parameter
 ) -> StoredTensor:
     """One stored tensor of one process, which holds these parameters; `unit` as in `StoredTensor`."""
-    cut = cut_of(parameters[0].role, model, parallel)
-    shapes = [local_shape(parameter, cut, parallel.tp) for parameter in parameters]
+    placement = placement_of(parameters[0].role, model, parallel)
+    shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
-    return StoredTensor(rows, columns, len(shapes[0]) == 1, cut, unit)
+    return StoredTensor(rows, columns, len(shapes[0]) == 1, placement, unit)
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Iterator[StoredTensor]:
@@ -64,7 +64,7 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
     stage = stage or whole(model)
     stored = functools.partial(stored_tensor, model, parallel)
 
-    if stage.embeds:
+    if stage.has_embedding:
         yield stored(None, embedding(model))
     for layer in stage.numbers:
         prefix = f"layers.{layer}"
@@ -78,9 +78,9 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
                     yield from (stored(layer, *each) for each in crossing_parameters(model, group, prefix).values())
             else:
                 weights = group.parameters(prefix, "W")
-                for _, alike in itertools.groupby(weights, lambda weight: cut_of(weight.role, model, parallel)):
+                for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
                     yield stored(layer, *alike)
-    if stage.predicts:
+    if stage.has_head:
         yield stored(None, final_norm(model))
         yield stored(None, head(model))
 
@@ -91,11 +91,13 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     parallel, dtype = config.parallel, config.train.param_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
     held = [t for t in stored if t.vector or not parallel.sharded]
-    late = [t for t in stored if parallel.sharded and not t.vector and t.cut.partial and not t.over_replicas(parallel)]
+    late = [
+        t for t in stored if parallel.sharded and not t.vector and t.placement.partial and not t.over_replicas(parallel)
+    ]
     result = []
     for tensors, processes, axis in (
-        ([t for t in held if t.cut.partial], parallel.tp * parallel.dp, "replicas"),
-        ([t for t in held if not t.cut.partial], parallel.dp, "dp"),
+        ([t for t in held if t.placement.partial], parallel.tp * parallel.dp, "replicas"),
+        ([t for t in held if not t.placement.partial], parallel.dp, "dp"),
         (late, parallel.tp, "tp"),
     ):
         sizes = [t.shard(parallel) for t in tensors]

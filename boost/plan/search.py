@@ -19,7 +19,7 @@ from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batches, policies, structures
-from boost.plan.memory import OPTIMIZER, STATES, WEIGHTS
+from boost.plan.categories import OPTIMIZER, STATES, WEIGHTS
 from boost.plan.peak import Peak, peak
 from boost.plan.timing import Predictor, StepTime
 
@@ -315,7 +315,7 @@ def worst_ranks(config: Config) -> list[int]:
     for rank in range(pp):
         held = every[rank::pp]
         blocks = Counter(policies_of[n] for stage in held for n in stage.numbers)
-        ends = [(stage.embeds, stage.predicts) for stage in held]
+        ends = [(stage.has_embedding, stage.has_head) for stage in held]
         ranks.setdefault((tuple(sorted(blocks.items())), tuple(ends)), rank)
     return list(ranks.values())
 

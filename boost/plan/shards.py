@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from boost.config.schema import Config
 from boost.config.stages import Stage
 from boost.config.traffic import ITEMSIZE
-from boost.plan.memory import GATHERED, WORK
+from boost.plan.categories import GATHERED, WORK
 from boost.plan.replicas import StoredTensor
 
 END = "end"

@@ -7,47 +7,36 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from boost.config.architecture import first_alike, groups
-from boost.config.cuts import cut_of
+from boost.config.layouts import placement_of
 from boost.config.factors import factor_shape, work_dtype
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage
-from boost.plan.ends import EndPasses
-from boost.plan.passes import BlockPasses
 from boost.plan.replicas import StoredTensor, stored_tensors
-from boost.plan.tape import Array, Tape
+from boost.plan.trace import trace_block, trace_embedding, trace_loss
 from boost.plan.work import OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 
 def block_work(config: Config, layer: int, policy: RecomputeName, fused_norm: bool) -> Counted:
-    """Operations of one block and micro-batch, with their phases. `fused_norm`: as of `boost.plan.operations.Operations`."""
-    tape = Tape(accumulates=True, records=True)
-    passes = BlockPasses(_stored(config), layer, policy, tape, fused_norm)
-    x, carried = passes.forward(*passes.arriving())
-    _backward(tape, [x, *carried])
-    return tape.work
+    """Operations of one block and micro-batch, with their phases. `fused_norm`: as of `boost.plan.trace.trace_block`."""
+    return trace_block(as_stored(config), layer, policy, fused_norm).work
 
 
 def ends_work(config: Config, embeds: bool, predicts: bool, fused_norm: bool) -> Counted:
     """The same of embedding and loss."""
-    tape = Tape(accumulates=True, records=True)
-    passes = EndPasses(_stored(config), tape, fused_norm)
+    stored, total = as_stored(config), Counter[Work]()
     if embeds:
-        _backward(tape, [passes.embed()])
+        total.update(trace_embedding(stored).work)
     if predicts:
-        _backward(tape, [passes.loss(passes.arriving())])
-    return tape.work
+        total.update(trace_loss(stored, fused_norm).work)
+    return total
 
 
-def _stored(config: Config) -> Config:
+def as_stored(config: Config) -> Config:
     """The same with weights as they are stored. Gathered ones arrive cast, but are copied out of what arrives, and their gradients
     into what is sent: about what casts move, which are counted for it."""
     if not config.parallel.sharded:
         return config
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
-
-
-def _backward(tape: Tape, results: list[Array]) -> None:
-    tape.backward(results, [tape.new(each.elements, each.dtype) for each in results])
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
@@ -83,7 +72,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
 def _travels(tensor: StoredTensor, config: Config) -> bool:
     """Whether gradients are copied into buckets, to be summed over processes."""
     parallel = config.parallel
-    return parallel.dp > 1 or (tensor.cut.partial and parallel.tp > 1)
+    return parallel.dp > 1 or (tensor.placement.partial and parallel.tp > 1)
 
 
 def _once(work: Work, place: str) -> Work:
@@ -97,7 +86,7 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     for layer, count in kinds_of_blocks(model, (layer for stage in stages for layer in stage.numbers)).items():
         for group in groups(model, layer):
             for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
-                shape = factor_shape(parameter, cut_of(parameter.role, model, parallel), parallel.tp)
+                shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
                 n, r = shape.wide, shape.rank
                 total[_once(gemm(r, r, n, dtype), "optimizer")] += count
                 # An iteration: g g, p q and, but for the last one, q g q.

@@ -177,7 +177,7 @@ class Predictor:
         )
         ends = (Stage(0, 2), Stage(1, 2)) if parallel.pp > 1 else (Stage(),)
         for stage in ends:
-            key = (stage.embeds, stage.predicts)
+            key = (stage.has_embedding, stage.has_head)
             total += self._cached(config, key, self._ends, config, stage).total
         count = train.global_batch // (parallel.dp * train.micro_batch)
         if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
@@ -203,7 +203,7 @@ class Predictor:
             kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
             for (layer, policy), count in kinds.items():
                 result.add(self._cached(config, (layer, policy), self._block, config, layer, policy), count)
-            result.add(self._cached(config, (stage.embeds, stage.predicts), self._ends, config, stage), 1)
+            result.add(self._cached(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1)
             if stage.count > 1:
                 result.add(self._sends(config, stage), 1)
         # On a GPU the host issues ahead, and is waited for where it is slower than the device.
@@ -218,7 +218,7 @@ class Predictor:
         return self._of(config, work, self._collectives(config, Stage(1, 3, layer, 1), policies))
 
     def _ends(self, config: Config, stage: Stage) -> Pass:
-        work = ends_work(config, stage.embeds, stage.predicts, self.fused_norm)
+        work = ends_work(config, stage.has_embedding, stage.has_head, self.fused_norm)
         with_block = Stage(stage.index, stage.count, 0, 1)
         ends = [c for c in self._collectives(config, with_block) if c.place in ("embed", "head", "loss")]
         return self._of(config, work, ends)
@@ -227,7 +227,7 @@ class Predictor:
         """To and from the neighbours: of the first block and the last, whose boundaries they are."""
         result = Pass()
         first, last = stage.numbers[0], stage.numbers[-1]
-        key = ("sends", stage.embeds, stage.predicts, crossed(config.model, first), crossed(config.model, last))
+        key = ("sends", stage.has_embedding, stage.has_head, crossed(config.model, first), crossed(config.model, last))
         ends = Stage(stage.index, stage.count, first, last - first + 1)
         sent = self._cached(config, key, lambda: self._sums(config, self._collectives(config, ends)))
         # What is sent here is received there: each pass of a micro-batch waits for one of each.

@@ -325,8 +325,8 @@ def _named_parts(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
 def _offsets(storage: Storage, piece: Piece, mesh: Mesh) -> tuple[int, ...]:
     """Where a piece begins in its parameter: behind the TP processes before this one, and behind its replicas' rows."""
     offsets = [0] * len(piece.parameter.shape)
-    if storage.cut.dim is not None:
-        offsets[storage.cut.dim] = mesh.tp.rank * (piece.parameter.shape[storage.cut.dim] // mesh.tp.size)
+    if storage.placement.dim is not None:
+        offsets[storage.placement.dim] = mesh.tp.rank * (piece.parameter.shape[storage.placement.dim] // mesh.tp.size)
     offsets[0] += piece.offset
     return tuple(offsets)
 

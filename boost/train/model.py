@@ -77,7 +77,7 @@ def compile_blocks(decoder: Decoder) -> None:
 
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
     """A decoder, or a stage of one, in train.param_dtype that computes in train.compute_dtype, its weights not yet set."""
-    layout = layout_for(config.model, config.parallel, mesh.tp)
+    layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
     policies = [POLICIES[name] for name in train.recompute_by_layer(config.model.layers)]
     usual = torch.get_default_dtype()

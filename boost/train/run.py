@@ -74,7 +74,7 @@ def _introduce(config: Config, trainer: Trainer, console: Console) -> None:
 
     model, parallel, mesh = config.model, config.parallel, trainer.mesh
     console.note(
-        f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.name}, "
+        f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.spec.name}, "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {mesh.device.type}, "
         f"{trainer.batches.n_samples} sequences of {config.train.seq_len} tokens to train on"
     )

@@ -87,5 +87,5 @@ def test_every_block_is_on_one_process(preset: str, virtual: int) -> None:
     numbers = sorted(n for process in held for stage in process for n in stage.numbers)
     assert numbers == list(range(config.model.layers))
     assert [stage.index % 2 for process in held for stage in process] == [0] * virtual + [1] * virtual
-    assert held[0][0].embeds and held[1][-1].predicts
-    assert sum(stage.embeds + stage.predicts for process in held for stage in process) == 2
+    assert held[0][0].has_embedding and held[1][-1].has_head
+    assert sum(stage.has_embedding + stage.has_head for process in held for stage in process) == 2

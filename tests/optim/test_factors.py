@@ -47,7 +47,7 @@ def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collec
         piece.parameter.name: piece.view(s.tensor.detach()).clone()
         for s in trained.stored
         for piece in s.pieces()
-        if s.cut.dim is None and s.shard is None
+        if s.placement.dim is None and s.shard is None
     }
     table = optimizer_collectives(config, trained.mesh.pp.rank)
     return errors_of(trained, STEPS), counter.collectives, table, whole

@@ -244,7 +244,7 @@ def test_btp_sends_what_the_paper_says() -> None:
 def test_one_process_issues_no_collective_and_copies_no_weight() -> None:
     config = toy.toy_config("float32", model={"family": "cola"})
     decoder, mesh = toy.toy_decoder(config)
-    assert decoder.layout.name == "single"
+    assert decoder.layout.spec.name == "single"
     with CollectiveCounter() as counter:
         decoder(*toy.toy_tokens(config)).backward()
         GradientReducer(list(storages(decoder)), mesh).finish()

@@ -49,7 +49,7 @@ def test_btp_cuts_along_the_wide_dimension() -> None:
 def test_btp_sp_holds_outer_factors_whole() -> None:
     inspection = inspected("btp-sp")
     weights = {weight.short_name: weight for weight in inspection.weights}
-    whole = [name for name, weight in weights.items() if weight.cut.partial]
+    whole = [name for name, weight in weights.items() if weight.placement.partial]
     outer = ["attn.q.A", "attn.k.A", "attn.v.A", "attn.o.B", "mlp.gate.A", "mlp.up.A", "mlp.down.B"]
     assert sorted(whole) == sorted([*outer, "attn_norm", "mlp_norm", "final_norm"])
     assert weights["mlp.down.B"].where == "whole, gradient summed once a step"
@@ -101,9 +101,9 @@ def test_parts_make_up_the_whole(name: str, tp: int) -> None:
         copies = layers if weight.name.startswith("layers.N.") else 1
         part, whole = math.prod(weight.local), math.prod(weight.shape)
         held, total = held + copies * part, total + copies * whole
-        assert part * (tp if weight.cut.dim is not None else 1) == whole
-        if weight.cut.dim is not None:
-            assert not weight.cut.partial
+        assert part * (tp if weight.placement.dim is not None else 1) == whole
+        if weight.placement.dim is not None:
+            assert not weight.placement.partial
     assert held == inspection.parameters_per_process
     assert total == inspection.parameters
 

@@ -81,7 +81,7 @@ def run(config: Any) -> Seen:
     """One micro-batch of one process, on tensors that have shapes and no memory."""
     size, seen = config.parallel.tp, Seen()
     with FakeTensorMode():
-        mesh = Mesh(torch.device("cpu"), tp=Axis(0, size, _Nobody() if size > 1 else None))  # type: ignore[arg-type]
+        mesh = Mesh(torch.device("cpu"), {"tp": Axis(0, size, _Nobody() if size > 1 else None)})  # type: ignore[arg-type, dict-item]
         decoder = build_decoder(config, mesh)
         tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.long)
         with seen:

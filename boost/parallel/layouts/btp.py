@@ -1,10 +1,6 @@
-"""`btp`: bottleneck-aware tensor parallelism (arXiv 2512.12131). Cut along the wide dimension, synchronise at the bottleneck.
+"""Runtime of `btp` (arXiv 2512.12131). Shapes: `boost.config.layouts.btp`.
 
 Legend: p TP processes, T tokens, D = d/p hidden width held here, R latent width of a group, s the statistic of RMSNorm.
-
-    residual x [T, D]; A [R, d_in/p], B [d_out/p, r], gamma [D]; embedding [V, D], head [V/p, d], final gamma [d]
-    forward a block, online and grouped:  AR(3r + s)  AR(r)  AR(2r + s)  AR(r)
-    backward:                             AR(3r)      AR(r)  AR(2r)      AR(r)
 
 An all-reduce of partial latents forward is the identity backward; one identity forward that is an all-reduce backward
 stands directly before B, so that whatever acts on the latents sees complete gradients.
@@ -13,55 +9,55 @@ stands directly before B, so that whatever acts on the latents sees complete gra
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from boost.config.layouts.spec import SUM_FORWARD
 from boost.models.group import Group
-from boost.models.interface import Latents, Runner
+from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.linear import linear
 from boost.parallel import collectives
-from boost.parallel.layouts.residual import Base
+from boost.parallel.collectives import InFlight
+from boost.parallel.layouts.base import Base
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
-from boost.parallel.norms import inverse_rms, project, project_and_measure, scale, sum_of_squares, sum_with_statistic
+from boost.parallel.norms import SumWithStatistic, inverse_rms, project, project_and_measure, scale, sum_of_squares
 
 
 class BTP(Base):
     """Hidden-sharded residual, all-reduces of width r."""
 
-    name = "btp"
-
-    def residual_shape(self, tokens: int) -> tuple[int, int]:
-        return tokens, self.model.dim // self.size
-
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
         return lookup(tokens_T, table, dtype)
 
-    def enter(
-        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
         """A norm(x), summed over processes: latents, and under the online norm the statistic by which to scale them."""
-        if self.parallel.norm == "online":
-            return self._online(x, gamma, group.down_weights(group.A, self.grouping)), carried
-        return self._sync(x, gamma, group, local), carried
+        start = self._start_online if self.parallel.norm == "online" else self._start_sync
+        started = start(stream.x, gamma, group)
+        prev, rest = group.take_latents(stream, self.grouping)
+        return Pending(lambda: (Saved(tuple(x for each in started for x in each.wait()), prev), rest))
 
-    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
         """act, then B of this process's heads or channels."""
+        latents: Sequence[Tensor] = saved.tensors
         if self.parallel.norm == "online":
-            *latents, s_T = kept
+            u_TR, s_T, *others = saved.tensors
             c_T1 = self._inverse_rms(s_T)
-            kept = [scale(u, c_T1) for u in latents]
-        return self._up(kept, group, carried)
+            latents = [scale(u, c_T1) for u in (u_TR, *others)]
+        h, new = group.activate(latents, saved.prev_latents)
+        return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
 
-    def close(self, a: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
         """A of this process's heads or channels, a term of a sum."""
-        return F.linear(a, group.A.to(a.dtype))
+        return linear(wide, group.A)
 
-    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
         """The sum over processes, then act and B's rows of the residual held here."""
-        u_TR = collectives.sum_forward(closed, self.axis)
-        (update,), carried = local(lambda u, *waiting: self._up([u], group, waiting), u_TR, *carried)
-        return update, carried
+        return self.finish_out_proj(stream, self.start(SUM_FORWARD, partial), group)
+
+    def before_up_proj(self, h_TR: Tensor) -> Tensor:
+        """Identity forward, all-reduce backward."""
+        return collectives.sum_backward(h_TR, self.axis)
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
         """All-gather of the residual once (reduce-scatter backward), then this process's part of the vocabulary."""
@@ -70,28 +66,35 @@ class BTP(Base):
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         whole = collectives.rows_to_features(collectives.all_gather(x[tokens_N], self.axis), self.axis)
-        return self.cut_logits(self.norm(whole, gamma), head)
+        return self.gathered_logits(self.norm(whole, gamma), head)
 
-    def _online(self, x_TD: Tensor, gamma_D: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The statistic travels with the (first) partial latents; the norm is applied behind A, to T x R numbers."""
-        u_TR, s_T = sum_with_statistic(*project_and_measure(x_TD, weights[0], gamma_D), self.axis)
-        others = [collectives.sum_forward(project(x_TD, a_RD, gamma_D), self.axis) for a_RD in weights[1:]]
-        return [u_TR, *others, s_T]
+    def _start_online(self, x_TD: Tensor, gamma_D: Tensor, group: Group) -> list["SumWithStatistic | _OfOne"]:
+        """The statistic travels with the (first) partial latents; the norm is applied after A, to T x R numbers."""
+        first, *others = group.down_weights(group.A, self.grouping)
+        both = SumWithStatistic(*project_and_measure(x_TD, first, gamma_D), self.axis)
+        rest = [self.start(SUM_FORWARD, project(x_TD, a_RD, gamma_D)) for a_RD in others]
+        return [both, *(_OfOne(each) for each in rest)]
 
-    def _sync(self, x_TD: Tensor, gamma_D: Tensor, group: Group, local: Runner) -> list[Tensor]:
+    def _start_sync(self, x_TD: Tensor, gamma_D: Tensor, group: Group) -> list["SumWithStatistic | _OfOne"]:
         """The statistic has an all-reduce of its own, forward and backward; the norm is applied to x."""
         s_T = collectives.sum_both(sum_of_squares(x_TD), self.axis)
 
         def down(x_TD: Tensor, s_T: Tensor) -> list[Tensor]:
             normed_TD = scale(x_TD, self._inverse_rms(s_T))
             weights = group.down_weights((group.A * gamma_D).to(x_TD.dtype), self.grouping)
-            return [F.linear(normed_TD, a_RD) for a_RD in weights]
+            return [linear(normed_TD, a_RD) for a_RD in weights]
 
-        return [collectives.sum_forward(u_TR, self.axis) for u_TR in local(down, x_TD, s_T)]
+        return [_OfOne(self.start(SUM_FORWARD, u_TR)) for u_TR in self.policy.local(down, x_TD, s_T)]
 
     def _inverse_rms(self, s_T: Tensor) -> Tensor:
         return inverse_rms(s_T, self.model.dim, self.model.norm_eps)
 
-    def _up(self, latents: Sequence[Tensor], group: Group, carried: Latents) -> tuple[list[Tensor], Latents]:
-        bent, carried = group.bend(latents, carried)
-        return group.up([collectives.sum_backward(h, self.axis) for h in bent]), carried
+
+class _OfOne:
+    """A collective of one tensor, as one of several."""
+
+    def __init__(self, started: InFlight) -> None:
+        self._started = started
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return (self._started.wait(),)

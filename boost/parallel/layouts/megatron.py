@@ -1,49 +1,35 @@
-"""`megatron`: column -> row tensor parallelism of the dense model (arXiv 1909.08053), the full-rank baseline.
+"""Runtime of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.config.layouts.megatron`.
 
-Legend: p TP processes, T tokens, d hidden width, O outputs held here.
-
-    residual x [T, d]; q, k, v, gate, up: W [d_out/p, d]; o, down: W [d, d_in/p]; norms whole
-    forward a block:            AR(d) AR(d)
-    backward, grouped:          AR(d) AR(d)
+Legend: T tokens, d hidden width, O outputs held here.
 """
 
 from collections.abc import Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.group import Group
-from boost.models.interface import Latents, Runner
-from boost.parallel import collectives
-from boost.parallel.layouts.residual import Replicated
+from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.parallel.layouts.base import Replicated
 
 
 class Megatron(Replicated):
-    """Replicated residual, all-reduces of width d."""
+    """Columns of W, then rows of W; the residual stream's kind says what stands before and after."""
 
-    name = "megatron"
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+        """norm(x) of all tokens; once if its gradients may meet in one collective, else once a slot."""
+        normed = self.norm(stream.x, gamma)
+        copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
+        return Pending(lambda: (Saved(tuple(copy.wait() for copy in copies)), stream))
 
-    def enter(
-        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
-    ) -> tuple[Sequence[Tensor], Latents]:
-        """norm(x); once if its gradients may meet in one collective, else once a slot."""
-        normed_TD = self.norm(x, gamma)
-        return [
-            collectives.sum_backward(normed_TD, self.axis) for _ in group.shape.slots[: 1 if self.grouping else None]
-        ], carried
-
-    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
         """Columns of W for this process's heads or channels."""
-        if self.grouping:
-            return group.dense(kept[0], True), carried
-        weights = group.outer_weights(kept[0].dtype)
-        return [F.linear(x_TD, w_OD) for x_TD, w_OD in zip(kept, weights, strict=True)], carried
+        return group.dense(saved, self.grouping), ()
 
-    def close(self, a: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
         """Rows of W, a term of a sum."""
-        (update,) = group.dense(a, True)
-        return update
+        return group.dense_out(wide)
 
-    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
         """The sum over processes."""
-        return collectives.sum_forward(closed, self.axis), carried
+        update = self.start(self.from_shards, partial)
+        return Pending(lambda: stream.add(update.wait()))

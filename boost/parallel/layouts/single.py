@@ -6,12 +6,13 @@ Legend: T tokens, D hidden width, V vocabulary.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.group import Group
-from boost.models.interface import Latents, Layout, Runner
-from boost.parallel.layouts.residual import Base
+from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.linear import linear
+from boost.parallel.collectives import InFlight
+from boost.parallel.layouts.base import Base
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 
@@ -19,37 +20,38 @@ from boost.parallel.loss import cross_entropy
 class Single(Base):
     """The whole function in one process."""
 
-    name = "single"
-
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         return lookup(tokens_T, table, dtype)
 
-    @property
-    def with_sharded_latents(self) -> Layout:
-        return self  # one process's part is all of them
-
-    def enter(
-        self, x: Tensor, gamma: Tensor, group: Group, carried: Latents, local: Runner
-    ) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+        """norm(x), and A of it where linears are low-rank."""
         if not group.low_rank:
-            return [self.norm(x, gamma)], carried
-        return local(lambda x: group.down(self.norm(x, gamma), self.grouping), x), carried
+            saved = Saved((self.norm(stream.x, gamma),))
+            return Pending(lambda: (saved, stream))
 
-    def open(self, kept: Sequence[Tensor], group: Group, carried: Latents) -> tuple[Sequence[Tensor], Latents]:
-        return group.bend_up(kept, carried) if group.low_rank else (group.dense(kept[0], self.grouping), carried)
+        def down(x: Tensor) -> list[Tensor]:
+            return group.down_proj(self.norm(x, gamma), self.grouping)
 
-    def close(self, a: Tensor, group: Group) -> Tensor:
-        (closed,) = group.down(a, True) if group.low_rank else group.dense(a, True)
-        return closed
+        latents = self.policy.local(down, stream.x)
+        prev, rest = group.take_latents(stream, self.grouping)
+        return Pending(lambda: (Saved(tuple(latents), prev), rest))
 
-    def leave(self, closed: Tensor, group: Group, carried: Latents, local: Runner) -> tuple[Tensor, Latents]:
+    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
         if not group.low_rank:
-            return closed, carried
-        (update,), carried = local(lambda u, *waiting: group.bend_up([u], waiting), closed, *carried)
-        return update, carried
+            return group.dense(saved, self.grouping), ()
+        h, new = group.activate(saved.tensors, saved.prev_latents)
+        return group.up_proj(h), new
+
+    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
+        return linear(wide, group.A) if group.low_rank else group.dense_out(wide)
+
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+        if not group.low_rank:
+            return Pending(lambda: stream.add(partial))
+        return self.finish_out_proj(stream, InFlight(lambda: partial), group)
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
         return cross_entropy(self.norm(x, gamma), head.to(x.dtype), targets_T, self.axis)
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        return F.linear(self.norm(x[tokens_N], gamma), head.to(x.dtype))
+        return linear(self.norm(x[tokens_N], gamma), head)

@@ -1,6 +1,6 @@
-"""Latent crossing (LaX, arXiv 2505.21732): latents of a block meet those of the same linears of the block before.
+"""Latent crossing (LaX, arXiv 2505.21732): latents of a block meet those of the same linears of the previous block.
 
-    u = A x;  u = LayerNorm(u + G(h of the block before));  h = act(u);  y = B h
+    u = A x;  u = LayerNorm(u + G(h of the previous block));  h = act(u);  y = B h
 
 Legend: T tokens; R latent width of a group (all slots side by side), r of one slot, a x b its most balanced factors; as held by
 this process, except that what passes a gate is whole (`rows` of it come out).
@@ -16,17 +16,18 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.schema import ModelConfig
 from boost.models.interface import Layout
+from boost.models.linear import linear
 from boost.models.stored import Stored
 
 EPS = 1e-6
 """Added to the variance by the latents' LayerNorm."""
 
 
-class Crossing(Stored):
-    """What acts on the latents of one group where those of the block before arrive: a gate, and a LayerNorm a slot.
+class LatentGate(Stored):
+    """What acts on the latents of one group that meet those of the previous block: a gate, and a LayerNorm a slot.
 
-    Latents come as one tensor for the whole group or as one a slot. `mix`, `moments` and `settle` are the steps between
-    which a layout that cuts latents puts its collectives; `forward` is all of them where latents are whole.
+    Latents come as one tensor for the whole group or as one a slot. `gated_sum`, `norm_stats` and `apply_norm` are the steps between
+    which a layout that shards latents puts its collectives; `forward` is all of them where latents are whole.
     """
 
     norm_weight: Tensor
@@ -43,25 +44,25 @@ class Crossing(Stored):
             self.store(name, parameters, layout)
         self.ranks = tuple(part.rows for part in self.parts["norm_weight"])
 
-    def forward(self, latents: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
         """LayerNorm(u + G(h)), tensor by tensor, where this process holds latents whole."""
-        mixed = self.mix(latents, list(self._by_slot(arrived)))
+        mixed = self.gated_sum(latents, list(self._by_slot(prev_latents)))
         return [self._layer_norm(v, slots) for v, slots in zip(mixed, self.slots_of(latents), strict=True)]
 
-    def mix(self, latents: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[Tensor]:
-        """u + G(h); `arrived` is one whole latent [T, r] a slot, or this process's part where the gate does not mix."""
-        gated = [self._gated(h, slot) for slot, h in enumerate(arrived)]
+    def gated_sum(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
+        """u + G(h); `prev_latents` is one whole latent [T, r] a slot, or this process's part where the gate does not mix."""
+        gated = [self._gated(h, slot) for slot, h in enumerate(prev_latents)]
         of_each = [[gated[slot] for slot in slots] for slots in self.slots_of(latents)]
         return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, of_each, strict=True)]
 
-    def moments(self, mixed: Tensor, slots: range) -> Tensor:
+    def norm_stats(self, mixed: Tensor, slots: range) -> Tensor:
         """Sums over this process's part of each latent and of its squares, [T, 2 slots], fp32 or wider."""
-        return _Moments.apply(mixed, tuple(self.ranks[slot] for slot in slots))
+        return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
-    def settle(self, mixed: Tensor, moments: Tensor, slots: range) -> Tensor:
-        """LayerNorm of this process's part of latents, by the moments of the whole ones."""
+    def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:
+        """LayerNorm of this process's part of latents, by the statistics of whole ones."""
         widths = tuple((self.ranks[slot], self.whole_ranks[slot]) for slot in slots)
-        return _Settle.apply(mixed, moments, *self._norm(slots), widths)
+        return _ApplyNorm.apply(mixed, norm_stats, *self._norm(slots), widths)
 
     def slots_of(self, latents: Sequence[Tensor]) -> list[range]:
         """Numbers of the slots that each tensor holds: all of them, or one each."""
@@ -76,19 +77,20 @@ class Crossing(Stored):
     def _gated(self, h_Tr: Tensor, slot: int) -> Tensor:
         """G(h) of one slot: this process's rows of it."""
         if self.gate == "dense":
-            return F.linear(
-                h_Tr, self._matrix("gate_weight", slot, h_Tr), self._vector("gate_bias", slot).to(h_Tr.dtype)
-            )
+            return linear(h_Tr, self._matrix("gate_weight", slot), self._vector("gate_bias", slot))
         if self.gate == "tensor":
-            rows_Aa, columns_bb = self._matrix("gate_rows", slot, h_Tr), self._matrix("gate_columns", slot, h_Tr)
+            rows_Aa, columns_bb = (self._matrix(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns"))
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
-            if rows_Aa.shape[0] < rows_Aa.shape[1]:  # cut: its own rows first, not to multiply those of others
-                return F.linear(rows_Aa @ h_Tab, columns_bb).flatten(1)
-            return (rows_Aa @ F.linear(h_Tab, columns_bb)).flatten(1)
+            if (
+                rows_Aa.shape[0] < rows_Aa.shape[1]
+            ):  # sharded: its own rows first, so that those of others are not multiplied
+                return linear(rows_Aa @ h_Tab, columns_bb).flatten(1)
+            return (rows_Aa @ linear(h_Tab, columns_bb)).flatten(1)
         return h_Tr
 
-    def _matrix(self, name: str, slot: int, like: Tensor) -> Tensor:
-        return getattr(self, f"{name}_{self._names[slot]}").to(like.dtype)
+    def _matrix(self, name: str, slot: int) -> Tensor:
+        matrix: Tensor = getattr(self, f"{name}_{self._names[slot]}")
+        return matrix
 
     def _vector(self, name: str, slot: int) -> Tensor:
         return self.parts[name][slot].view(getattr(self, name))
@@ -110,7 +112,7 @@ class Crossing(Stored):
         return self._vector("norm_weight", slots[0]), self._vector("norm_bias", slots[0])
 
 
-class _Moments(torch.autograd.Function):
+class _NormStats(torch.autograd.Function):
     """forward: v [T, R] -> s [T, 2k], for each of k slots the sums of v and of v^2; dgrad: dv = ds_1 + 2 v ds_2. Local."""
 
     @staticmethod
@@ -129,7 +131,7 @@ class _Moments(torch.autograd.Function):
         return torch.cat(dv, dim=-1).to(v_TR.dtype), None
 
 
-class _Settle(torch.autograd.Function):
+class _ApplyNorm(torch.autograd.Function):
     """forward: y = w (v - m) c + b, with the mean m = s_1 / n and c = (s_2 / n - m^2 + eps)^(-1/2) of a whole latent of width n.
 
     v, y [T, R]; s [T, 2k]; w, b [R]. dgrad: dv = c w dy; ds from dm = -c <w, dy> + m c^3 <w dy, v - m> and dc = <w dy, v - m>,
@@ -142,7 +144,7 @@ class _Settle(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(v_TR, s_T2k, w_R)
         ctx.widths = widths
-        normed = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standing(v_TR, s_T2k, widths)]
+        normed = [(v - m_T1) * c_T1 for v, m_T1, c_T1 in _standardized_parts(v_TR, s_T2k, widths)]
         return torch.addcmul(b_R.to(s_T2k.dtype), torch.cat(normed, dim=-1), w_R.to(s_T2k.dtype)).to(v_TR.dtype)
 
     @staticmethod
@@ -152,7 +154,9 @@ class _Settle(torch.autograd.Function):
         ranks = [rank for rank, _ in ctx.widths]
         inner = (dy_TR * w_R.to(s_T2k.dtype)).split(ranks, dim=-1)
         dv, ds, normed = [], [], []
-        for (v, m_T1, c_T1), g, (_, n) in zip(_standing(v_TR, s_T2k, ctx.widths), inner, ctx.widths, strict=True):
+        for (v, m_T1, c_T1), g, (_, n) in zip(
+            _standardized_parts(v_TR, s_T2k, ctx.widths), inner, ctx.widths, strict=True
+        ):
             centred = v - m_T1
             dvar_T = -0.5 * (g * centred).sum(-1) * c_T1[:, 0] ** 3
             dmean_T = -g.sum(-1) * c_T1[:, 0] - 2 * m_T1[:, 0] * dvar_T
@@ -168,7 +172,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _standing(
+def _standardized_parts(
     v_TR: Tensor, s_T2k: Tensor, widths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(latent, its mean, its inverse deviation) of each slot, fp32 or wider."""

@@ -3,18 +3,18 @@
 import torch
 from torch.autograd import gradcheck
 
-from boost.models.crossing import Crossing, _Moments, _Settle
+from boost.models.latent_gate import LatentGate, _ApplyNorm, _NormStats
 from boost.models.group import Group
 from tests import toy
 
 
-def crossing(**model: object) -> Crossing:
+def crossing(**model: object) -> LatentGate:
     """That of q, k, v in the second block, with weights that are not the initial ones."""
     config = toy.toy_config(model={"family": "lax", "ranks": {"attn.v": 6}, **model})
     decoder, _ = toy.toy_decoder(config)
     group = decoder.blocks[1].qkv
-    assert isinstance(group, Group) and group.crossing is not None
-    found = group.crossing.double()
+    assert isinstance(group, Group) and group.latent_gate is not None
+    found = group.latent_gate.double()
     with torch.no_grad():
         found.norm_weight.normal_()
         found.norm_bias.normal_()
@@ -35,8 +35,8 @@ def test_their_gradients_are_those_of_finite_differences() -> None:
     v = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     w, b = (torch.randn(7, dtype=torch.float64, requires_grad=True) for _ in range(2))
     s = torch.rand(3, 4, dtype=torch.float64) + torch.tensor([0.0, 9.0, 0.0, 9.0])  # variances well above zero
-    assert gradcheck(lambda v: _Moments.apply(v, (3, 4)), (v,))
-    assert gradcheck(lambda *x: _Settle.apply(*x, ((3, 6), (4, 8))), (v, s.requires_grad_(), w, b))
+    assert gradcheck(lambda v: _NormStats.apply(v, (3, 4)), (v,))
+    assert gradcheck(lambda *x: _ApplyNorm.apply(*x, ((3, 6), (4, 8))), (v, s.requires_grad_(), w, b))
 
 
 def test_a_latent_far_from_zero_that_hardly_varies_stays_finite() -> None:

@@ -1,0 +1,96 @@
+"""Layouts, found by name. `register_layout` adds one; installed packages add theirs by the entry point group `boost.layouts`.
+
+An entry point names a `LayoutSpec` class, as `my-layout = "my_package.spec:MyLayoutSpec"`.
+"""
+
+import functools
+from importlib import metadata
+
+from boost.config.layouts.btp import BTPSpec
+from boost.config.layouts.btp_sp import BTPSPSpec
+from boost.config.layouts.megatron import MegatronSpec
+from boost.config.layouts.megatron_sp import MegatronSPSpec
+from boost.config.layouts.single import SingleSpec
+from boost.config.layouts.spec import LayoutSpec, Placement, local_shape
+from boost.config.layouts.vanilla import VanillaSpec
+from boost.config.schema import ModelConfig, ParallelConfig
+
+ENTRY_POINTS = "boost.layouts"
+
+_specs: dict[str, LayoutSpec] = {}
+_single = SingleSpec()
+
+
+def register_layout(spec: LayoutSpec) -> LayoutSpec:
+    """Makes a layout known by its name to the configuration, the planner and the runtime. Raises ValueError if it is taken."""
+    if spec.name in _specs:
+        raise ValueError(f"a layout named '{spec.name}' is registered already, by {type(_specs[spec.name]).__name__}")
+    _specs[spec.name] = spec
+    return spec
+
+
+def unregister_layout(name: str) -> None:
+    """Forgets a layout again (tests)."""
+    del _specs[name]
+
+
+def layout_names() -> tuple[str, ...]:
+    """All layouts: ours, the usual ones of each family first, then those of other packages."""
+    _load_entry_points()
+    return tuple(_specs)
+
+
+def layout_spec(name: str) -> LayoutSpec:
+    """The layout of this name. Raises KeyError: configurations are checked before they get here."""
+    if name not in _specs:
+        _load_entry_points()
+    if name not in _specs:
+        raise KeyError(f"no layout named '{name}'; there are {', '.join(_specs)}")
+    return _specs[name]
+
+
+def spec_of(parallel: ParallelConfig) -> LayoutSpec:
+    """The layout in effect: with one TP process every layout is `single`."""
+    return _single if parallel.tp == 1 else layout_spec(parallel.layout)
+
+
+def layouts_of(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the layouts that shard a model of this family, the usual one first."""
+    return tuple(
+        name for name in layout_names() if not (spec := _specs[name]).single_process and spec.low_rank == model.low_rank
+    )
+
+
+def placement_of(role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
+    """Where a parameter of this role lies under the layout in effect."""
+    return spec_of(parallel).placement(role, model, parallel)
+
+
+def num_shards(parallel: ParallelConfig) -> int:
+    """In how many parts heads and channels are sharded under the layout in effect."""
+    return spec_of(parallel).num_shards(parallel)
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        if point.name not in _specs:
+            register_layout(point.load()())
+
+
+for _spec in (BTPSpec(), BTPSPSpec(), VanillaSpec(), MegatronSPSpec(), MegatronSpec(), _single):
+    register_layout(_spec)
+
+__all__ = [
+    "LayoutSpec",
+    "Placement",
+    "layout_names",
+    "layout_spec",
+    "layouts_of",
+    "local_shape",
+    "num_shards",
+    "placement_of",
+    "register_layout",
+    "spec_of",
+    "unregister_layout",
+]

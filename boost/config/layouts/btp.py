@@ -1,0 +1,68 @@
+"""`btp`: bottleneck-aware tensor parallelism (arXiv 2512.12131). Sharded along the wide dimension, synchronized at the bottleneck.
+
+residual x [T, d/p]; A [R, d_in/p], B [d_out/p, r], gamma [d/p]; embedding [V, d/p], head [V/p, d], final gamma [d]
+forward a block, online and grouped:  AR(3r + s)  AR(r)  AR(2r + s)  AR(r)
+backward:                             AR(3r)      AR(r)  AR(2r)      AR(r)
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from boost.config.layouts.spec import (
+    GATHER,
+    PARTIAL,
+    SUM_BACKWARD,
+    SUM_BOTH,
+    SUM_FORWARD,
+    WHOLE,
+    GroupContext,
+    LayoutSpec,
+    Placement,
+    PlannedComm,
+)
+from boost.config.schema import ParallelConfig
+from boost.config.traffic import statistic_columns, statistic_dtype
+
+
+class BTPSpec(LayoutSpec):
+    """Hidden-sharded residual, all-reduces of width r."""
+
+    name = "btp"
+    summary = "BOOST's bottleneck-aware tensor parallelism"
+    runtime = "boost.parallel.layouts.btp:BTP"
+    low_rank = True
+    residual = "hidden"
+    placements: ClassVar[dict[str, Placement]] = {
+        "norm": Placement(0),
+        "final_norm": PARTIAL,  # applied whole by every process, to its own part of the vocabulary
+        "enter.A": Placement(1),
+        "enter.B": Placement(0),
+        "kv.B": Placement(0),
+        "leave.A": Placement(1),
+        "leave.B": Placement(0),
+        "latent.rows": WHOLE,
+        "latent.whole": WHOLE,
+    }
+    head_comms = (GATHER,)
+    options: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("online", "sync")}
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        statistic = 0
+        if context.group.side == "enter" and context.parallel.norm == "sync":
+            yield PlannedComm(SUM_BOTH, 1, dtype=statistic_dtype(context.dtype))
+        elif context.group.side == "enter":
+            statistic = statistic_columns(context.dtype, context.parallel.tp)
+        yield from self.latent_sums(context, statistic)
+        yield from context.merged(SUM_BACKWARD, list(context.group.ranks))
+
+    def latent_sums(self, context: GroupContext, statistic: int) -> Iterator[PlannedComm]:
+        """Sums of partial latents; the first one carries the statistic."""
+        for comm in context.merged(SUM_FORWARD, list(context.group.ranks)):
+            yield PlannedComm(SUM_FORWARD, comm.width, forward_only=statistic)
+            statistic = 0
+
+    def norm_note(self, parallel: ParallelConfig) -> str:
+        return "statistic sent with the latents" if parallel.norm == "online" else "statistic sent by itself"
+
+    def variant(self, parallel: ParallelConfig) -> list[str]:
+        return ["norm sync"] if parallel.norm == "sync" else []

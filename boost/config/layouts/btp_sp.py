@@ -1,0 +1,49 @@
+"""`btp-sp`: BTP with a token-sharded residual stream. Half of BTP's bytes, in collectives of one phase instead of two.
+
+residual x [T/p, d]; A of q, k, v, gate, up and B of o, down whole; B of q, k, v, gate, up [d_out/p, r];
+A of o, down [r, d_in/p]; norms whole
+forward a block, grouped:   AG(3r)  RS(r)  AG(2r)  RS(r)
+backward:                   RS(3r)  AG(r)  RS(2r)  AG(r)
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from boost.config.layouts.spec import (
+    EXCHANGE,
+    GATHER,
+    PARTIAL,
+    SCATTER_SUM,
+    GroupContext,
+    LayoutSpec,
+    Placement,
+    PlannedComm,
+)
+
+
+class BTPSPSpec(LayoutSpec):
+    """Token-sharded residual, all-gathers and reduce-scatters of width r."""
+
+    name = "btp-sp"
+    summary = "btp with a token-sharded residual stream, half of its bytes"
+    runtime = "boost.parallel.layouts.btp_sp:BTPSP"
+    low_rank = True
+    residual = "tokens"
+    placements: ClassVar[dict[str, Placement]] = {
+        "norm": PARTIAL,
+        "final_norm": PARTIAL,
+        "enter.A": PARTIAL,
+        "enter.B": Placement(0),
+        "kv.B": Placement(0),
+        "leave.A": Placement(1),
+        "leave.B": PARTIAL,
+        "latent.rows": PARTIAL,
+        "latent.whole": PARTIAL,
+    }
+    embed_comms = (EXCHANGE,)
+    head_comms = (GATHER,)
+    gathers_latents = True
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        comm = GATHER if context.group.side == "enter" else SCATTER_SUM
+        yield from context.merged(comm, list(context.group.ranks))

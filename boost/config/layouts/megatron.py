@@ -1,0 +1,54 @@
+"""`megatron`: column -> row tensor parallelism of the dense model (arXiv 1909.08053), the full-rank baseline.
+
+residual x [T, d]; q, k, v, gate, up: W [d_out/p, d]; o, down: W [d, d_in/p]; norms whole
+forward a block:            AR(d) AR(d)
+backward, grouped:          AR(d) AR(d)
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from boost.config.layouts.spec import (
+    GATHER_REPLICATED,
+    SUM_BACKWARD,
+    SUM_FORWARD,
+    WHOLE,
+    Comm,
+    GroupContext,
+    LayoutSpec,
+    Placement,
+    PlannedComm,
+)
+
+
+class MegatronSpec(LayoutSpec):
+    """Replicated residual, all-reduces of width d."""
+
+    name = "megatron"
+    summary = "dense, column then row, replicated residual stream"
+    runtime = "boost.parallel.layouts.megatron:Megatron"
+    low_rank = False
+    residual = "replicated"
+    placements: ClassVar[dict[str, Placement]] = {
+        "norm": WHOLE,
+        "final_norm": WHOLE,
+        "enter.W": Placement(0),
+        "kv.W": Placement(0),
+        "leave.W": Placement(1),
+    }
+    embed_comms = (GATHER_REPLICATED,)
+    head_comms = (SUM_BACKWARD,)
+    in_comm: ClassVar[Comm] = SUM_BACKWARD
+    """Of width d, from the residual stream into a group."""
+    out_comm: ClassVar[Comm] = SUM_FORWARD
+    """Of width d, from a group to the residual stream."""
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        """One of width d into a group (without grouping, one a slot), one out of it."""
+        group, dim = context.group, context.model.dim
+        if group.side == "leave":
+            yield PlannedComm(self.out_comm, dim)
+        else:
+            yield from (
+                PlannedComm(self.in_comm, dim) for _ in (group.slots[:1] if context.parallel.grouping else group.slots)
+            )

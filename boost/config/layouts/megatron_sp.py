@@ -1,0 +1,25 @@
+"""`megatron-sp`: `megatron` with a token-sharded residual stream ("sequence parallelism", arXiv 2205.05198).
+
+residual x [T/p, d]; weights sharded like `megatron`
+forward a block:   AG(d) RS(d) AG(d) RS(d)
+backward:          AG(d) RS(d) AG(d) RS(d), and the norms' gradients once per optimizer step
+"""
+
+from typing import ClassVar
+
+from boost.config.layouts.megatron import MegatronSpec
+from boost.config.layouts.spec import EXCHANGE, GATHER, PARTIAL, SCATTER_SUM, Placement
+
+
+class MegatronSPSpec(MegatronSpec):
+    """Token-sharded residual, all-gathers and reduce-scatters of width d."""
+
+    name = "megatron-sp"
+    summary = "dense, token-sharded residual stream"
+    runtime = "boost.parallel.layouts.megatron_sp:MegatronSP"
+    residual = "tokens"
+    placements: ClassVar[dict[str, Placement]] = {**MegatronSpec.placements, "norm": PARTIAL, "final_norm": PARTIAL}
+    embed_comms = (EXCHANGE,)
+    head_comms = (GATHER,)
+    in_comm = GATHER
+    out_comm = SCATTER_SUM

@@ -1,0 +1,30 @@
+"""`single`: every weight in one process. What every other layout becomes with one TP process."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from boost.config.layouts.spec import WHOLE, GroupContext, LayoutSpec, Placement, PlannedComm
+from boost.config.schema import ModelConfig, ParallelConfig
+
+
+class SingleSpec(LayoutSpec):
+    """No collective, nothing sharded."""
+
+    name = "single"
+    summary = "one process (what every layout is with tp = 1)"
+    runtime = "boost.parallel.layouts.single:Single"
+    low_rank = False
+    residual = "replicated"
+    placements: ClassVar[dict[str, Placement]] = {}
+    single_process = True
+
+    def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
+        return WHOLE
+
+    def num_shards(self, parallel: ParallelConfig) -> int:
+        return 1
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        return iter(())
+
+    shards_rank = crosses_at_bottleneck = ends_with_comm = False

@@ -1,0 +1,98 @@
+"""`vanilla`: Megatron's column -> row sharding applied to the factor pairs, along the rank: the low-rank baseline.
+
+residual x [T, d]; A [r/p, d_in], B [d_out, r/p]; norms whole; every B ends in a partial sum of full width
+strong, forward a block:     RS(q, k, v onto heads) AG(d) AR(d)    RS(gate, up onto channels) AG(f) AR(d)
+        backward:            AR(d) AG(q, k, v) RS(d)               AR(d) AG(gate, up) RS(f)
+published, forward a block:  AR(d) AR(d) AR(d) AR(d)               AR(f) AR(f) AR(d)
+        backward:            AR(d) AR(d)                           AR(d) AR(f)
+"""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from boost.config.architecture import SLOTS, tensor_shape
+from boost.config.layouts.spec import (
+    GATHER,
+    GATHER_REPLICATED,
+    PARTIAL,
+    SCATTER_SUM,
+    SUM_BACKWARD,
+    SUM_BOTH,
+    SUM_FORWARD,
+    WHOLE,
+    GroupContext,
+    LayoutSpec,
+    Placement,
+    PlannedComm,
+)
+from boost.config.numbers import nearest
+from boost.config.schema import Config, ParallelConfig
+from boost.config.traffic import statistic_dtype
+
+
+class VanillaSpec(LayoutSpec):
+    """Replicated residual, latents sharded along the rank, sums of full width."""
+
+    name = "vanilla"
+    summary = "low-rank factors sharded along the rank"
+    runtime = "boost.parallel.layouts.vanilla:Vanilla"
+    low_rank = True
+    residual = "replicated"
+    placements: ClassVar[dict[str, Placement]] = {
+        "norm": WHOLE,
+        "final_norm": WHOLE,
+        "enter.A": Placement(0),
+        "enter.B": Placement(1),
+        "kv.B": Placement(1),
+        "leave.A": Placement(0),
+        "leave.B": Placement(1),
+        "latent.rows": Placement(0),
+        "latent.whole": PARTIAL,
+    }
+    embed_comms = (GATHER_REPLICATED,)
+    head_comms = (SUM_BACKWARD,)
+    options: ClassVar[dict[str, tuple[str, ...]]] = {"vanilla": ("strong", "published")}
+
+    def num_shards(self, parallel: ParallelConfig) -> int:
+        return 1 if parallel.vanilla == "published" else parallel.tp
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        group, model, parallel = context.group, context.model, context.parallel
+        sharded = self.num_shards(parallel) > 1
+        if group.side == "leave":
+            yield PlannedComm(GATHER if sharded else SUM_BACKWARD, group.slots[0].d_in)
+            yield from self._gate_comms(context)
+            yield PlannedComm(SUM_FORWARD, model.dim)
+            return
+        for _ in group.slots[:1] if parallel.grouping else group.slots:
+            yield PlannedComm(SUM_BACKWARD, model.dim)
+        yield from self._gate_comms(context)
+        if sharded:  # key/value heads fewer than p are sent to every process that uses them
+            least = parallel.tp * model.head_dim
+            yield from context.merged(SCATTER_SUM, [max(s.d_out, least) if s.kv else s.d_out for s in group.slots])
+        else:
+            yield from (PlannedComm(SUM_FORWARD, slot.d_out) for slot in group.slots)
+
+    def _gate_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        """LaX: all latents of the previous block for a gate that mixes them, and the sums of LayerNorm."""
+        if not context.crossed:
+            return
+        if context.model.mixes:
+            yield from context.merged(GATHER, list(context.group.ranks))
+        yield from context.merged(SUM_BOTH, [2] * len(context.group.slots), dtype=statistic_dtype(context.dtype))
+
+    def variant(self, parallel: ParallelConfig) -> list[str]:
+        return [parallel.vanilla]
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """The rows of a tensor gate are sharded like the rank."""
+        model, tp = config.model, config.parallel.tp
+        if model.gate != "tensor":
+            return
+        for rank in sorted({model.rank_of(0, slot) or 0 for slot in SLOTS}):
+            if (a := tensor_shape(rank)[0]) % tp:
+                best = nearest(rank, 2 * rank + tp**2, lambda r: tensor_shape(r)[0] % tp == 0)
+                yield (
+                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = '{self.name}' shards "
+                    f"its {a} rows over parallel.tp = {tp}; the nearest valid value is {best}"
+                )

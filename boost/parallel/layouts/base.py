@@ -1,0 +1,152 @@
+"""What layouts share: facts of every one, and embedding, norm, head and loss of each kind of residual stream.
+
+Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary rows held by this process.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from boost.config.layouts import LayoutSpec, Placement
+from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.models.group import Group
+from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream
+from boost.models.linear import linear
+from boost.parallel import collectives
+from boost.parallel.collectives import InFlight
+from boost.parallel.lookup import lookup
+from boost.parallel.loss import cross_entropy
+from boost.parallel.mesh import Mesh
+from boost.parallel.norms import rms_norm
+
+
+class Options(NamedTuple):
+    """How a layout runs; none of them changes the function."""
+
+    policy: RecomputePolicy = NO_RECOMPUTE
+    inference: bool = False
+    """Any number of tokens, without gradients."""
+    split: bool = False
+    """Collectives are started and waited for by nodes of their own, so that other work can stand in between."""
+
+
+class Base:
+    """The facts that every layout has."""
+
+    def __init__(self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> None:
+        self.spec, self.model, self.parallel, self.mesh = spec, model, parallel, mesh
+        self.axis = mesh.tp
+        self.rank, self.size = self.axis.rank, self.axis.size
+        self.num_shards = spec.num_shards(parallel)
+        self.grouping = parallel.grouping
+        self.options = Options()
+        self._variants: dict[Options, Any] = {}
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        return self.options.policy
+
+    def with_options(self, **changes: Any) -> Any:
+        """The same layout with other `Options`. What was made once is returned again."""
+        options = self.options._replace(**changes)
+        if options == self.options:
+            return self
+        if options not in self._variants:
+            variant = copy.copy(self)
+            variant.options, variant._variants = options, {}
+            self._variants[options] = variant
+        return self._variants[options]
+
+    def start(self, comm: Comm, x: Tensor) -> InFlight:
+        """Starts a collective over the TP processes."""
+        return (collectives.start if self.options.split else collectives.run)(comm, x, self.axis)
+
+    def placement(self, role: str) -> Placement:
+        return self.spec.placement(role, self.model, self.parallel)
+
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        return self.spec.residual_shape(self.model, self.parallel, tokens)
+
+    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
+        return self.spec.latent_shape(self.parallel, tokens, rank)
+
+    def norm(self, x_TD: Tensor, gamma_D: Tensor) -> Tensor:
+        """RMSNorm of rows held whole."""
+        return rms_norm(x_TD, gamma_D, self.model.norm_eps)
+
+    def gathered_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, [N, p V], from rows of the head held by each process. One all-gather."""
+        rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
+        return collectives.rows_to_features(rows, self.axis)
+
+    def finish_out_proj(self, stream: Stream, latents: InFlight, group: Group) -> Pending[Stream]:
+        """Waits for the latents of a group that projects back, then its update B act(u) of the residual stream."""
+
+        def up(u_TR: Tensor, *prev: Tensor) -> tuple[list[Tensor], Latents]:
+            h, new = group.activate([u_TR], prev)
+            return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
+
+        def finish() -> Stream:
+            prev, rest = group.take_latents(stream, grouped=True)
+            (update,), new = self.policy.local(up, latents.wait(), *prev)
+            return rest.put(new).add(update)
+
+        return Pending(finish)
+
+    def before_up_proj(self, h_TR: Tensor) -> Tensor:
+        """What stands between activated latents and B: nothing, unless B is sharded and its input is not."""
+        return h_TR
+
+
+class Replicated(Base):
+    """Residual stream [T, D] whole on every process. Gradients of it, and of the norms, are complete."""
+
+    to_shards: Comm = SUM_BACKWARD
+    """From the residual stream's rows to what each process uses a different share of."""
+    from_shards: Comm = SUM_FORWARD
+    """From partial sums to the residual stream's rows."""
+
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each process looks up its own columns; one all-gather of D forward, nothing backward."""
+        rows = collectives.gather_replicated(lookup(tokens_T, table, dtype), self.axis)
+        return collectives.rows_to_features(rows, self.axis)
+
+    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
+        """This process's part of the vocabulary, of the normed tokens; their partial gradients are summed backward."""
+        normed_TD = self.start(self.to_shards, self.norm(x, gamma)).wait()
+        return cross_entropy(normed_TD, head.to(x.dtype), targets_T, self.axis)
+
+    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+        return self.gathered_logits(self.norm(x[tokens_N], gamma), head)
+
+
+class TokenSharded(Replicated):
+    """Residual stream [T/p, D], whole rows of consecutive tokens. Gradients of what acts on it are sums over tokens, partial
+    on each process, reduced once per optimizer step.
+
+    One token cannot be shared by p processes: for inference the residual stream is replicated, on the same weights.
+    """
+
+    to_shards = GATHER
+    from_shards = SCATTER_SUM
+
+    def start(self, comm: Comm, x: Tensor) -> InFlight:
+        if self.options.inference:
+            comm = {GATHER: SUM_BACKWARD, SCATTER_SUM: SUM_FORWARD}[comm]
+        return super().start(comm, x)
+
+    def residual_shape(self, tokens: int) -> tuple[int, int]:
+        return (tokens, self.model.dim) if self.options.inference else super().residual_shape(tokens)
+
+    def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
+        return (tokens, rank) if self.options.inference else super().latent_shape(rank, tokens)
+
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """Each process looks up its own columns of all tokens; one all-to-all of T D/p forward, the same backward."""
+        if self.options.inference:
+            return super().embed(tokens_T, table, dtype)
+        columns = collectives.exchange(lookup(tokens_T, table, dtype), self.axis)
+        return collectives.rows_to_features(columns, self.axis)
