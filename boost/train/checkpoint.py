@@ -141,7 +141,7 @@ def verify(path: Path, mesh: Mesh) -> None:
         for name in sorted(manifest)[mesh.rank :: mesh.size]:
             _verify_file(path, name, manifest)
 
-    _together(mesh, verify_share, DamagedCheckpointError)
+    run_on_all(mesh, verify_share, DamagedCheckpointError)
 
 
 def _verify_file(path: Path, name: str, manifest: dict[str, dict[str, Any]]) -> None:
@@ -184,8 +184,8 @@ def save_checkpoint(
     final = checkpoint_path(folder, position.step)
     temporary = folder / f".{final.name}.tmp"
     try:
-        _on_main(mesh, lambda: _begin(folder, temporary))
-        _together(mesh, lambda: _write_tensors(temporary, model, optimizer, mesh))
+        _run_on_main(mesh, lambda: _begin(folder, temporary))
+        run_on_all(mesh, lambda: _write_tensors(temporary, model, optimizer, mesh))
         state = {
             "format": FORMAT,
             "boost": __version__,
@@ -198,9 +198,9 @@ def save_checkpoint(
             "data": data,
             "config": config.model_dump(),
         }
-        _on_main(mesh, lambda: _write_facts(temporary, state, tokenizer))
-        shares = _together(mesh, lambda: _sealed_share(temporary, mesh))
-        _on_main(mesh, lambda: _finish(temporary, final, shares))
+        _run_on_main(mesh, lambda: _write_facts(temporary, state, tokenizer))
+        shares = run_on_all(mesh, lambda: _sealed_share(temporary, mesh))
+        _run_on_main(mesh, lambda: _finish(temporary, final, shares))
     except _WriteFailed as error:
         if mesh.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -242,7 +242,7 @@ def remove_old(folder: Path, keep: int, mesh: Mesh) -> None:
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
-    _on_main(mesh, remove, StorageError)
+    _run_on_main(mesh, remove, StorageError)
 
 
 def supersede(folder: Path, step: int, mesh: Mesh) -> None:
@@ -256,7 +256,7 @@ def supersede(folder: Path, step: int, mesh: Mesh) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
 
-    _on_main(mesh, put_aside, StorageError)
+    _run_on_main(mesh, put_aside, StorageError)
 
 
 class _WriteFailed(Exception):
@@ -347,7 +347,7 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 def _load(checkpoint: Checkpoint, model: Model, wanted: dict[str, Tensor], mesh: Mesh) -> None:
-    _together(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
+    run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     verify(checkpoint.path, mesh)
     missing = wanted.keys() - _read_keys(checkpoint.path)
     if missing:
@@ -383,7 +383,7 @@ def _read_keys(path: Path) -> set[str]:
     return keys
 
 
-def _together(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> list[Any]:
+def run_on_all(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> list[Any]:
     """Runs `action` on every process and returns all results; if it fails on any, raises `failure` on all of them.
 
     A failure that is nobody's fault but ours keeps its traceback where it happened, and ends the others too.
@@ -407,9 +407,9 @@ def _together(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | 
     return [result for _, result in answers]
 
 
-def _on_main(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> None:
+def _run_on_main(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> None:
     """Runs `action` on the main process while the others wait; a failure is raised on all."""
-    _together(mesh, action if mesh.is_main else lambda: None, failure)
+    run_on_all(mesh, action if mesh.is_main else lambda: None, failure)
 
 
 def _root_cause(error: BaseException) -> str:

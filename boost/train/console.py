@@ -1,6 +1,6 @@
-"""What a person at the terminal sees of a run: a progress bar, or plain lines where there is no terminal.
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere.
 
-Rank 0 speaks; every other rank has a `SilentConsole`. `progress` is the bar of anything else that takes seconds.
+`ConsoleHook` prints it on the main process. `progress` is the progress bar of anything else that takes seconds.
 """
 
 import math
@@ -8,12 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
-from typing import Any, Self, TextIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar, overload
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from boost.config.architecture import parameter_count
+from boost.train.hooks import EvaluationEnd, Hook, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
 
 Item = TypeVar("Item")
 
@@ -46,10 +51,6 @@ class Console:
 
     def close(self) -> None:
         """Gives the terminal back."""
-
-
-class SilentConsole(Console):
-    """The console of every rank but 0."""
 
 
 class PlainConsole(Console):
@@ -102,17 +103,57 @@ class BarConsole(Console):
             _live_bars.remove(self._bar)
 
 
+class ConsoleHook(Hook):
+    """Prints what is trained and from where, then steps, evaluations and warnings."""
+
+    main_only = True
+
+    def __init__(self) -> None:
+        self._console = Console()
+
+    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+        self._console = make_console(event.total_steps, event.step, trainer.config.train.log_every)
+        self._console.__enter__()
+        for line in _introduction(trainer):
+            self._console.note(line)
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        self._console.step(event.metrics)
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        self._console.evaluation(event.metrics)
+
+    def on_warning(self, trainer: "Trainer", text: str) -> None:
+        self._console.note(f"warning: {text}")
+
+    def teardown(self, trainer: "Trainer") -> None:
+        self._console.close()
+
+
+def _introduction(trainer: "Trainer") -> list[str]:
+    model, parallel, train = trainer.config.model, trainer.config.parallel, trainer.config.train
+    lines = [
+        f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.name}, "
+        f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {trainer.mesh.device.type}, "
+        f"{trainer.batches.n_samples} sequences of {train.seq_len} tokens to train on"
+    ]
+    lines += [f"warning: {warning}" for warning in trainer.warnings]
+    if trainer.started_from:
+        lines.append(f"starts from the weights of {trainer.started_from}")
+    if trainer.resumed_from:
+        lines.append(f"resumed at step {trainer.position.step} of {train.steps} from {trainer.resumed_from}")
+    return lines
+
+
 _live_bars: list[Progress] = []
 """The bar on this process's terminal, if there is one: a terminal shows one live display, others join it."""
 
 
-def make_console(total_steps: int, start_step: int, log_every: int, rank: int) -> Console:
-    """The console of this process, a context manager: a bar on rank 0's terminal, plain lines without one, else silent.
+def make_console(total_steps: int, start_step: int, log_every: int) -> Console:
+    """A console, as a context manager: a progress bar on a terminal, plain lines elsewhere.
 
-    `start_step` is the number of steps that a resumed run has done already.
+    `start_step` is the number of steps that a resumed run has already done.
     """
-    if rank != 0:
-        return SilentConsole()
     if RichConsole().is_terminal:
         return BarConsole(total_steps, start_step)
     return PlainConsole(total_steps, start_step, log_every)

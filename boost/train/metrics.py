@@ -5,19 +5,27 @@ with the fields of the two classes below. JSON has no number for what is not fin
 "nan", "inf" or "-inf" (which pandas.to_numeric understands too); `read_metrics` turns it back into a float.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from boost.config import Config
-from boost.errors import ConfigError, DataError
+from boost.errors import ConfigError, DataError, StorageError
+from boost.train.hooks import EvaluationEnd, Hook, StepEnd
 from boost.train.rundir import RunDirectory, storage_errors
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+Metrics = TypeVar("Metrics")
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -112,6 +120,41 @@ class MetricsWriter:
                 self._board.add_scalar(name, value, metrics.step)
         for tracker in self._trackers:
             tracker.log(named, metrics.step)
+
+
+class MetricsHook(Hook):
+    """Writes the metrics of a run. Metrics that cannot be written cost one warning when that begins, not the run."""
+
+    main_only = True
+
+    def __init__(self) -> None:
+        self._writer: MetricsWriter | None = None
+        self._failing = False
+
+    def setup(self, trainer: "Trainer") -> None:
+        self._writer = MetricsWriter(trainer.run, trainer.config, resumed_step=trainer.position.step)
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        if self._writer:
+            self._write(trainer, self._writer.step, event.metrics)
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        if self._writer:
+            self._write(trainer, self._writer.evaluation, event.metrics)
+
+    def teardown(self, trainer: "Trainer") -> None:
+        if self._writer:
+            with contextlib.suppress(StorageError):  # the warning was given when it began
+                self._writer.close()
+
+    def _write(self, trainer: "Trainer", write: Callable[[Metrics], None], metrics: Metrics) -> None:
+        try:
+            write(metrics)
+            self._failing = False
+        except StorageError as error:
+            if not self._failing:
+                trainer.warn(f"metrics are not written: {error}; training continues")
+            self._failing = True
 
 
 class _Tracker:
