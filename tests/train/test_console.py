@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from boost.train import console
-from boost.train.console import BarConsole, Pace, PlainConsole, make_console, progress
+from boost.train.console import BarConsole, EtaEstimator, PlainConsole, make_console, progress
 from boost.train.metrics import EvalMetrics, StepMetrics
 
 EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)
@@ -77,10 +77,10 @@ def test_lines_are_as_documented() -> None:
 
 def test_the_pace_counts_everything_after_the_first_step() -> None:
     clock = iter([100.0, 103.0, 113.0])
-    pace = Pace(100, lambda: next(clock))
-    assert pace.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
-    assert pace.eta(step(12)) == 3.0 * 88
-    assert pace.eta(step(13)) == 13.0 / 2 * 87
+    estimator = EtaEstimator(100, lambda: next(clock))
+    assert estimator.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
+    assert estimator.eta(step(12)) == 3.0 * 88
+    assert estimator.eta(step(13)) == 13.0 / 2 * 87
 
 
 def plain(first: int, last: int, total: int, every: int) -> list[str]:
