@@ -30,13 +30,18 @@ The launcher then ends the other processes, as for any error in one process. An 
 (on the others as a TrainingError), before anything is written. An error in `teardown` is only logged: the run is already over.
 """
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer, TrainResult
     from boost.train.metrics import EvalMetrics, StepMetrics
+
+log = logging.getLogger("boost")
 
 
 @dataclass(frozen=True)
@@ -153,3 +158,45 @@ class Hook:
 
     def teardown(self, trainer: "Trainer") -> None:
         """Releases what `setup` acquired, whether or not it was reached. Called however the run ends."""
+
+
+class HookRunner:
+    """Calls the hooks of one process in order, and knows whether a main-only hook is running."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = hooks
+        self._main_only_hook: Hook | None = None
+
+    def call(self, method: Callable[..., Any], trainer: "Trainer", *arguments: Any) -> list[Any]:
+        """Calls this method of `Hook` on every hook. Returns their results."""
+        results = []
+        for hook in self._hooks:
+            with self._running(hook):
+                results.append(getattr(hook, method.__name__)(trainer, *arguments))
+        return results
+
+    def teardown(self, trainer: "Trainer") -> None:
+        """Tears down every hook, even if one fails. Errors are only logged: how the run ended is already decided."""
+        for hook in self._hooks:
+            try:
+                with self._running(hook):
+                    hook.teardown(trainer)
+            except Exception:
+                log.exception("teardown of %s failed", type(hook).__name__)
+
+    def require_all_processes(self, method: str, world_size: int) -> None:
+        """Raises RuntimeError inside a main-only hook: a collective method would wait forever for the other processes."""
+        if self._main_only_hook is not None and world_size > 1:
+            raise RuntimeError(
+                f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "
+                "set main_only = False, or call request_save() for a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _running(self, hook: Hook) -> Iterator[None]:
+        outer = self._main_only_hook
+        self._main_only_hook = hook if hook.main_only else outer
+        try:
+            yield
+        finally:
+            self._main_only_hook = outer

@@ -4,11 +4,10 @@ A step is a pure function of (weights, optimizer state, step number): the data, 
 from the step, so a resumed run repeats bit for bit what an uninterrupted one would have done.
 """
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,18 @@ from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Position
 from boost.train.evaluate import Evaluation, evaluate
 from boost.train.hardware import memory_bytes, mfu, peak_flops
-from boost.train.hooks import BadStep, EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd, TrainStart
+from boost.train.hooks import (
+    BadStep,
+    EvaluationEnd,
+    Hook,
+    HookRunner,
+    SaveEnd,
+    SaveStart,
+    StepEnd,
+    StepStart,
+    TrainEnd,
+    TrainStart,
+)
 from boost.train.metrics import EvalMetrics, StepMetrics
 from boost.train.model import Model, backward, build_model, initialize_model
 from boost.train.resume import check_resumable, check_start, data_identity
@@ -85,8 +95,7 @@ class Trainer:
         self.warnings: list[str] = []
         """Warnings from before the first step."""
         self.hooks = [hook for hook in (*hooks, *builtin_hooks(train)) if mesh.is_main or not hook.main_only]
-        self._main_only_hook: Hook | None = None
-        """The main-only hook that is running, if any."""
+        self._runner = HookRunner(self.hooks)
         self._signals = StopRequest()
         self._stop_reason: str | None = None
         self._save_requested = False
@@ -145,7 +154,7 @@ class Trainer:
             return end.result
         finally:
             self._stop_reason, self._save_requested = None, False
-            self._teardown()
+            self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
         """Steps until the last one, or until any process asks to stop. Returns the flags that stopped the run, if any."""
@@ -205,7 +214,7 @@ class Trainer:
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation:
         """Held-out loss at the current position, on the whole split or on about `max_tokens` of it. Collective."""
-        self._require_all_processes("evaluate")
+        self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         result = evaluate(self.model, self.heldout, train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
         metrics = EvalMetrics(
@@ -224,7 +233,7 @@ class Trainer:
 
         Raises StorageError on every process if any of them could not write.
         """
-        self._require_all_processes("save")
+        self._runner.require_all_processes("save", self.mesh.size)
         step = self.position.step
         if reason := self._refusal(SaveStart(step)):
             self.warn(f"checkpoint of step {step} not saved: {reason}")
@@ -294,35 +303,4 @@ class Trainer:
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
     def _notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls this method of every hook of this process, in order. Returns their results."""
-        results = []
-        for hook in self.hooks:
-            with self._running(hook):
-                results.append(getattr(hook, method.__name__)(self, *arguments))
-        return results
-
-    def _teardown(self) -> None:
-        """Tears down every hook, even if one fails. Errors are only logged: how the run ended is already decided."""
-        for hook in self.hooks:
-            try:
-                with self._running(hook):
-                    hook.teardown(self)
-            except Exception:
-                log.exception("teardown of %s failed", type(hook).__name__)
-
-    @contextlib.contextmanager
-    def _running(self, hook: Hook) -> Iterator[None]:
-        outer = self._main_only_hook
-        self._main_only_hook = hook if hook.main_only else outer
-        try:
-            yield
-        finally:
-            self._main_only_hook = outer
-
-    def _require_all_processes(self, method: str) -> None:
-        """A collective method called from a main-only hook would wait forever for the other processes."""
-        if self._main_only_hook is not None and self.mesh.size > 1:
-            raise RuntimeError(
-                f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "
-                "set main_only = False, or call request_save() for a checkpoint"
-            )
+        return self._runner.call(method, self, *arguments)
