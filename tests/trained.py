@@ -14,7 +14,7 @@ from boost.data.batches import Batch
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.gradients import Agreement, GradientReducer, agree, clip
+from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, reduce_step_stats
 from boost.train.model import backward
 from tests import toy
 
@@ -34,13 +34,13 @@ class Trained:
         """(loss, gradient norm) of each step."""
 
     def step(self, step: int) -> tuple[float, float]:
-        agreement = self.passes(step)
-        clip((s.tensor for s in self.stored), agreement, self.config.optim.clip)
+        stats = self.passes(step)
+        clip_gradients((s.tensor for s in self.stored), stats, self.config.optim.clip)
         self.gradients.append({name: value.clone() for name, value in toy.gradients(self.model).items()})
         self.optimizer.step(step, self.config.optim.lr)
-        return agreement.loss, agreement.gradient_norm
+        return stats.loss, stats.gradient_norm
 
-    def passes(self, step: int) -> Agreement:
+    def passes(self, step: int) -> StepStats:
         """All of a step but the update."""
         batches = list(micro_batches(self.config, step, self.mesh.dp.rank))
         positions = self.config.train.global_batch * self.config.train.seq_len
@@ -48,7 +48,7 @@ class Trained:
         loss = backward(self.model, batches, self.config, positions)
         self.reducer.finish()
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        return agree(self.stored, loss, targets, positions, False, self.mesh)
+        return reduce_step_stats(self.stored, loss, targets, positions, self.mesh)
 
     def collectives(self) -> list[Collective]:
         """Those of a step, without its update. Without a pipeline each bears its phase."""

@@ -77,7 +77,7 @@ def losses(trainer: Trainer) -> list[float]:
     """Trains to the last step: the loss of each. The same on every process of the mesh."""
     config = trainer.config
     steps = config.train.steps
-    return [trainer.step(learning_rate(config.optim, step, steps), stop=False).loss for step in range(steps)]
+    return [trainer.step(learning_rate(config.optim, step, steps)).loss for step in range(steps)]
 
 
 def heldout(trainer: Trainer, tokens: int | None = None) -> Evaluation:

@@ -163,9 +163,9 @@ def train(task: Task) -> Trained:
     last: Evaluation | None = None
     try:
         for step in range(steps):
-            agreement = trainer.step(learning_rate(config.optim, step, steps), stop=False)
-            if math.isfinite(agreement.loss):
-                losses.append(round(agreement.loss, 5))
+            stats = trainer.step(learning_rate(config.optim, step, steps))
+            if math.isfinite(stats.loss):
+                losses.append(round(stats.loss, 5))
             if every and (step + 1) % every == 0 and step + 1 < steps:
                 on_the_way.append((step + 1, round(heldout(trainer, config.train.eval_tokens or None).loss, 5)))
         last = heldout(trainer)
@@ -244,8 +244,8 @@ def _step(trainer: Trainer, kinds: list[str]) -> list[Tensor]:
     """One optimizer step, whose kind is noted: its loss and a weight."""
     every = trainer.config.optim.exact_every
     kinds.append("exact" if every and (trainer.position.step + 1) % every == 0 else "usual")
-    agreement = trainer.step(trainer.config.optim.lr / 100, stop=False)
-    return [torch.tensor(agreement.loss), trainer.storages[0].tensor]
+    stats = trainer.step(trainer.config.optim.lr / 100)
+    return [torch.tensor(stats.loss), trainer.storages[0].tensor]
 
 
 def _with_frequent_exact_steps(config: Config, rounds: int) -> Config:

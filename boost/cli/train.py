@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     _check_processes(config, args.nproc)
 
     from boost.data.fit import open_fitting_store
-    from boost.train.loop import check_start
     from boost.train.metrics import tracker_modules
+    from boost.train.resume import check_start
     from boost.train.rundir import RunDirectory
 
     # What the processes would find after their start of several seconds is better said at once.

@@ -28,7 +28,7 @@ from boost.measure.speed import Probe, synchronize
 from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.gradients import GradientReducer, agree, clip
+from boost.parallel.gradients import GradientReducer, clip_gradients, reduce_step_stats
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, mesh_of, open_mesh
 from boost.plan.hardware import Hardware
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
@@ -86,8 +86,8 @@ class Stepper:
         loss = backward(self.model, self.batches, self.config, divisor=tokens)
         self.reducer.finish()
         targets = sum(batch.targets.size for batch in self.batches)
-        agreement = agree(self.storages, loss, targets, tokens, False, self.mesh)
-        clip((s.tensor for s in self.storages), agreement, self.config.optim.clip)
+        stats = reduce_step_stats(self.storages, loss, targets, tokens, self.mesh)
+        clip_gradients((s.tensor for s in self.storages), stats, self.config.optim.clip)
         self.optimizer.step(0, self.config.optim.lr)
         return [loss, *(s.tensor.grad for s in self.storages if s.tensor.grad is not None)]
 

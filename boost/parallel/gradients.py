@@ -1,8 +1,9 @@
 """Gradients after the backward pass: reduced where they are partial, measured over the whole mesh, clipped.
 
-Every parameter counts once in the norm, on whatever processes its parts and their copies are.
+Every parameter counts once in the norm, whichever processes hold its shards and their replicas.
 """
 
+import enum
 import functools
 import weakref
 from collections import defaultdict
@@ -20,84 +21,97 @@ from boost.parallel.collectives import all_reduce, finish_all_reduce, start_all_
 from boost.parallel.mesh import Axis, Mesh
 
 
+class StepFlags(enum.Flag):
+    """Requests that any process can attach to a step. All processes see the union in the same step."""
+
+    NONE = 0
+    SIGNAL = enum.auto()
+    """A stop signal arrived: save and stop."""
+    STOP = enum.auto()
+    """A hook asked to save and stop."""
+    SAVE = enum.auto()
+    """A hook asked for a checkpoint after this step."""
+
+
 @dataclass(frozen=True)
-class Agreement:
-    """What all processes know after a step's backward pass."""
+class StepStats:
+    """Statistics of a step over the whole mesh, equal on all processes."""
 
     loss: float
-    """Mean cross-entropy over the targets of the global batch, nats a token."""
+    """Mean cross-entropy over the targets of the global batch, nats per token."""
     gradient_norm: float
     """Global L2 norm of the gradient of that mean, before clipping."""
-    stop: bool
-    """Whether any process was asked to stop."""
+    flags: StepFlags = StepFlags.NONE
+    """Flags that any process raised."""
     scale: float = 1.0
-    """What the gradients must still be multiplied by: they were made as if every token had a target."""
+    """Factor still to be applied to the gradients: the backward pass divided by all positions, not by those with a target."""
 
 
 class GradientReducer:
     """Sums partial gradients over TP and DP, and complete ones over DP, once per optimizer step, in buckets.
 
-    Each bucket is sent while the backward pass goes on, as soon as its last gradient is final:
+    Each bucket is all-reduced during the backward pass, as soon as its last gradient is ready:
 
         reducer.begin(micro_batches)
         for each micro-batch:
             loss.backward()
         reducer.finish()
 
-    Gradients of weights that replicas share arrive summed, in shards (`parallel.sharding`); only partial ones that are sharded
-    over DP alone are left to be summed over TP, when all of them are there. Where a schedule makes gradients of weights in a
-    pass of their own (zero bubble), no hook of theirs is called, and everything is sent by `finish`.
+    Gradients of sharded parameters arrive reduced, as shards (`parallel.sharding`); only partial ones that are sharded
+    over DP alone still need a sum over TP, after the backward pass. Schedules that compute weight gradients in a separate pass
+    (zero bubble) call no gradient hooks; `finish` then launches every bucket.
     """
 
     def __init__(self, storages: Sequence[Storage], mesh: Mesh) -> None:
-        trained = [s for s in storages if s.parameter.requires_grad]
-        held = [s for s in trained if s.shard is None]
-        self._trained = trained
-        self._lanes = [
-            _Lane([s.parameter for s in held if s.placement.partial], mesh.replicas),
-            _Lane([s.parameter for s in held if not s.placement.partial], mesh.dp),
+        trainable = [s for s in storages if s.parameter.requires_grad]
+        replicated = [s for s in trainable if s.shard is None]
+        sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
+        self._trainable = trainable
+        self._queues = [
+            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas),
+            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp),
+            _BucketQueue(sharded, mesh.tp),
         ]
-        sharded = [s.tensor for s in trained if s.placement.partial and s.shard and s.shard.over == "dp"]
-        self._late = _Lane(sharded, mesh.tp)
 
     def begin(self, micro_batches: int = 1) -> None:
-        """Clears all gradients, and expects each as many times as there are micro-batches."""
-        for storage in self._trained:
+        """Clears all gradients and prepares for one backward pass per micro-batch."""
+        for storage in self._trainable:
             storage.parameter.grad = storage.tensor.grad = None
-        for lane in (*self._lanes, self._late):
-            lane.expect(micro_batches)
+        for queue in self._queues:
+            queue.prepare_for_backward(micro_batches)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for every sum, in place in the gradients of what is kept. Sends what was not sent yet."""
-        for storage in self._trained:
+        """Launches the remaining buckets and waits for all of them. Gradients of stored tensors then hold the sums."""
+        for storage in self._trainable:
             if storage.shard is not None:
-                _take_over(storage)
-        for lane in (*self._lanes, self._late):
-            lane.send_up_to(len(lane.buckets))
-        for lane in (*self._lanes, self._late):
-            lane.receive()
+                _set_local_gradient(storage)
+        for queue in self._queues:
+            queue.launch_until(len(queue.buckets))
+        for queue in self._queues:
+            queue.wait()
 
 
-def _take_over(storage: Storage) -> None:
-    """The gradient of a sharded parameter, where its optimizer looks for it."""
+def _set_local_gradient(storage: Storage) -> None:
+    """Puts the local shard of a DTensor's gradient where the optimizer looks for it."""
     assert isinstance(storage.parameter, DTensor)
     local, gradient = storage.parameter.to_local(), storage.parameter.grad
-    assert local.data_ptr() == storage.tensor.data_ptr(), "the shard that is updated is the one that is gathered"
+    assert local.data_ptr() == storage.tensor.data_ptr(), "the updated shard must be the one that is gathered"
     assert isinstance(gradient, DTensor), "every parameter takes part in every step"
     storage.tensor.grad = gradient.to_local()
 
 
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients share one all-reduce."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.missing = 0
+        self.pending = 0
+        """Gradient accumulations still to come in this step."""
         self._flat: Tensor | None = None
 
-    def send(self, axis: Axis) -> None:
-        """Moves the gradients into one tensor, of which they are views from now on, and begins to sum it."""
+    def launch(self, axis: Axis) -> None:
+        """Flattens the gradients into one tensor, makes them views of it, and starts its all-reduce."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
         self._flat = _flatten_dense_tensors(gradients)
@@ -105,104 +119,129 @@ class _Bucket:
             parameter.grad = view
         start_all_reduce(self._flat, axis)
 
-    def receive(self) -> None:
-        """Waits for the sum."""
+    def wait(self) -> None:
+        """Waits for the all-reduce."""
         assert self._flat is not None
         finish_all_reduce(self._flat)
 
     def reset(self, micro_batches: int) -> None:
-        """Ready for the next step."""
-        self._flat, self.missing = None, len(self.parameters) * micro_batches
+        """Prepares for the next step."""
+        self._flat, self.pending = None, len(self.parameters) * micro_batches
 
 
-class _Lane:
-    """Buckets that are summed over one axis, always in one order, so that all processes send the same one next.
+class _BucketQueue:
+    """Buckets that are reduced over one axis, launched in the same order on every process.
 
-    The last parameters come first: the backward pass reaches them first.
+    Buckets hold parameters in reverse order: the backward pass reaches the last ones first.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
-        self.axis, self.armed, self.sent = axis, False, 0
+        self.axis, self.active, self.next_bucket = axis, False, 0
         self.buckets: list[_Bucket] = []
         rest = list(parameters)[::-1] if axis.size > 1 else []
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
             self.buckets.append(_Bucket(rest[:length]))
             rest = rest[length:]
-        lane = weakref.ref(self)  # a parameter keeps its hook: a hook that kept the lane would keep all parameters
-        for number, bucket in enumerate(self.buckets):
+        queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
+        for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_arrived, lane, number))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, queue, index))
 
-    def expect(self, micro_batches: int) -> None:
-        """A step begins; gradients that come without one (someone else's backward pass) are not ours to send."""
-        self.armed, self.sent = True, 0
+    def prepare_for_backward(self, micro_batches: int) -> None:
+        """Starts a step. Gradients of any other backward pass are ignored."""
+        self.active, self.next_bucket = True, 0
         for bucket in self.buckets:
             bucket.reset(micro_batches)
 
-    def receive(self) -> None:
+    def wait(self) -> None:
+        """Waits for all buckets and ends the step."""
         for bucket in self.buckets:
-            bucket.receive()
+            bucket.wait()
             bucket.reset(1)
-        self.armed, self.sent = False, 0
+        self.active, self.next_bucket = False, 0
 
-    def arrived(self, number: int) -> None:
-        """A gradient of bucket `number` has had one more micro-batch added."""
-        self.buckets[number].missing -= 1
-        complete = self.sent
-        while complete < len(self.buckets) and self.buckets[complete].missing == 0:
-            complete += 1
-        self.send_up_to(complete)
+    def mark_gradient_ready(self, index: int) -> None:
+        """Counts one micro-batch for a parameter of bucket `index` and launches buckets that are complete."""
+        self.buckets[index].pending -= 1
+        ready = self.next_bucket
+        while ready < len(self.buckets) and self.buckets[ready].pending == 0:
+            ready += 1
+        self.launch_until(ready)
 
-    def send_up_to(self, count: int) -> None:
-        for bucket in self.buckets[self.sent : count]:
-            bucket.send(self.axis)
-        self.sent = max(self.sent, count)
-
-
-@torch.no_grad()
-def _arrived(reference: "weakref.ref[_Lane]", number: int, parameter: Tensor) -> None:
-    lane = reference()
-    if lane is not None and lane.armed:
-        lane.arrived(number)
+    def launch_until(self, end: int) -> None:
+        """Launches the buckets before index `end` that have not been launched yet."""
+        for bucket in self.buckets[self.next_bucket : end]:
+            bucket.launch(self.axis)
+        self.next_bucket = max(self.next_bucket, end)
 
 
 @torch.no_grad()
-def agree(storages: Sequence[Storage], loss: Tensor, targets: int, tokens: int, stop: bool, mesh: Mesh) -> Agreement:
-    """Loss, gradient norm, targets and wish to stop of the whole mesh, in one all-reduce of four fp64 numbers.
+def _gradient_hook(reference: "weakref.ref[_BucketQueue]", index: int, parameter: Tensor) -> None:
+    queue = reference()
+    if queue is not None and queue.active:
+        queue.mark_gradient_ready(index)
 
-    `loss` is this replica's share of the sum over its targets, divided by `tokens`, equal on its TP processes and 0 on
-    pipeline processes that do not predict; gradients are of the same quotient. `targets`: how many this replica counted,
-    `tokens`: all positions of the global batch. The two differ only where positions have no target.
+
+@torch.no_grad()
+def reduce_step_stats(
+    storages: Sequence[Storage],
+    loss: Tensor,
+    targets: int,
+    tokens: int,
+    mesh: Mesh,
+    flags: StepFlags = StepFlags.NONE,
+) -> StepStats:
+    """Loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers.
+
+    `loss` is this replica's sum over its targets divided by `tokens`, equal on its TP ranks and 0 on pipeline ranks without
+    the head; gradients are those of the same quotient. `targets`: positions of this replica that have one; `tokens`: all
+    positions of the global batch. The two differ only where positions have no target.
     """
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for storage in storages:
         if storage.tensor.grad is not None:
-            by_copies[_copies(storage, mesh)].append(storage.tensor.grad)
-    for copies, gradients in by_copies.items():  # held alike by so many processes: each counts its share
+            by_copies[_num_copies(storage, mesh)].append(storage.tensor.grad)
+    for copies, gradients in by_copies.items():  # each of `copies` processes adds its fraction
         squares += _sum_of_squares(gradients) / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
-    facts = torch.stack(
-        (loss.double() / mesh.tp.size, squares, *(loss.new_tensor(x).double() for x in (counted, stop)))
-    )
+    local = [loss.new_tensor(x, dtype=torch.double) for x in (counted, _encode(flags))]
+    packed = torch.stack((loss.double() / mesh.tp.size, squares, *local))
     if mesh.size > 1:
-        facts = all_reduce(facts, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
-    loss_sum, square_sum, count, stops = facts.tolist()
+        packed = all_reduce(packed, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
+    loss_sum, square_sum, count, flag_sum = packed.tolist()
     scale = tokens / max(count, 1)
-    return Agreement(loss_sum * scale, square_sum**0.5 * scale, stops > 0, scale)
+    return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
 
 
-def clip(parameters: Iterable[nn.Parameter], agreement: Agreement, limit: float) -> None:
-    """Scales gradients to those of the mean over targets, and so that their global norm is at most `limit` (0: any)."""
-    norm, factor = agreement.gradient_norm, agreement.scale
-    if limit and norm > limit:
-        factor *= limit / norm
+_FLAG_BITS = 16
+"""Bits per flag in the reduced number: a count of up to 65535 processes each, and three flags fit the 53 bits of fp64."""
+
+
+def _encode(flags: StepFlags) -> int:
+    """Flags as a number whose sum over processes still tells which were raised: one digit per flag."""
+    return sum(1 << _FLAG_BITS * i for i, flag in enumerate(StepFlags) if flag in flags)
+
+
+def _decode(total: float) -> StepFlags:
+    raised = StepFlags.NONE
+    for i, flag in enumerate(StepFlags):
+        if int(total) >> _FLAG_BITS * i & (1 << _FLAG_BITS) - 1:
+            raised |= flag
+    return raised
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], stats: StepStats, max_norm: float) -> None:
+    """Scales gradients in place to those of the mean over targets, then to a global norm of at most `max_norm` (0: no limit)."""
+    factor = stats.scale
+    if max_norm and stats.gradient_norm > max_norm:
+        factor *= max_norm / stats.gradient_norm
     if factor != 1:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
-def _copies(storage: Storage, mesh: Mesh) -> int:
-    """Number of processes that keep the same rows of a stored tensor."""
+def _num_copies(storage: Storage, mesh: Mesh) -> int:
+    """Number of processes that hold the same rows of a stored tensor."""
     tp = mesh.tp.size if storage.placement.dim is None else 1
     if storage.shard is None:
         return tp * mesh.dp.size
@@ -210,6 +249,6 @@ def _copies(storage: Storage, mesh: Mesh) -> int:
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    # Each norm in fp32 at least: rounded to bf16 it would depend on how tensors are fused and cut.
-    wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    return torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()
+    # At least fp32 for each norm: rounded to bf16 it would depend on how tensors are fused and sharded.
+    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum()

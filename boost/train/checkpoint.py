@@ -1,13 +1,13 @@
-"""Checkpoints: sharded safetensors and JSON, nothing that needs unpickling, complete or absent.
+"""Checkpoints: sharded safetensors and JSON, no pickle; a checkpoint is complete or does not exist.
 
     checkpoints/step-00000200/
         state.json                 step, data position, optimizer updates, mesh, configuration, versions
-        tokenizer.json             what makes the weights usable by themselves
-        tensors/shard-*.safetensors  each process's parts of weights, moments and random states (torch.distributed.checkpoint)
-        manifest.json              size and BLAKE2 of every file above; written last
+        tokenizer.json             makes the weights usable without the token store
+        tensors/shard-*.safetensors  each process's shards of weights, moments and RNG states (torch.distributed.checkpoint)
+        manifest.json              size and BLAKE2 digest of every file above; written last
 
-Tensors are saved under the names and global shapes of the mathematical parameters, never of fused or cut storage, so any mesh
-and layout loads what any other saved. Everything is written into `.step-....tmp`, flushed to disk, and renamed at the end:
+Tensors are saved under the names and global shapes of the mathematical parameters, never of fused or sharded storage, so any
+mesh and layout loads what any other saved. Everything is written into `.step-....tmp`, synced to disk, and renamed at the end:
 a folder with the final name is complete.
 """
 
@@ -42,14 +42,14 @@ from boost.train.chunk import Chunk
 from boost.train.model import Model
 
 FORMAT = 1
-INITIAL_ONLY = ("factor_init", "init_std")
-"""Fields of [model] that only weights not yet trained depend on."""
+INIT_ONLY_FIELDS = ("factor_init", "init_std")
+"""Fields of [model] that affect initial weights only."""
 _NAME = re.compile(r"step-(\d{8})")
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands: enough, with the configuration, to continue as if it had never stopped."""
+    """The position of a run: together with the configuration, enough to resume as if it had never stopped."""
 
     step: int
     """Optimizer steps done. The data position and the learning rate are functions of it."""
@@ -59,32 +59,32 @@ class Position:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk, opened and checked for being one of ours."""
+    """A complete checkpoint on disk, with its state read and checked."""
 
     path: Path
     position: Position
     config: Config
     updates: int
     data: dict[str, Any]
-    """What the run was trained on: fingerprints of the token store and its tokenizer. Imported weights: what came with them."""
+    """Fingerprints of the token store and tokenizer of the run. Imported weights: what came with them."""
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer file that belongs to the weights; imported weights may have none."""
+        """The tokenizer file of the weights; imported weights may have none."""
         return self.path / "tokenizer.json"
 
     def require_tokenizer(self) -> str:
         """The fingerprint of the tokenizer. Raises CheckpointError if there is none."""
         if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
             raise CheckpointError(
-                f"'{self.path}' has no tokenizer, and without it what its tokens mean is not known; import the weights again "
+                f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
                 "with --tokenizer PATH (a token store will do)"
             )
         return str(self.data["tokenizer"])
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands once complete."""
+    """Path of the complete checkpoint of `step`."""
     return folder / f"step-{step:08d}"
 
 
@@ -96,7 +96,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint meant by a checkpoint, a run directory or a checkpoints folder: the newest one in it.
+    """The checkpoint at a path: itself, or the newest one in a run directory or checkpoints folder.
 
     Raises CheckpointError if there is none.
     """
@@ -106,7 +106,7 @@ def find_checkpoint(path: Path) -> Path:
         if found := complete_checkpoints(folder):
             return found[-1]
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at '{path}': there is no such folder")
+        raise CheckpointError(f"no checkpoint at '{path}': no such folder")
     raise CheckpointError(f"no complete checkpoint in '{path}'; name a run directory or a step-... folder")
 
 
@@ -122,26 +122,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
         position = Position(int(state["step"]), int(state["tokens"]))
         return Checkpoint(path, position, config, int(state["updates"]), dict(state["data"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"'{path}/state.json' lacks or garbles {error}") from None
+        raise DamagedCheckpointError(f"'{path}/state.json' has a missing or malformed field: {error}") from None
     except BoostError as error:
-        raise CheckpointError(f"'{path}/state.json' holds a configuration that is not legal: {error}") from None
+        raise CheckpointError(f"'{path}/state.json' has an invalid configuration: {error}") from None
 
 
 def verify(path: Path, mesh: Mesh) -> None:
-    """Compares every file of a checkpoint with its manifest, each process its share.
+    """Compares every file of a checkpoint with its manifest; the files are divided among the processes.
 
     Raises DamagedCheckpointError on every process, naming a file that differs.
     """
 
-    def verify_share() -> None:
+    def verify_files() -> None:
         manifest = _read_manifest(path)
         present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {"manifest.json"}
-        if strangers := present - manifest.keys():
-            raise DamagedCheckpointError(f"'{path}' is damaged: {min(strangers)} is not in its manifest")
+        if unexpected := present - manifest.keys():
+            raise DamagedCheckpointError(f"'{path}' is damaged: {min(unexpected)} is not in its manifest")
         for name in sorted(manifest)[mesh.rank :: mesh.size]:
             _verify_file(path, name, manifest)
 
-    _together(mesh, verify_share, DamagedCheckpointError)
+    run_on_all(mesh, verify_files, DamagedCheckpointError)
 
 
 def _verify_file(path: Path, name: str, manifest: dict[str, dict[str, Any]]) -> None:
@@ -178,14 +178,14 @@ def save_checkpoint(
 ) -> Path:
     """Saves from all processes; returns the complete checkpoint's folder.
 
-    Raises StorageError on every process if any of them could not write; what was written is removed then, and earlier
+    Raises StorageError on every process if any of them could not write; the partial checkpoint is then removed, and earlier
     checkpoints are untouched.
     """
     final = checkpoint_path(folder, position.step)
     temporary = folder / f".{final.name}.tmp"
     try:
-        _on_main(mesh, lambda: _begin(folder, temporary))
-        _together(mesh, lambda: _write_tensors(temporary, model, optimizer, mesh))
+        _run_on_main(mesh, lambda: _prepare_folder(folder, temporary))
+        run_on_all(mesh, lambda: _write_tensors(temporary, model, optimizer, mesh))
         state = {
             "format": FORMAT,
             "boost": __version__,
@@ -198,10 +198,10 @@ def save_checkpoint(
             "data": data,
             "config": config.model_dump(),
         }
-        _on_main(mesh, lambda: _write_facts(temporary, state, tokenizer))
-        shares = _together(mesh, lambda: _sealed_share(temporary, mesh))
-        _on_main(mesh, lambda: _finish(temporary, final, shares))
-    except _WriteFailed as error:
+        _run_on_main(mesh, lambda: _write_state(temporary, state, tokenizer))
+        shares = run_on_all(mesh, lambda: _manifest_entries(temporary, mesh))
+        _run_on_main(mesh, lambda: _publish(temporary, final, shares))
+    except _WriteError as error:
         if mesh.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(f"checkpoint of step {position.step} not saved in '{folder}': {error}") from None
@@ -209,22 +209,22 @@ def save_checkpoint(
 
 
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
-    """Fills a model of any mesh, layout and dtype from a checkpoint. Raises CheckpointError."""
-    _load(checkpoint, model, _named_parts(model, mesh, {}), mesh)
+    """Loads weights into a model on any mesh, in any layout and dtype. Raises CheckpointError."""
+    _load(checkpoint, model, _named_slices(model, mesh, {}), mesh)
 
 
 def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
-    """Fills weights, moments and random states; returns where to continue. Raises CheckpointError."""
+    """Loads weights, optimizer state and RNG states; returns the position to resume from. Raises CheckpointError."""
     saved_by = checkpoint.config.optim.name
     if saved_by != optimizer.name:
         raise CheckpointError(
-            f"'{checkpoint.path}' holds the moments of optim.name = '{saved_by}', which mean nothing to '{optimizer.name}'; resume "
-            f"with optim.name = '{saved_by}', or start another run.dir"
+            f"'{checkpoint.path}' holds the optimizer state of optim.name = '{saved_by}', which '{optimizer.name}' cannot use; "
+            f"resume with optim.name = '{saved_by}', or choose another run.dir"
         )
-    wanted = _named_parts(model, mesh, optimizer.moments)
+    wanted = _named_slices(model, mesh, optimizer.moments)
     random_states = _random_states(mesh)
     saved = {key for key in _read_keys(checkpoint.path) if key.startswith("rng.")}
-    # A process that the saved mesh did not have keeps the state that its seed gave it.
+    # A process that the saved mesh did not have keeps the state from its own seed.
     random_states = {key: value for key, value in random_states.items() if key in saved}
     _load(checkpoint, model, wanted | random_states, mesh)
     _restore_random_states(random_states)
@@ -237,81 +237,81 @@ def remove_old(folder: Path, keep: int, mesh: Mesh) -> None:
 
     def remove() -> None:
         for path in complete_checkpoints(folder)[:-keep]:
-            # Renamed first: a folder with a checkpoint's name is complete at every instant.
-            doomed = path.with_name(f".{path.name}.old")
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            # Renamed first: a folder with a checkpoint's name is complete at all times.
+            removed = path.with_name(f".{path.name}.old")
+            path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
-    _on_main(mesh, remove, StorageError)
+    _run_on_main(mesh, remove, StorageError)
 
 
 def supersede(folder: Path, step: int, mesh: Mesh) -> None:
-    """Puts checkpoints of later steps aside, as `superseded-step-...`: training goes another way from `step` on, and the
-    newest checkpoint must be the newest of this way. Raises StorageError on every process."""
+    """Renames checkpoints of later steps to `superseded-step-...`: training branches off at `step`, and the newest
+    checkpoint must be one of this branch. Raises StorageError on every process."""
 
-    def put_aside() -> None:
+    def set_aside() -> None:
         for path in complete_checkpoints(folder):
             if int(path.name.removeprefix("step-")) > step:
                 aside = path.with_name(f"superseded-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
 
-    _on_main(mesh, put_aside, StorageError)
+    _run_on_main(mesh, set_aside, StorageError)
 
 
-class _WriteFailed(Exception):
-    """Some process could not write; known to all of them."""
+class _WriteError(Exception):
+    """A process could not write. Raised on all of them."""
 
 
-def _begin(folder: Path, temporary: Path) -> None:
+def _prepare_folder(folder: Path, temporary: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(".step-*"):
-        shutil.rmtree(left_over)
+    for stale in folder.glob(".step-*"):
+        shutil.rmtree(stale)
     (temporary / "tensors").mkdir(parents=True)
 
 
 def _write_tensors(temporary: Path, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
-    tensors = _named_parts(model, mesh, optimizer.moments) | _random_states(mesh)
+    tensors = _named_slices(model, mesh, optimizer.moments) | _random_states(mesh)
     writer = HuggingFaceStorageWriter(str(temporary / "tensors"), save_distributed=True)
     with quiet():
         dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
 
 
-def _write_facts(temporary: Path, state: dict[str, Any], tokenizer: Path) -> None:
+def _write_state(temporary: Path, state: dict[str, Any], tokenizer: Path) -> None:
     (temporary / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
     shutil.copyfile(tokenizer, temporary / "tokenizer.json")
 
 
-def seal(temporary: Path, final: Path) -> None:
-    """Completes a checkpoint that one process has written: digests of its files, and its name. An earlier one gives way."""
-    _finish(temporary, final, [_sealed_share(temporary, Mesh(torch.device("cpu")))])
+def finalize(temporary: Path, final: Path) -> None:
+    """Completes a checkpoint written by one process: adds the manifest and renames it, replacing an earlier one."""
+    _publish(temporary, final, [_manifest_entries(temporary, Mesh(torch.device("cpu")))])
 
 
-def _sealed_share(temporary: Path, mesh: Mesh) -> dict[str, dict[str, Any]]:
-    """Manifest entries of this process's share of the files, each flushed to disk."""
+def _manifest_entries(temporary: Path, mesh: Mesh) -> dict[str, dict[str, Any]]:
+    """Manifest entries of this process's part of the files, after syncing each to disk."""
     entries = {}
     for file in sorted(p for p in temporary.rglob("*") if p.is_file())[mesh.rank :: mesh.size]:
-        _flush(file)
+        _fsync(file)
         entries[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "blake2b": _digest(file)}
     return entries
 
 
-def _finish(temporary: Path, final: Path, shares: list[dict[str, dict[str, Any]]]) -> None:
+def _publish(temporary: Path, final: Path, shares: list[dict[str, dict[str, Any]]]) -> None:
     manifest = {name: entry for share in shares for name, entry in share.items()}
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True), encoding="utf-8")
-    _flush(temporary / "manifest.json")
-    _flush(temporary / "tensors")
-    _flush(temporary)
+    _fsync(temporary / "manifest.json")
+    _fsync(temporary / "tensors")
+    _fsync(temporary)
     replaced = final.with_name(f".{final.name}.old")
     if final.exists():  # the same step saved again after a resume from an earlier one
         final.rename(replaced)
     temporary.rename(final)
-    _flush(final.parent)
+    _fsync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _named_parts(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
-    """This process's pieces of weights, and of moments where `state` has them, under mathematical names."""
+def _named_slices(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
+    """This process's slices of weights, and of moments where `state` has them, under mathematical names."""
     named: dict[str, Tensor] = {}
     for storage in storages(model):
         for piece in storage.pieces():
@@ -323,7 +323,7 @@ def _named_parts(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
 
 
 def _offsets(storage: Storage, piece: Piece, mesh: Mesh) -> tuple[int, ...]:
-    """Where a piece begins in its parameter: behind the TP processes before this one, and behind its replicas' rows."""
+    """Offsets of a slice in its parameter: after the slices of lower TP ranks and the rows of other replicas."""
     offsets = [0] * len(piece.parameter.shape)
     if storage.placement.dim is not None:
         offsets[storage.placement.dim] = mesh.tp.rank * (piece.parameter.shape[storage.placement.dim] // mesh.tp.size)
@@ -347,7 +347,7 @@ def _restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 def _load(checkpoint: Checkpoint, model: Model, wanted: dict[str, Tensor], mesh: Mesh) -> None:
-    _together(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
+    run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     verify(checkpoint.path, mesh)
     missing = wanted.keys() - _read_keys(checkpoint.path)
     if missing:
@@ -358,13 +358,13 @@ def _load(checkpoint: Checkpoint, model: Model, wanted: dict[str, Tensor], mesh:
 
 
 def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
-    """The saved model must be the one that is to be filled: same function, same shapes. Raises CheckpointError."""
+    """Raises CheckpointError unless the saved model has the same function and shapes as `wanted`."""
     saved = checkpoint.config.model
     for field in type(wanted).model_fields:
-        if field not in INITIAL_ONLY and getattr(saved, field) != getattr(wanted, field):
+        if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):
             raise CheckpointError(
-                f"'{checkpoint.path}' is of another model: model.{field} = {getattr(saved, field)!r} there, "
-                f"{getattr(wanted, field)!r} here; take model.{field} = {getattr(saved, field)!r} or another checkpoint"
+                f"'{checkpoint.path}' has another model: model.{field} = {getattr(saved, field)!r} there, "
+                f"{getattr(wanted, field)!r} here; set model.{field} = {getattr(saved, field)!r} or use another checkpoint"
             )
     assert {p.name for p in parameters(saved)} == {p.name for p in parameters(wanted)}
 
@@ -383,37 +383,37 @@ def _read_keys(path: Path) -> set[str]:
     return keys
 
 
-def _together(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> list[Any]:
-    """Runs `action` on every process and returns all results; if it fails on any, raises `failure` on all of them.
+def run_on_all(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> list[Any]:
+    """Runs `action` on every process and returns all results by rank; if it fails on any, raises `failure` on all of them.
 
-    A failure that is nobody's fault but ours keeps its traceback where it happened, and ends the others too.
+    A bug (no OSError or BoostError) is re-raised as it is where it happened, and as `failure` on the others.
     """
-    answer: tuple[str, Any] = ("", None)
-    defect: BaseException | None = None
+    outcome: tuple[str, Any] = ("", None)
+    bug: BaseException | None = None
     try:
-        answer = ("", action())
-    except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
-        answer = (_root_cause(error), None)
+        outcome = ("", action())
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is not an Exception
+        outcome = (_root_cause(error), None)
         if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
-            defect = error
-    answers = [answer]
+            bug = error
+    outcomes = [outcome]
     if mesh.size > 1:
-        answers = [answer] * mesh.size
-        dist.all_gather_object(answers, answer)
-    if defect:
-        raise defect
-    if message := next((message for message, _ in answers if message), None):
-        raise (failure or _WriteFailed)(message)
-    return [result for _, result in answers]
+        outcomes = [outcome] * mesh.size
+        dist.all_gather_object(outcomes, outcome)
+    if bug:
+        raise bug
+    if message := next((message for message, _ in outcomes if message), None):
+        raise (failure or _WriteError)(message)
+    return [result for _, result in outcomes]
 
 
-def _on_main(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> None:
-    """Runs `action` on the main process while the others wait; a failure is raised on all."""
-    _together(mesh, action if mesh.is_main else lambda: None, failure)
+def _run_on_main(mesh: Mesh, action: Callable[[], Any], failure: type[Exception] | None = None) -> None:
+    """Runs `action` on the main process while the others wait; raises a failure on all."""
+    run_on_all(mesh, action if mesh.is_main else lambda: None, failure)
 
 
 def _root_cause(error: BaseException) -> str:
-    """One line for what went wrong, out of the wrapping that torch.distributed.checkpoint puts around it."""
+    """One line for the error inside the wrapper of torch.distributed.checkpoint."""
     if isinstance(error, dcp.api.CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"process {rank}: {_root_cause(cause)}"
@@ -424,7 +424,7 @@ def _root_cause(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns that one process is one process."""
+    """Silences the warning of torch.distributed.checkpoint about running on one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -438,7 +438,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DamagedCheckpointError(f"'{path}' is damaged: {error}") from None
     if not isinstance(value, dict):
-        raise DamagedCheckpointError(f"'{path}' is damaged: it holds no JSON object")
+        raise DamagedCheckpointError(f"'{path}' is damaged: it is not a JSON object")
     return value
 
 
@@ -447,8 +447,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
 
-def _flush(path: Path) -> None:
-    """Asks the disk, not only the system, to hold a file or folder."""
+def _fsync(path: Path) -> None:
+    """Syncs a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""A rectangle of a tensor, as torch.distributed.checkpoint saves and loads it.
+"""A rectangular chunk of a tensor, as torch.distributed.checkpoint saves and loads it.
 
-DTensor can say equal shards of dimensions. What one process keeps of a parameter is not always that: rows of a fused tensor
-that replicas share in equal parts are unequal parts of the parameters in it. This says any one rectangle, through the
-protocol by which DTensor itself speaks to the checkpoint planner.
+DTensor describes equal shards along dimensions. What one process holds of a parameter is not always that: equal shards of a fused
+tensor are unequal shards of the parameters in it. This class describes any rectangle, through the protocol that DTensor
+itself implements for the checkpoint planner.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Chunk(Tensor):
-    """Stands for a tensor of `shape`, of which this process has the rectangle `local` at `offsets`. It cannot compute."""
+    """A tensor of `shape` of which this process holds the rectangle `local` at `offsets`. Supports no computation."""
 
     local: Tensor
     offsets: torch.Size
@@ -34,9 +34,9 @@ class Chunk(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # the planner detaches what it is given
+        if func is torch.ops.aten.detach.default:  # the planner detaches its tensors
             return args[0]
-        raise NotImplementedError(f"{func} of a rectangle that is to be saved or loaded")
+        raise NotImplementedError(f"{func} is not supported on a checkpoint chunk")
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [

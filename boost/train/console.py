@@ -1,6 +1,6 @@
-"""What a person at the terminal sees of a run: a progress bar, or plain lines where there is no terminal.
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere.
 
-Rank 0 speaks; every other rank has a `SilentConsole`. `progress` is the bar of anything else that takes seconds.
+`ConsoleHook` prints it on the main process. `progress` is the progress bar of anything else that takes seconds.
 """
 
 import math
@@ -8,24 +8,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
-from typing import Any, Self, TextIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar, overload
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from boost.config.architecture import parameter_count
+from boost.train.hooks import EvaluationEnd, Hook, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
 
 Item = TypeVar("Item")
 
-WIDE = 100
-"""Columns of a terminal from which on the bar says the MFU too."""
+MFU_MIN_WIDTH = 100
+"""Columns of a terminal from which the bar includes MFU."""
 
-PLAIN_SECONDS = 10.0
-"""Seconds between the plain lines of `progress`; what takes less prints nothing."""
+PLAIN_INTERVAL_S = 10.0
+"""Seconds between the plain lines of `progress`; shorter work prints nothing."""
 
 
 class Console:
-    """What the trainer tells a person, as a context manager. This base says nothing."""
+    """Console output of a run, as a context manager. This base class prints nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -45,11 +50,7 @@ class Console:
         """Shows one line of text."""
 
     def close(self) -> None:
-        """Gives the terminal back."""
-
-
-class SilentConsole(Console):
-    """The console of every rank but 0."""
+        """Restores the terminal."""
 
 
 class PlainConsole(Console):
@@ -58,10 +59,10 @@ class PlainConsole(Console):
     def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
         self._total, self._every, self._out = total_steps, log_every, out
         self._first = start_step + 1
-        self._pace = Pace(total_steps)
+        self._eta = EtaEstimator(total_steps)
 
     def step(self, metrics: StepMetrics) -> None:
-        eta = self._pace.eta(metrics)
+        eta = self._eta.eta(metrics)
         if metrics.step in (self._first, self._total) or metrics.step % self._every == 0:
             self.note(step_line(metrics, self._total, eta))
 
@@ -73,11 +74,11 @@ class PlainConsole(Console):
 
 
 class BarConsole(Console):
-    """A live bar at the foot of a terminal; evaluations and notes scroll above it."""
+    """A live bar at the bottom of a terminal; evaluations and notes scroll above it."""
 
     def __init__(self, total_steps: int, start_step: int, rich_console: RichConsole | None = None) -> None:
         self._total = total_steps
-        self._pace = Pace(total_steps)
+        self._eta = EtaEstimator(total_steps)
         self._bar = _make_bar(rich_console)
         self._task = self._bar.add_task("train", total=total_steps, completed=start_step, stats="")
 
@@ -87,7 +88,7 @@ class BarConsole(Console):
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        stats = step_stats(metrics, self._pace.eta(metrics), wide=self._bar.console.width >= WIDE)
+        stats = step_stats(metrics, self._eta.eta(metrics), show_mfu=self._bar.console.width >= MFU_MIN_WIDTH)
         self._bar.update(self._task, completed=metrics.step, stats=stats)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
@@ -102,17 +103,57 @@ class BarConsole(Console):
             _live_bars.remove(self._bar)
 
 
+class ConsoleHook(Hook):
+    """Prints what is trained and from where, then steps, evaluations and warnings."""
+
+    main_only = True
+
+    def __init__(self) -> None:
+        self._console = Console()
+
+    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+        self._console = make_console(event.total_steps, event.step, trainer.config.train.log_every)
+        self._console.__enter__()
+        for line in _introduction(trainer):
+            self._console.note(line)
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        self._console.step(event.metrics)
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        self._console.evaluation(event.metrics)
+
+    def on_warning(self, trainer: "Trainer", text: str) -> None:
+        self._console.note(f"warning: {text}")
+
+    def teardown(self, trainer: "Trainer") -> None:
+        self._console.close()
+
+
+def _introduction(trainer: "Trainer") -> list[str]:
+    model, parallel, train = trainer.config.model, trainer.config.parallel, trainer.config.train
+    lines = [
+        f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.spec.name}, "
+        f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {trainer.mesh.device.type}, "
+        f"{trainer.batches.n_samples} sequences of {train.seq_len} tokens to train on"
+    ]
+    lines += [f"warning: {warning}" for warning in trainer.warnings]
+    if trainer.started_from:
+        lines.append(f"starts from the weights of {trainer.started_from}")
+    if trainer.resumed_from:
+        lines.append(f"resumed at step {trainer.position.step} of {train.steps} from {trainer.resumed_from}")
+    return lines
+
+
 _live_bars: list[Progress] = []
-"""The bar on this process's terminal, if there is one: a terminal shows one live display, others join it."""
+"""The live bar of this process, if any: a terminal has one live display, other bars join it."""
 
 
-def make_console(total_steps: int, start_step: int, log_every: int, rank: int) -> Console:
-    """The console of this process, a context manager: a bar on rank 0's terminal, plain lines without one, else silent.
+def make_console(total_steps: int, start_step: int, log_every: int) -> Console:
+    """A console, as a context manager: a progress bar on a terminal, plain lines elsewhere.
 
-    `start_step` is the number of steps that a resumed run has done already.
+    `start_step` is the number of steps that a resumed run has already done.
     """
-    if rank != 0:
-        return SilentConsole()
     if RichConsole().is_terminal:
         return BarConsole(total_steps, start_step)
     return PlainConsole(total_steps, start_step, log_every)
@@ -125,10 +166,10 @@ def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Ite
 
 
 def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
-    """Yields the items of `work` (an iterable, or the numbers below an int) under a bar that says `description`.
+    """Yields the items of `work` (an iterable, or the numbers below an int) under a progress bar labeled `description`.
 
-    It goes to standard error, which leaves standard output to results (but joins the training bar where one is live).
-    Without a terminal: a plain line every 10 s. With `enabled` False (every rank but 0): nothing is shown.
+    The bar goes to stderr, which leaves stdout to results; where the training bar is live, it joins that.
+    Without a terminal: a plain line every 10 s. With `enabled` False (every process but the main one): no output.
     """
     items: Iterable[Any] = range(work) if isinstance(work, int) else work
     total = len(items) if isinstance(items, Sized) else None
@@ -144,7 +185,7 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
 
 
 def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
-    """A bar whose tasks have a field `stats`: text between the count and the elapsed time."""
+    """A bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -174,7 +215,7 @@ def _with_lines(items: Iterable[Item], total: int | None, description: str) -> I
     for done, item in enumerate(items, start=1):
         yield item
         now = time.monotonic()
-        if now - last >= PLAIN_SECONDS:
+        if now - last >= PLAIN_INTERVAL_S:
             last = now
             of = "" if total is None else f"/{total}"
             line = f"{description} {done}{of}  {_remaining(done, total, now - begun)}".rstrip()
@@ -185,18 +226,18 @@ def _remaining(done: int, total: int | None, elapsed: float) -> str:
     return "" if total is None else f"eta {duration(elapsed / done * (total - done))}"
 
 
-class Pace:
-    """How long the rest will take, by the wall clock: evaluations and checkpoints count, the first step does not."""
+class EtaEstimator:
+    """Estimates the remaining time by wall clock: including evaluations and checkpoints, excluding the first step."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total_steps, clock
         self._first: tuple[int, float] | None = None
 
     def eta(self, metrics: StepMetrics) -> float:
-        """Seconds until the last step."""
+        """Estimated seconds until the last step."""
         now = self._clock()
         if self._first is None:
-            # The first step starts threads, allocates and compiles: the pace is measured from its end.
+            # The first step starts threads, allocates and compiles: measure from its end.
             self._first = (metrics.step, now)
         step, then = self._first
         each = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds
@@ -206,15 +247,15 @@ class Pace:
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
     """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2 %  1.2 GiB  eta 3:21`"""
     return (
-        f"step {_place(metrics.step, total_steps)}  loss {metrics.loss:.4f}  "
+        f"step {_step_of_total(metrics.step, total_steps)}  loss {metrics.loss:.4f}  "
         f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {count(metrics.tokens_per_second)} tok/s  "
         f"mfu {percent(metrics.mfu)}  {size(metrics.memory_bytes)}  eta {duration(eta)}"
     )
 
 
-def step_stats(metrics: StepMetrics, eta: float, wide: bool) -> str:
-    """The same for the bar, shorter; MFU only where a terminal is wide enough for it beside the bar."""
-    used = f"mfu {percent(metrics.mfu)} " if wide else ""
+def step_stats(metrics: StepMetrics, eta: float, show_mfu: bool) -> str:
+    """The same for the bar, shorter; MFU only where the terminal is wide enough."""
+    used = f"mfu {percent(metrics.mfu)} " if show_mfu else ""
     return (
         f"loss {metrics.loss:.4f} {count(metrics.tokens_per_second)} tok/s {used}"
         f"{size(metrics.memory_bytes)} eta {duration(eta)}"
@@ -224,23 +265,23 @@ def step_stats(metrics: StepMetrics, eta: float, wide: bool) -> str:
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`"""
     return (
-        f"eval {_place(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
+        f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
         f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {count(metrics.tokens)} tokens"
     )
 
 
-def _place(step: int, total_steps: int) -> str:
+def _step_of_total(step: int, total_steps: int) -> str:
     return f"{step:>{max(len(str(total_steps)), 5)}}/{total_steps}"
 
 
 def count(number: float) -> str:
-    """A number of things with three digits or so: 950, 8.1k, 12k, 1.3M, 2.5G; 'n/a' for nan."""
-    return _scaled(number, 1000.0, ("", "k", "M", "G", "T"))
+    """A count to about three digits: 950, 8.1k, 12k, 1.3M, 2.5G; 'n/a' for nan."""
+    return _with_unit(number, 1000.0, ("", "k", "M", "G", "T"))
 
 
 def size(n_bytes: float) -> str:
     """Bytes in binary units: 512 B, 3.4 MiB, 1.2 GiB."""
-    return _scaled(n_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
+    return _with_unit(n_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def percent(fraction: float) -> str:
@@ -249,7 +290,7 @@ def percent(fraction: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0:07, 3:21, 2:03:21 or 3d 4:00:00; '-' for what is not finite."""
+    """0:07, 3:21, 2:03:21 or 3d 4:00:00; '-' if not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(round(max(seconds, 0.0)), 60)
@@ -260,7 +301,7 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
+def _with_unit(number: float, base: float, units: tuple[str, ...]) -> str:
     if not math.isfinite(number):
         return "n/a"
     index = 0

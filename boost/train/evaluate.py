@@ -1,4 +1,4 @@
-"""Held-out loss, without bias: the sum over every token divided by the number of tokens, on any number of processes."""
+"""Unbiased held-out loss: the sum over every token divided by the number of tokens, on any number of processes."""
 
 import math
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from boost.train.model import Model, to_device
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What held-out text says of a model."""
+    """Held-out loss of a model."""
 
     tokens: int
-    """Targets that were counted, each once."""
+    """Targets evaluated, each once."""
     loss: float
-    """Mean cross-entropy, nats a token."""
+    """Mean cross-entropy, nats per token."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """loss / ln 2 x tokens of the split / bytes of its text: comparable between tokenizers."""
+    """loss / ln 2 x tokens of the split / bytes of its text: comparable across tokenizers."""
 
 
 @torch.no_grad()
 def evaluate(
     model: Model, split: Split, seq_len: int, batch: int, isolate: bool, mesh: Mesh, max_tokens: int | None = None
 ) -> Evaluation:
-    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. Every process returns the same numbers."""
+    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same numbers."""
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
     batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
     for part in progress(batches, "evaluate", enabled=mesh.is_main):
         tokens, targets, documents = to_device(part, isolate, mesh.device)
         total[0] += model(tokens, targets, documents).double()
         total[1] += (targets != IGNORED).sum()
-    total[1] /= mesh.pp.size  # every stage counts them, one has the loss
+    total[1] /= mesh.pp.size  # every stage counts targets, one has the loss
     for axis in (mesh.dp, mesh.pp):
         if axis.size > 1:
             total = all_reduce(total, axis)

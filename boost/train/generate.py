@@ -1,7 +1,7 @@
-"""Text from a model: one token after the other, with a key/value cache, on one process or all of a mesh.
+"""Text generation: token by token, with a key/value cache, on one process or all of a mesh.
 
 Every process of a TP group and of its pipeline has the same logits and the same seeded generator, so all of them choose the
-same token without a word.
+same token without communication.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from boost.errors import ConfigError
 from boost.train.model import Model
 
 MIN_TEMPERATURE = 1e-4
-"""Below it logits overflow, and the distribution is greedy's anyway."""
+"""Below it logits overflow, and sampling is greedy anyway."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 leave the distribution alone."""
+    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -27,7 +27,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError naming the field, its value and the nearest legal one."""
+        """Raises ConfigError naming the field, its value and the nearest valid one."""
         if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf")):
             raise ConfigError(
                 f"--temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}; the usual value is 0.8"
@@ -35,9 +35,9 @@ class Sampling:
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed = {self.seed} must be from 0 to {2**63 - 1}; the usual value is 0")
         if self.top_k < 0:
-            raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; the nearest legal value is 0")
+            raise ConfigError(f"--top-k = {self.top_k} must be 0 (off) or more; nearest valid value: 0")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; the nearest legal value is 1.0 (off)")
+            raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
@@ -48,7 +48,7 @@ def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) ->
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set that holds p, never empty)."""
+    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set with mass p, never empty)."""
     logits_BV = logits_BV.float() / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         smallest = logits_BV.topk(sampling.top_k).values[:, -1:]
@@ -67,14 +67,14 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 def generate(
     model: Model, prompt: list[int], max_tokens: int, sampling: Sampling, eos: int | None = None
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` new tokens behind a prompt of at least one; stops behind `eos`, which is yielded."""
+    """Yields up to `max_tokens` new tokens after a prompt of at least one; stops after yielding `eos`."""
     device = model.device
-    # Drawn on the CPU, so that a seed means the same text on every device.
+    # Sampled on the CPU, so that a seed gives the same text on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.make_caches(1, len(prompt) + max_tokens)
     tokens_BS = torch.tensor([prompt], device=device)
     for _ in range(max_tokens):
-        # A compiled block is one of a fixed shape: behind a cache that grows, it would be compiled anew for each token.
+        # Compiled blocks have a fixed shape: with a growing cache they would be recompiled for each token.
         with torch.compiler.set_stance("force_eager"):
             logits_BV = model.next_logits(tokens_BS, caches)
         chosen = choose(logits_BV.cpu(), sampling, generator)

@@ -1,4 +1,4 @@
-"""What the hardware could do and how much of it a run uses: peak FLOP/s, memory in use, model FLOP utilisation."""
+"""Hardware limits and their use: peak FLOP/s, memory in use, model FLOPs utilization."""
 
 import math
 import os
@@ -15,10 +15,10 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class Peak:
-    """Peaks of one GPU in TFLOP/s, dense (datasheets often print twice that, "with sparsity")."""
+    """Peak TFLOP/s of one GPU, dense (datasheets often print twice that, "with sparsity")."""
 
     name: str
-    """Words of the name that torch.cuda.get_device_name gives."""
+    """Words of the name that torch.cuda.get_device_name returns."""
     bf16: float
     """Tensor cores, bfloat16 products with fp32 accumulation (fp16 where the GPU has no bfloat16)."""
     fp32: float
@@ -29,7 +29,7 @@ class Peak:
     """fp64, tensor cores where the GPU has them for fp64."""
 
 
-# The first name whose words the device's name has counts: longer names stand before their beginnings.
+# The first name whose words are in the device's name wins: longer names come before their prefixes.
 GPU_PEAKS: tuple[Peak, ...] = (
     # NVIDIA Blackwell datasheets (HGX B200; GB200 NVL72 per GPU).
     Peak("GB200", 2500, 80, 1250, 40),
@@ -68,14 +68,14 @@ GPU_PEAKS: tuple[Peak, ...] = (
 
 _GEMM_SIZE = 1024
 _GEMM_SECONDS = 0.2
-_GEMM_LEAST = 3
+_GEMM_MIN_RUNS = 3
 
 
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
     """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from the table, else measured.
 
-    On a CPU it is the best of several GEMMs with this process's threads, about 0.2 s: what is reachable now, not a
-    datasheet's number. nan for a GPU that the table does not know: run.peak_tflops says it then.
+    On a CPU it is the best of several GEMMs with this process's threads, about 0.2 s: what is achievable now, not a
+    datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA
@@ -85,7 +85,7 @@ def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops
 
 
 def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the GPU called `name`; nan if the table does not have it, or for a laptop's or a slice (MIG) of it."""
+    """FLOP/s of the GPU called `name`; nan if it is not in the table, or for a laptop variant or a MIG slice."""
     found = next((peak for peak in GPU_PEAKS if _has_words(name, peak.name)), None)
     if found is None or _has_words(name, "Laptop") or _has_words(name, "MIG"):
         return math.nan
@@ -100,18 +100,18 @@ def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
 
 
 def _has_words(name: str, words: str) -> bool:
-    """Whether `words` stand in `name` as whole words: the A40 is not the RTX A4000."""
+    """Whether `name` contains `words` as whole words: the A40 is not the RTX A4000."""
     return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", name, re.IGNORECASE) is not None
 
 
 def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the best of several square GEMMs on `device`, a CPU. The first one warms up and is not counted."""
+    """FLOP/s of the best of several square GEMMs on `device`, a CPU. The first one is warmup and does not count."""
     a = torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=torch.Generator().manual_seed(0)).to(device, compute_dtype)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
     best, done = math.inf, 0
     deadline = time.perf_counter() + _GEMM_SECONDS
-    while done < _GEMM_LEAST or time.perf_counter() < deadline:
+    while done < _GEMM_MIN_RUNS or time.perf_counter() < deadline:
         begun = time.perf_counter()
         torch.mm(a, a, out=out)
         best = min(best, time.perf_counter() - begun)
@@ -122,7 +122,7 @@ def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
 def memory_bytes(device: torch.device) -> int:
     """Memory of this process in bytes: the peak that torch allocated on a GPU, the resident set on a CPU.
 
-    Where the system does not tell the resident set of now (no /proc), it is the largest so far.
+    Where the system does not report the current resident set (no /proc), it is the peak so far.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -134,15 +134,15 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set of this process so far, in bytes (the kernel says KiB, on macOS bytes)."""
+    """Peak resident set size of this process so far, in bytes (the kernel reports KiB, macOS bytes)."""
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: float) -> float:
-    """Model FLOP utilisation, a fraction: MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s of one device).
+    """Model FLOPs utilization, a fraction: MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s of one device).
 
     `tokens_per_second` counts all devices; `flops_per_token` is boost.config.architecture.flops_per_token: forward and
-    backward of the model's mathematics, recomputation never counted. nan if the peak is not known.
+    backward of the model's mathematics, without recomputation. nan if the peak is unknown.
     """
     return tokens_per_second * flops_per_token / (devices * peak)

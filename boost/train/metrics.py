@@ -1,23 +1,31 @@
-"""What a run measures, written where people look: metrics.jsonl, TensorBoard, and by a flag W&B and trackio.
+"""Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
 
 A line of metrics.jsonl is one JSON object, `{"kind": "step", "step": 120, "loss": 4.3, ...}` or `{"kind": "eval", ...}`
-with the fields of the two classes below. JSON has no number for what is not finite: the line then holds the string
-"nan", "inf" or "-inf" (which pandas.to_numeric understands too); `read_metrics` turns it back into a float.
+with the fields of the two classes below. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
+(pandas.to_numeric accepts them too); `read_metrics` converts them back to floats.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from boost.config import Config
-from boost.errors import ConfigError, DataError
+from boost.errors import ConfigError, DataError, StorageError
+from boost.train.hooks import EvaluationEnd, Hook, StepEnd
 from boost.train.rundir import RunDirectory, storage_errors
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+Metrics = TypeVar("Metrics")
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -27,7 +35,7 @@ class StepMetrics:
     """One optimizer step, over all processes."""
 
     step: int
-    """Steps done, this one included."""
+    """Steps done, including this one."""
     loss: float
     """Mean cross-entropy of the step's tokens, in nats."""
     lr: float
@@ -37,11 +45,11 @@ class StepMetrics:
     tokens_per_second: float
     """Tokens of the step / seconds, over all processes."""
     mfu: float
-    """Model FLOP utilisation, a fraction (boost.train.hardware.mfu has the formula); nan if the peak is not known."""
+    """Model FLOPs utilization, a fraction (boost.train.hardware.mfu has the formula); nan if the peak is unknown."""
     memory_bytes: int
-    """Of rank 0: peak allocated on a GPU, resident set on a CPU."""
+    """On the main process: peak allocated on a GPU, resident set size on a CPU."""
     tokens: int
-    """Tokens seen since the beginning of the run."""
+    """Tokens trained on since the start of the run."""
     seconds: float
     """Wall-clock time of the step."""
 
@@ -57,22 +65,22 @@ class EvalMetrics:
     perplexity: float
     """exp(heldout_loss)."""
     bits_per_byte: float
-    """Cross-entropy in bits per byte of the text: comparable between tokenizers."""
+    """Cross-entropy in bits per byte of the text: comparable across tokenizers."""
     tokens: int
-    """Held-out tokens that were predicted."""
+    """Held-out tokens evaluated."""
 
 
 class MetricsWriter:
-    """Writes metrics to everything that the configuration names. For rank 0 only.
+    """Writes metrics to every backend that the configuration enables. For the main process only.
 
-    With `resumed_step` = N, lines of steps after N (of a run that went on after its last checkpoint) and a line torn by
+    With `resumed_step` = N, lines of steps after N (the run continued after its last checkpoint) and a line truncated by
     a crash are dropped first, so that no step appears twice. Raises ConfigError if a tracker's package is missing,
     StorageError if the run directory cannot be written.
     """
 
     def __init__(self, run: RunDirectory, config: Config, resumed_step: int | None = None) -> None:
         self._run = run
-        # Before any file is touched: a missing package must not cost the lines of an earlier run.
+        # Before any file changes: a missing package must not cost the lines of an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
@@ -114,8 +122,43 @@ class MetricsWriter:
             tracker.log(named, metrics.step)
 
 
+class MetricsHook(Hook):
+    """Writes the metrics of a run. Metrics that cannot be written cost one warning when that begins, not the run."""
+
+    main_only = True
+
+    def __init__(self) -> None:
+        self._writer: MetricsWriter | None = None
+        self._failing = False
+
+    def setup(self, trainer: "Trainer") -> None:
+        self._writer = MetricsWriter(trainer.run, trainer.config, resumed_step=trainer.position.step)
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        if self._writer:
+            self._write(trainer, self._writer.step, event.metrics)
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        if self._writer:
+            self._write(trainer, self._writer.evaluation, event.metrics)
+
+    def teardown(self, trainer: "Trainer") -> None:
+        if self._writer:
+            with contextlib.suppress(StorageError):  # the warning was given when it began
+                self._writer.close()
+
+    def _write(self, trainer: "Trainer", write: Callable[[Metrics], None], metrics: Metrics) -> None:
+        try:
+            write(metrics)
+            self._failing = False
+        except StorageError as error:
+            if not self._failing:
+                trainer.warn(f"metrics are not written: {error}; training continues")
+            self._failing = True
+
+
 class _Tracker:
-    """wandb, or trackio, which has the same three calls."""
+    """wandb, or trackio, which has the same API for these calls."""
 
     def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
         self._module = module
@@ -129,7 +172,7 @@ class _Tracker:
 
 
 def tracker_modules(config: Config) -> list[ModuleType]:
-    """The packages that run.wandb and run.trackio ask for. Raises ConfigError if one is missing."""
+    """The packages that run.wandb and run.trackio require. Raises ConfigError if one is missing."""
     modules = []
     for name, wanted in (("wandb", config.run.wandb), ("trackio", config.run.trackio)):
         if not wanted:
@@ -146,7 +189,7 @@ def tracker_modules(config: Config) -> list[ModuleType]:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Every line of a metrics.jsonl, in order; a last line without its end (a crash, or a live run) is left out.
+    """Every line of a metrics.jsonl, in order, without an incomplete last line (a crash, or a live run).
 
     Raises DataError if another line is not a JSON object, FileNotFoundError if there is no such file.
     """
@@ -155,9 +198,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) -> None:
-    """Leaves the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one.
+    """Keeps the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one.
 
-    The evaluation of `final_step` goes too: a run that is resumed at its end makes it again.
+    Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it.
     """
     kept = path.with_name(f"{path.name}.tmp")
     with open(path, "rb") as old, open(kept, "wb") as new:
@@ -187,7 +230,7 @@ def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise DataError(f"line {number} of '{path}' is not a JSON object; mend or remove that line")
+        raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
     return {
         name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name != "kind" else value
         for name, value in values.items()

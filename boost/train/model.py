@@ -1,4 +1,4 @@
-"""From a configuration and a mesh to a model on its device: the one place where training, evaluation and generation make it."""
+"""Builds the model of a configuration and a mesh on its device, for training, evaluation and generation."""
 
 import os
 import shutil
@@ -22,21 +22,21 @@ from boost.parallel.sharding import last_backward, shard
 from boost.train.console import progress
 
 Model = Decoder | Pipeline
-"""All of the model that this process runs."""
+"""The part of the model that this process runs."""
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
-    """The model as this process trains it: whole or its stages, its blocks compiled, its weights shared with replicas.
+    """The model as this process trains it: whole or its pipeline stages, blocks compiled, weights sharded over replicas.
 
-    Weights are not yet set. Raises ConfigError if something that was asked for cannot run here.
+    Weights are not initialized. Raises ConfigError if a requested option cannot run here.
     """
     if config.parallel.pp == 1:
         whole = build_decoder(config, mesh)
-        _finish(whole, whole, config, mesh)
+        _compile_and_shard(whole, whole, config, mesh)
         return whole
     parts = [Part(build_decoder(config, mesh, stage)) for stage in stages_of(config, mesh.pp.rank)]
     for part in parts:
-        _finish(part, part.decoder, config, mesh)
+        _compile_and_shard(part, part.decoder, config, mesh)
     pipeline = Pipeline(parts, mesh.pp)
     train = config.train
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
@@ -45,7 +45,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:
-    """Gives every weight of this process its initial value, under a bar if `show`: a large model takes minutes."""
+    """Initializes every weight of this process, with a progress bar if `show`: a large model takes minutes."""
 
     def over(stored: list[Storage]) -> Iterable[Storage]:
         return progress(stored, "initial weights", enabled=show)
@@ -54,7 +54,7 @@ def initialize_model(model: Model, seed: int, show: bool = False) -> None:
         initialize(decoder, seed, over)
 
 
-def _finish(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
+def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
     if config.train.compile:
         compile_blocks(decoder)
     if config.parallel.sharded:
@@ -62,7 +62,7 @@ def _finish(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> No
 
 
 def compile_blocks(decoder: Decoder) -> None:
-    """Has torch.compile make one graph of each block, for training and evaluation; generation stays as it is.
+    """Compiles each block into one graph, for training and evaluation; generation stays eager.
 
     Raises ConfigError on a CPU without a C++ compiler, which torch needs there.
     """
@@ -76,29 +76,29 @@ def compile_blocks(decoder: Decoder) -> None:
 
 
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
-    """A decoder, or a stage of one, in train.param_dtype that computes in train.compute_dtype, its weights not yet set."""
+    """A decoder or a pipeline stage of one, in train.param_dtype, computing in train.compute_dtype. Weights are not initialized."""
     layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
     policies = [POLICIES[name] for name in train.recompute_by_layer(config.model.layers)]
-    usual = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, train.param_dtype))
     try:
         with mesh.device:
             return Decoder(config.model, layout, getattr(torch, train.compute_dtype), policies, stage)
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
 
 
 def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tokens, targets, document ids or None) of a batch as the decoder takes them."""
+    """(tokens, targets, document ids or None) of a batch, as inputs of the decoder."""
     tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
     return tokens, targets, torch.from_numpy(batch.document_ids).to(device) if isolate else None
 
 
 def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:
-    """Forward and backward pass of this process's micro-batches of a step, which add to the gradients.
+    """Forward and backward pass over this process's micro-batches of a step; accumulates gradients.
 
-    Returns the sum of the losses over `divisor`, fp64, of which the gradients are; 0 on a process that does not predict.
+    Returns the fp64 sum of the losses over `divisor`, which the gradients belong to; 0 on a process without the head.
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline):
@@ -107,7 +107,7 @@ def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: in
     waiting = list(batches)
     for number, batch in enumerate(waiting, start=1):
         last_backward(model, number == len(waiting), config.parallel)
-        share = model(*to_device(batch, isolate, model.device)) / divisor
-        share.backward()
-        total += share.detach()
+        loss = model(*to_device(batch, isolate, model.device)) / divisor
+        loss.backward()
+        total += loss.detach()
     return total

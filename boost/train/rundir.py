@@ -1,10 +1,10 @@
-"""The folder of a run. Nothing in it is ever overwritten; a resumed run adds to it.
+"""The run directory. Nothing in it is ever overwritten; a resumed run adds to it.
 
 config.toml        the fully resolved configuration; config.2.toml, ... of each later start
 environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
 metrics.jsonl      one JSON object a line for every step and every evaluation (boost.train.metrics)
 tensorboard/       the same numbers as TensorBoard events
-logs/rank{r}.log   what process r had to say, with times; rank{r}.out is its output where it has no terminal
+logs/rank{r}.log   log of process r, with times; rank{r}.out: its stdout and stderr where it has no terminal
 checkpoints/       complete checkpoints (boost.train.checkpoint)
 """
 
@@ -28,7 +28,7 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class RunDirectory:
-    """The paths of a run directory. Making the object touches nothing; `create` makes the folder."""
+    """The paths of a run directory. The constructor touches nothing; `create` makes the folder."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -39,9 +39,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
-        """Makes the folder `config.run.dir` and writes configuration and environment into it. For rank 0 only.
+        """Makes the folder `config.run.dir` and writes configuration and environment into it. For the main process only.
 
-        Raises ConfigError if a fresh run would meet an earlier one there (nothing is touched), StorageError if the
+        Raises ConfigError if a new run would mix with an earlier one there (nothing is touched), StorageError if the
         folder cannot be written.
         """
         run = cls(config.run.dir)
@@ -50,24 +50,24 @@ class RunDirectory:
                 run.require_empty()
             for folder in (run.logs, run.checkpoints, run.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
-            _write_beside(run.path, "config", ".toml", to_toml(config))
-            _write_beside(run.path, "environment", ".json", json.dumps(environment(config), indent=2) + "\n")
+            _write_numbered(run.path, "config", ".toml", to_toml(config))
+            _write_numbered(run.path, "environment", ".json", json.dumps(environment(config), indent=2) + "\n")
         return run
 
     def continued_by(self, resume: str | None) -> bool:
-        """Whether `--resume` means this run: 'auto', or a path inside this folder. Another run's path begins a new one."""
+        """Whether `--resume` names this run: 'auto', or a path inside this folder. Another run's path starts a new one."""
         return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(self.path.resolve()))
 
     def require_empty(self) -> None:
-        """Raises ConfigError if training has left something here that a fresh run would mix with."""
+        """Raises ConfigError if a new run would mix with files of an earlier one."""
         if self.holds_run():
             raise ConfigError(
-                f"run.dir = '{self.path}' holds a run already; go on with it by --resume auto, "
+                f"run.dir = '{self.path}' holds a run already; resume it with --resume auto, "
                 "or choose another --run.dir"
             )
 
     def holds_run(self) -> bool:
-        """Whether training has left something here: a line of metrics or a checkpoint."""
+        """Whether there are metrics or checkpoints of an earlier run."""
         if self.metrics.is_file() and self.metrics.stat().st_size > 0:
             return True
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
@@ -75,21 +75,21 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def storage_errors(directory: Path | str) -> Iterator[None]:
-    """Turns an OSError about the run directory into the one line that a user can act on. Raises StorageError."""
+    """Turns an OSError about the run directory into one line that a user can act on. Raises StorageError."""
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StorageError(
             f"run.dir = '{directory}' cannot be written: {error.strerror or error}{where}; "
-            "free the disk or mend the path, or choose another --run.dir"
+            "free disk space, fix the path, or choose another --run.dir"
         ) from error
 
 
 def configure_logging(logs: Path | str, rank: int) -> None:
     """Sends the 'boost' logger, from INFO up, to `logs`/rank{rank}.log: appended, with times. Raises StorageError.
 
-    A second call takes the place of the first.
+    A second call replaces the first.
     """
     with storage_errors(Path(logs).parent):
         Path(logs).mkdir(parents=True, exist_ok=True)
@@ -101,16 +101,16 @@ def configure_logging(logs: Path | str, rank: int) -> None:
         earlier.close()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    # The root logger's handlers belong to libraries that print on the terminal, where the progress bar is.
+    # Handlers of the root logger belong to libraries that print on the terminal, where the progress bar is.
     logger.propagate = False
 
 
 class _RankLog(logging.FileHandler):
-    """A type of its own, so that a later call finds it among the logger's handlers."""
+    """A separate type, so that a later call finds it among the logger's handlers."""
 
 
 def environment(config: Config) -> dict[str, Any]:
-    """What a run depends on beside its configuration. No host name and no place of the program: run directories are shared."""
+    """What a run depends on besides its configuration. No host name or install path: run directories are shared."""
     import numpy
     import torch
 
@@ -137,13 +137,13 @@ def environment(config: Config) -> dict[str, Any]:
 def git_state() -> dict[str, Any] | None:
     """{'commit': hash or None before the first commit, 'dirty': bool} of the checkout that boost runs from, or None.
 
-    An installed boost may lie inside somebody else's repository (a virtual environment): that commit is not ours.
+    An installed boost may be inside another repository (a virtual environment): that commit is not ours.
     """
     package = Path(__file__).resolve().parent.parent
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
         return None
-    # Results that an experiment has written beside the code do not make it other code.
+    # Results of experiments do not change the code.
     status = _git(package.parent, "status", "--porcelain", "--", ".", ":!benchmarks")
     return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
 
@@ -159,14 +159,14 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: a container or a batch system often allows fewer than the machine has."""
+    """Cores that this process may use: containers and batch systems often allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """The processor's name; its architecture where the system does not say."""
+    """Name of the CPU; its architecture where the system does not report one."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -175,8 +175,8 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _write_beside(folder: Path, stem: str, suffix: str, text: str) -> None:
-    """Writes stem.suffix, or stem.2.suffix, ...: the first name that is free."""
+def _write_numbered(folder: Path, stem: str, suffix: str, text: str) -> None:
+    """Writes stem.suffix, or stem.2.suffix, ...: the first unused name."""
     number = 1
     while True:
         name = f"{stem}{suffix}" if number == 1 else f"{stem}.{number}{suffix}"

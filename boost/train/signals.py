@@ -1,4 +1,4 @@
-"""A request to stop, as a flag that the loop reads between two steps: SIGTERM saves and leaves."""
+"""Stop signals as a flag that the training loop reads between steps: SIGTERM saves and exits."""
 
 import signal
 import time
@@ -7,53 +7,55 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What schedulers, spot instances and people at a terminal send."""
+"""Sent by schedulers, spot instances and users at a terminal."""
 
 SECOND_INTERRUPT_S = 2.0
-"""Two SIGINTs closer than this are one Ctrl-C: a terminal sends it to every process, and a launcher sends it on."""
+"""Two SIGINTs within this time are one Ctrl-C: a terminal sends it to every process, and a launcher forwards it."""
 
 
 class StopRequest:
     """While open, stop signals only set a flag; a second SIGINT more than 2 s after the first raises KeyboardInterrupt.
 
-    Handlers of before come back on exit; after a SIGINT, once those 2 s are over. Must be opened on
-    the main thread (Python's rule for handlers).
+    Previous handlers are restored on exit; after a SIGINT, once those 2 s are over. Must be entered on
+    the main thread, as Python requires for handlers.
     """
 
     def __init__(self) -> None:
         self.requested: bool = False
-        """Whether a stop signal has come."""
+        """Whether a stop signal has arrived."""
         self.name: str | None = None
         """Name of the first one, such as 'SIGTERM'."""
         self._interrupted_at: float | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            # None is a handler that C code installed: Python cannot put it back.
-            before = signal.SIG_DFL if handler is None else handler
-            signal.signal(number, self._late(before) if number == signal.SIGINT and self._interrupted_at else before)
-        self._before.clear()
+        for number, handler in self._previous.items():
+            # None: a handler installed by C code, which Python cannot restore.
+            previous = signal.SIG_DFL if handler is None else handler
+            signal.signal(
+                number, self._ignore_repeat(previous) if number == signal.SIGINT and self._interrupted_at else previous
+            )
+        self._previous.clear()
 
-    def _late(self, before: Any) -> Callable[[int, FrameType | None], None]:
-        """The handler of before, but deaf to what a launcher still sends on of a Ctrl-C that has been heeded already."""
+    def _ignore_repeat(self, previous: Any) -> Callable[[int, FrameType | None], None]:
+        """The previous handler, except that it ignores what a launcher still forwards of a Ctrl-C already handled."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._interrupted_at is not None and time.monotonic() - self._interrupted_at <= SECOND_INTERRUPT_S:
                 return
-            signal.signal(number, before)
+            signal.signal(number, previous)
             signal.raise_signal(number)
 
         return handle
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested, self.name = True, signal.Signals(number).name
         if number != signal.SIGINT:

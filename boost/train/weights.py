@@ -1,4 +1,4 @@
-"""Checkpoints of weights, tensor by tensor and without a model: what conversions to and from other formats stand on."""
+"""Checkpoints of weights, tensor by tensor and without a model. Used by conversions from and to other formats."""
 
 import functools
 import json
@@ -17,14 +17,14 @@ from boost import __version__
 from boost.config import Config
 from boost.errors import DamagedCheckpointError, StorageError
 from boost.parallel.mesh import Mesh
-from boost.train.checkpoint import FORMAT, Checkpoint, quiet, seal, verify
+from boost.train.checkpoint import FORMAT, Checkpoint, finalize, quiet, verify
 
 PREFIX = "model."
-"""Of weights, among the tensors of a checkpoint."""
+"""Prefix of weights among the tensors of a checkpoint."""
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Looks into the headers of all files once, not at each read."""
+    """Reads the headers of all files once, not at each read."""
 
     @functools.cached_property
     def _headers(self) -> Metadata:
@@ -35,7 +35,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 class WeightReader:
-    """Whole weights of a checkpoint, one at a time, whatever mesh saved them. Every file is checked first.
+    """Full weights of a checkpoint, one at a time, whatever mesh saved them. Verifies every file first.
 
     Raises DamagedCheckpointError if a file is not what was saved.
     """
@@ -44,29 +44,29 @@ class WeightReader:
         verify(checkpoint.path, Mesh(torch.device("cpu")))
         self._path = checkpoint.path
         self._reader = _Reader(str(checkpoint.path / "tensors"))
-        self._known = self._reader.read_metadata().state_dict_metadata
+        self._tensors = self._reader.read_metadata().state_dict_metadata
 
-    def _facts(self, name: str) -> TensorStorageMetadata:
-        facts = self._known.get(f"{PREFIX}{name}")
-        if not isinstance(facts, TensorStorageMetadata):
+    def _metadata(self, name: str) -> TensorStorageMetadata:
+        metadata = self._tensors.get(f"{PREFIX}{name}")
+        if not isinstance(metadata, TensorStorageMetadata):
             raise DamagedCheckpointError(f"'{self._path}' has no tensor '{PREFIX}{name}'")
-        return facts
+        return metadata
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter was saved."""
-        return self._facts(name).properties.dtype
+        return self._metadata(name).properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """The whole parameter of this name, on the CPU."""
-        facts = self._facts(name)
-        whole = torch.empty(facts.size, dtype=facts.properties.dtype)
+        """The full parameter of this name, on the CPU."""
+        metadata = self._metadata(name)
+        whole = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         with quiet():
             dcp.load({f"{PREFIX}{name}": whole}, storage_reader=self._reader, no_dist=True)
         return whole
 
 
 def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """`state.json` of weights at step 0: no optimizer has touched them."""
+    """`state.json` of weights at step 0, before any optimizer update."""
     return {
         "format": FORMAT,
         "boost": __version__,
@@ -82,7 +82,7 @@ def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin_weights(final: Path) -> Path:
-    """The empty folder in which a checkpoint of weights is written, beside where it is to stand. Raises StorageError."""
+    """An empty temporary folder for a checkpoint of weights, next to its final path. Raises StorageError."""
     temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -93,7 +93,7 @@ def begin_weights(final: Path) -> Path:
 
 
 def finish_weights(temporary: Path, final: Path, state: dict[str, Any], texts: Iterable[tuple[str, str]]) -> None:
-    """Adds state and further files, checks sums, and puts the complete checkpoint where it is to stand."""
+    """Adds state, further files and the manifest, and moves the complete checkpoint to its final path."""
     for name, text in (("state.json", json.dumps(state, indent=2)), *texts):
         (temporary / name).write_text(text, encoding="utf-8")
-    seal(temporary, final)
+    finalize(temporary, final)

@@ -9,7 +9,7 @@ from boost.bench.peers import DENSE, DENSE_SP, HF, LOW_RANK, LOW_RANK_CUT, peers
 from boost.config import Config
 from boost.config.load import change_family, from_tree
 from boost.measure.steps import Stepper
-from boost.parallel.gradients import agree
+from boost.parallel.gradients import reduce_step_stats
 from boost.parallel.mesh import Mesh
 from boost.train.model import backward
 from tests import toy
@@ -23,8 +23,8 @@ def ours(config: Config, steps: int) -> list[tuple[float, float]]:
     for _ in range(steps):
         stepper.reducer.begin(len(stepper.batches))
         loss = backward(stepper.model, stepper.batches, stepper.config, divisor=tokens)
-        agreement = agree(stepper.storages, loss, tokens, tokens, False, stepper.mesh)
-        found.append((agreement.loss, agreement.gradient_norm))
+        stats = reduce_step_stats(stepper.storages, loss, tokens, tokens, stepper.mesh)
+        found.append((stats.loss, stats.gradient_norm))
         stepper.step()
     return found
 

@@ -60,7 +60,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
     words = ["train", "--start-from", start, "--data.store", str(store), "--run.dir", str(run), *STEPS]
     code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")
     assert code == 0, err
-    assert f"begins with the weights of {start}" in said + err
+    assert f"starts from the weights of {start}" in said + err
     saved = open_checkpoint(run)
     assert saved.config.model.ranks == {"attn.k": 16, "attn.v": 16}
     assert (saved.position.step, saved.updates) == (1, 1)
@@ -70,7 +70,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
     code, said, err = say(capsys, *words, "--train.steps", "2", "--resume", "auto")
     assert code == 0, err
     assert "resumed at step 1 of 2" in said + err
-    assert "begins with" not in said + err
+    assert "starts from" not in said + err
     losses = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
     assert len(losses) == 2
     assert all(math.isfinite(loss) for loss in losses)
@@ -97,14 +97,14 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
         (["train"], "CONFIG is missing"),
         (
             [*begin, "demo", "--parallel.tp", "1", "--resume", whole, "--run.dir", f"{out}2"],
-            "begin one by --start-from",
+            "start a run from it with --start-from",
         ),
         ([*begin, "--start-from", "/nowhere"], "no checkpoint at '/nowhere'"),
         ([*begin, "--start-from", whole, "--resume", whole], "both say where the weights come from"),
         ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),
         (
             [*begin, "demo", "--start-from", whole, "--parallel.tp", "1"],
-            "is of another model: model.family = 'dense' there",
+            "has another model: model.family = 'dense' there",
         ),
     ):
         code, said, err = say(capsys, *words)

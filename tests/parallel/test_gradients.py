@@ -40,7 +40,7 @@ def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
         s.tensor.register_post_accumulate_grad_hook(lambda tensor: arrived.append(names[id(tensor)]))
     backward(config, decoder, 1)
     reducer = GradientReducer(stored, mesh)
-    held = [names[id(p)] for lane in reducer._lanes for bucket in lane.buckets for p in bucket.parameters]
+    held = [names[id(p)] for queue in reducer._queues for bucket in queue.buckets for p in bucket.parameters]
     return arrived, held
 
 
@@ -65,8 +65,8 @@ def gradients_are_views(config: Config) -> bool:
     reducer.finish()
     return all(
         p.grad.untyped_storage().data_ptr() == bucket.parameters[0].grad.untyped_storage().data_ptr()
-        for lane in reducer._lanes
-        for bucket in lane.buckets
+        for queue in reducer._queues
+        for bucket in queue.buckets
         for p in bucket.parameters
     )
 
@@ -82,7 +82,7 @@ def error_after_an_aborted_step(config: Config) -> float:
         decoder, mesh = toy.toy_decoder(config)
         reducer = GradientReducer(list(storages(decoder)), mesh)
         if aborted:
-            handle = decoder.blocks[0].register_full_backward_pre_hook(functools.partial(fail_after_sending, reducer))
+            handle = decoder.blocks[0].register_full_backward_pre_hook(functools.partial(fail_after_launching, reducer))
             reducer.begin()
             with pytest.raises(ZeroDivisionError):
                 backward(config, decoder, 9)
@@ -95,8 +95,8 @@ def error_after_an_aborted_step(config: Config) -> float:
     return toy.worst_error(results[1], results[0])
 
 
-def fail_after_sending(reducer: GradientReducer, *_: Any) -> None:
-    assert any(lane.sent for lane in reducer._lanes)
+def fail_after_launching(reducer: GradientReducer, *_: Any) -> None:
+    assert any(queue.next_bucket for queue in reducer._queues)
     fail()
 
 

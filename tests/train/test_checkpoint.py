@@ -99,7 +99,7 @@ def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, 
 
 def state_of(trained: Trained) -> dict[str, torch.Tensor]:
     """Weights and moments of a model on one process, by their names in a checkpoint."""
-    parts = ckpt._named_parts(trained.model, trained.mesh, trained.optimizer.moments)
+    parts = ckpt._named_slices(trained.model, trained.mesh, trained.optimizer.moments)
     return {name: chunk.local.clone() for name, chunk in parts.items() if isinstance(chunk, Chunk)}
 
 
@@ -176,7 +176,7 @@ def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     save(tmp_path, config)
     other = config.model_copy(update={"optim": OptimConfig.model_validate({})})
     with pytest.raises(
-        CheckpointError, match=r"of optim.name = 'loro', which mean nothing to 'adamw'; resume with"
+        CheckpointError, match=r"of optim.name = 'loro', which 'adamw' cannot use; resume with"
     ) as error:
         load(tmp_path, other)
     assert "\n" not in str(error.value)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from boost.train import console
-from boost.train.console import BarConsole, Pace, PlainConsole, SilentConsole, make_console, progress
+from boost.train.console import BarConsole, EtaEstimator, PlainConsole, make_console, progress
 from boost.train.metrics import EvalMetrics, StepMetrics
 
 EVALUATION = EvalMetrics(120, 4.3210, 75.264, 1.5123, 8192)
@@ -77,10 +77,10 @@ def test_lines_are_as_documented() -> None:
 
 def test_the_pace_counts_everything_after_the_first_step() -> None:
     clock = iter([100.0, 103.0, 113.0])
-    pace = Pace(100, lambda: next(clock))
-    assert pace.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
-    assert pace.eta(step(12)) == 3.0 * 88
-    assert pace.eta(step(13)) == 13.0 / 2 * 87
+    estimator = EtaEstimator(100, lambda: next(clock))
+    assert estimator.eta(step(11)) == 2.0 * 89  # nothing else is known yet than the step's own time
+    assert estimator.eta(step(12)) == 3.0 * 88
+    assert estimator.eta(step(13)) == 13.0 / 2 * 87
 
 
 def plain(first: int, last: int, total: int, every: int) -> list[str]:
@@ -97,25 +97,16 @@ def test_plain_lines_are_the_first_every_nth_and_the_last() -> None:
 
 
 def test_plain_console_shows_evaluations_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_console(1000, 0, 10, rank=0) as shown:
+    with make_console(1000, 0, 10) as shown:
         assert isinstance(shown, PlainConsole)
         shown.evaluation(EVALUATION)
         shown.note("saved [not markup]")
     assert capsys.readouterr().out.splitlines() == [console.evaluation_line(EVALUATION, 1000), "saved [not markup]"]
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_console(10, 0, 1, rank=1) as shown:
-        assert isinstance(shown, SilentConsole)
-        shown.step(step(1))
-        shown.evaluation(EVALUATION)
-        shown.note("nothing")
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_terminal_gets_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RichConsole, "is_terminal", property(lambda self: True))
-    assert isinstance(make_console(10, 0, 1, rank=0), BarConsole)
+    assert isinstance(make_console(10, 0, 1), BarConsole)
 
 
 def terminal(width: int = 120) -> RichConsole:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from boost.errors import BoostError, CheckpointError, ConfigError, StorageError, TrainingError
 from boost.train import launch as launcher
-from boost.train.launch import Report, describe, launch, root_cause, under_torchrun
+from boost.train.launch import FailureReport, failure_report, launch, root_cause, under_torchrun
 from boost.train.signals import StopRequest
 
 PATIENCE_S = 120.0
@@ -206,7 +206,7 @@ def test_a_code_that_is_not_0_comes_back_and_the_number_of_threads_is_the_users(
 
 
 def test_zero_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--nproc = 0 .* legal value is 1$"):
+    with pytest.raises(ConfigError, match=r"^--nproc = 0 .* valid value is 1$"):
         launch(return_rank_times_threads, (), 0, None)
 
 
@@ -355,8 +355,8 @@ def test_no_process_outlives_a_launcher_that_is_killed(tmp_path: Path, entry: Ca
 # Which of several failures is the one to show
 
 
-def report(kind: str, when: float, rank: int = 0) -> Report:
-    return Report(rank, kind, f"{kind} at {when}", "ConfigError", 2, "", when)
+def report(kind: str, when: float, rank: int = 0) -> FailureReport:
+    return FailureReport(rank, kind, f"{kind} at {when}", "ConfigError", 2, "", when)
 
 
 def test_the_root_cause_is_not_what_follows_from_it() -> None:
@@ -373,15 +373,15 @@ def test_a_process_without_a_report_explains_what_others_say_but_not_errors_for_
     assert root_cause(0, [lost, ours]) is ours
 
 
-def call_of(tmp_path: Path) -> launcher._Call:
-    return launcher._Call(rank, (), 2, tmp_path, tmp_path, os.getpid(), 1.0)
+def call_of(tmp_path: Path) -> launcher._LaunchSpec:
+    return launcher._LaunchSpec(rank, (), 2, tmp_path, tmp_path, os.getpid(), 1.0)
 
 
 def test_exit_codes_and_classes_survive_the_way() -> None:
     for error in (TrainingError("the loss is not finite"), ConfigError("x"), OSError(28, "No space left", "/run")):
-        said = describe(error, 1)
+        said = failure_report(error, 1)
         with pytest.raises(BoostError) as caught:
-            launcher._say_root_cause(call_of(Path("logs")), launcher._Failed(1, said.exit_code), [said], [])
+            launcher._raise_root_cause(call_of(Path("logs")), launcher._FirstFailure(1, said.exit_code), [said], [])
         expected = StorageError("/run: No space left") if isinstance(error, OSError) else error
         assert type(caught.value) is type(expected)
         assert str(caught.value) == str(expected)
@@ -390,9 +390,9 @@ def test_exit_codes_and_classes_survive_the_way() -> None:
 
 def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> None:
     text = "[/src/gloo/pair.cc:537] Read error [127.0.0.1]:33712: Connection reset by peer. This means more\nand more"
-    said = describe(RuntimeError(text), 0)
+    said = failure_report(RuntimeError(text), 0)
     with pytest.raises(TrainingError) as caught:
-        launcher._say_root_cause(call_of(tmp_path), launcher._Failed(0, 3), [said], [])
+        launcher._raise_root_cause(call_of(tmp_path), launcher._FirstFailure(0, 3), [said], [])
     assert str(caught.value) == (
         "process 1 of 2 (rank 0) lost another one: Read error [127.0.0.1]:33712: Connection reset by peer; "
         f"resume with --resume auto; logs: {tmp_path}"
@@ -402,12 +402,12 @@ def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> 
 def test_an_interrupt_that_ends_a_process_interrupts_the_command(tmp_path: Path) -> None:
     for code in (-signal.SIGINT, 128 + signal.SIGINT):
         with pytest.raises(KeyboardInterrupt):
-            launcher._say_root_cause(call_of(tmp_path), launcher._Failed(0, code), [], [signal.SIGINT])
+            launcher._raise_root_cause(call_of(tmp_path), launcher._FirstFailure(0, code), [], [signal.SIGINT])
 
 
 def test_reports_are_read_by_time(tmp_path: Path) -> None:
     for number, when in enumerate([5.0, 2.0, 9.0]):
-        one = Report(number, "boost", "m", "ConfigError", 2, "", when)
+        one = FailureReport(number, "boost", "m", "ConfigError", 2, "", when)
         (tmp_path / f"report{number}.json").write_text(json.dumps(one.__dict__))
     assert [one.rank for one in launcher.read_reports(tmp_path)] == [1, 0, 2]
 
@@ -417,9 +417,9 @@ class ChildOfCheckpointError(CheckpointError):
 
 
 def test_what_a_process_says_of_its_error() -> None:
-    mended = describe(ChildOfCheckpointError("step 3"), 1)
+    mended = failure_report(ChildOfCheckpointError("step 3"), 1)
     assert (mended.kind, mended.error, mended.message, mended.exit_code) == ("boost", "CheckpointError", "step 3", 2)
-    defect = describe(KeyError("x"), 0)
+    defect = failure_report(KeyError("x"), 0)
     assert (defect.kind, defect.exit_code) == ("defect", 1)
     assert "KeyError: 'x'" in defect.message
 
@@ -435,15 +435,15 @@ def test_what_a_process_says_of_its_error() -> None:
     ],
 )
 def test_lost_connections_are_known(error: Exception) -> None:
-    assert describe(error, 0).kind == "lost"
+    assert failure_report(error, 0).kind == "lost"
     wrapped = TrainingError("the step failed")
     wrapped.__cause__ = error
-    assert describe(wrapped, 0).kind == "lost"
+    assert failure_report(wrapped, 0).kind == "lost"
 
 
 def test_other_errors_are_not_lost_connections() -> None:
-    assert describe(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0).kind == "defect"
-    assert describe(FileNotFoundError(2, "No such file or directory", "x"), 0).kind == "boost"
+    assert failure_report(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0).kind == "defect"
+    assert failure_report(FileNotFoundError(2, "No such file or directory", "x"), 0).kind == "boost"
 
 
 def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,11 @@ from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.parallel.pipeline import Pipeline
-from boost.train.console import SilentConsole
-from boost.train.loop import Trainer, resume_candidates
+from boost.train.hooks import EvaluationEnd, Hook, StepEnd
+from boost.train.loop import Trainer
+from boost.train.metrics import MetricsHook, MetricsWriter
 from boost.train.model import to_device
+from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
@@ -34,20 +36,20 @@ def make_config(store: Path, run: Path, tp: int = 1, dtype: str = "float64", **s
         parallel={"tp": tp, **sections.pop("parallel", {})},
         optim={"lr": RATE, "warmup_steps": 3},
         data={"store": str(store)},
-        run={"dir": str(run), "device": "cpu"},
+        run={"dir": str(run), "device": "cpu", "peak_tflops": 1.0},
         **sections,
     )
 
 
-def make_trainer(config: Config) -> Trainer:
+def make_trainer(config: Config, *hooks: Hook) -> Trainer:
     mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
-    return Trainer(config, mesh, RunDirectory(config.run.dir))
+    return Trainer(config, mesh, RunDirectory(config.run.dir), hooks)
 
 
 def losses_of(config: Config, steps: int) -> list[float]:
     trainer = make_trainer(config)
     trainer.start([])
-    return [trainer.step(RATE, stop=False).loss for _ in range(steps)]
+    return [trainer.step(RATE).loss for _ in range(steps)]
 
 
 def test_replicas_are_one_process(store: Path, tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def order_of_a_step(config: Config) -> list[str]:
         patch.setattr(trainer.reducer, "finish", lambda: (said.append("finish"), finish()))
         begin = gradients.start_all_reduce
         patch.setattr(gradients, "start_all_reduce", lambda *args: (said.append("send"), begin(*args)))
-        trainer.step(RATE, stop=False)
+        trainer.step(RATE)
     return said
 
 
@@ -119,7 +121,7 @@ def test_the_loss_is_a_mean_over_targets_whatever_micro_batches_they_fall_into(
     total = trainers[2].model(*to_device(batch, False, toy.CPU))
     gradients = torch.autograd.grad(total / counted, list(trainers[2].model.parameters()))
     norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
-    steps = [[trainer.step(RATE, stop=False) for _ in range(4)] for trainer in trainers]
+    steps = [[trainer.step(RATE) for _ in range(4)] for trainer in trainers]
     assert steps[2][0].loss == pytest.approx(total.item() / counted, rel=1e-12)
     assert steps[2][0].gradient_norm == pytest.approx(norm, rel=1e-10)
     for ours in steps[:2]:
@@ -166,14 +168,14 @@ def fit(config: Config, resume: str | None) -> tuple[list[float], int, int]:
     """Held-out losses seen, the step at the end, and the number of complete checkpoints."""
     seen: list[float] = []
 
-    class Recorder(SilentConsole):
-        def evaluation(self, metrics: Any) -> None:
-            seen.append(metrics.heldout_loss)
+    class Recorder(Hook):
+        def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
+            seen.append(event.metrics.heldout_loss)
 
-    trainer = make_trainer(config)
+    trainer = make_trainer(config, Recorder())
     trainer.start(resume_candidates(resume, trainer.run))
-    outcome = trainer.fit(Recorder(), None, 1e12)
-    return seen, outcome.position.step, len(list(trainer.run.checkpoints.glob("step-*")))
+    result = trainer.fit()
+    return seen, result.position.step, len(list(trainer.run.checkpoints.glob("step-*")))
 
 
 def test_a_finished_run_resumes_to_its_evaluation_alone(store: Path, tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
         counts = []
         for _ in range(count):
             rate = learning_rate(config.optim, trainer.position.step, config.train.steps)
-            trainer.step(rate, stop=False)
+            trainer.step(rate)
             counts.append(trainer.optimizer.updates)
         return counts
 
@@ -242,7 +244,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
         ({"train": {"seed": 5}}, "train.seed = 5"),
         ({"train": {"seq_len": 16}}, "train.seq_len = 16"),
         ({"train": {"global_batch": 8}}, "train.global_batch = 8"),
-        ({"train": {"steps": 3}}, "smallest legal value is 6"),
+        ({"train": {"steps": 3}}, "smallest valid value is 6"),
         ({"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
     ],
 )
@@ -270,7 +272,7 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
     run = RunDirectory(config.run.dir)
     trainer = make_trainer(config)
     trainer.start(resume_candidates(str(run.checkpoints / "step-00000002"), run))
-    trainer.step(RATE, stop=False)
+    trainer.step(RATE)
     saved = trainer.save()
     assert saved.name == "step-00000003"
     assert saved.is_dir(), "what was just saved is not what is removed"
@@ -279,32 +281,34 @@ def test_another_way_from_an_earlier_checkpoint_is_what_auto_goes_on_with(store:
     assert again.position.step == 3
 
 
-def test_metrics_that_cannot_be_written_do_not_end_the_run(store: Path, tmp_path: Path) -> None:
-    class FullDisk:
-        def step(self, metrics: Any) -> None:
-            raise StorageError("No space left on device")
+def test_metrics_that_cannot_be_written_do_not_end_the_run(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> None:
+        raise StorageError("No space left on device")
 
-        evaluation = step
+    warnings: list[str] = []
 
-    notes: list[str] = []
+    class Recorder(Hook):
+        def on_warning(self, trainer: Trainer, text: str) -> None:
+            warnings.append(text)
 
-    class Recorder(SilentConsole):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    trainer = make_trainer(make_config(store, tmp_path / "run"))
+    monkeypatch.setattr(MetricsWriter, "step", full_disk)
+    monkeypatch.setattr(MetricsWriter, "evaluation", full_disk)
+    trainer = make_trainer(make_config(store, tmp_path / "run"), MetricsHook(), Recorder())
+    RunDirectory.create(trainer.config, resume=False)
     trainer.start([])
-    outcome = trainer.fit(Recorder(), FullDisk(), 1e12)  # type: ignore[arg-type]
-    assert outcome.position.step == 6
-    assert len(notes) == 1
-    assert "No space left on device; training goes on" in notes[0]
+    result = trainer.fit()
+    assert result.position.step == 6
+    assert len(warnings) == 1
+    assert "No space left on device; training continues" in warnings[0]
 
 
 def poison(config: Config) -> tuple[list[bool], str]:
     """Steps with a NaN in the last process's weight gradient: whether weights stayed, and what ended the run."""
     trainer = make_trainer(config)
     trainer.start([])
-    trainer.step(RATE, stop=False)
+    trainer.step(RATE)
     before = {k: v.clone() for k, v in toy.weights(trainer.model).items()}
 
     def harm(gradient: torch.Tensor) -> torch.Tensor:
@@ -313,10 +317,10 @@ def poison(config: Config) -> tuple[list[bool], str]:
     blocks = trainer.model.decoders[0].blocks if isinstance(trainer.model, Pipeline) else trainer.model.blocks
     handle = blocks[0].mlp_norm.register_hook(harm)
     for _ in range(2):
-        trainer.step(RATE, stop=False)
+        trainer.step(RATE)
     same = [torch.equal(v, before[k]) for k, v in toy.weights(trainer.model).items()]
     with pytest.raises(TrainingError) as error:
-        trainer.step(RATE, stop=False)
+        trainer.step(RATE)
     handle.remove()
     return same, str(error.value)
 
@@ -339,16 +343,18 @@ def stop_one(config: Config) -> tuple[int, str | None]:
     import os
     import signal
 
-    trainer = make_trainer(config)
-    trainer.start([])
-
-    class Stopper(SilentConsole):
-        def step(self, metrics: Any) -> None:
-            if metrics.step == 2 and trainer.mesh.rank == 1:
+    class Stopper(Hook):
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            if event.metrics.step == 2 and trainer.mesh.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    outcome = trainer.fit(Stopper(), None, 1e12)
-    return outcome.position.step, outcome.checkpoint and outcome.checkpoint.name
+    trainer = make_trainer(config, Stopper())
+    trainer.start([])
+    result = trainer.fit()
+    assert result.by_signal
+    assert result.received_signal == (trainer.mesh.rank == 1)
+    assert result.stopped_by == ("SIGTERM" if result.received_signal else "a signal to another process")
+    return result.position.step, result.checkpoint and result.checkpoint.name
 
 
 def test_a_signal_to_one_process_saves_on_all(store: Path, tmp_path: Path) -> None:

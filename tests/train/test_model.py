@@ -9,7 +9,6 @@ import torch
 
 from boost.config import Config
 from boost.errors import ConfigError
-from boost.train.console import SilentConsole
 from boost.train.model import compile_blocks
 from tests import toy
 from tests.train.test_loop import make_config, make_trainer
@@ -18,8 +17,8 @@ from tests.train.test_loop import make_config, make_trainer
 def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
     trainer = make_trainer(config)
     trainer.start([])
-    losses = [trainer.step(1e-3, stop=False).loss for _ in range(3)]
-    return losses, trainer.evaluate(SilentConsole(), None, 256).loss
+    losses = [trainer.step(1e-3).loss for _ in range(3)]
+    return losses, trainer.evaluate(256).loss
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")

@@ -1,0 +1,202 @@
+"""Hooks: everything that happens around a training step.
+
+A hook is a class with a method per event. Subclass `Hook`, override what you need, and pass it to the trainer:
+
+    class StopAtLoss(Hook):
+        def after_step(self, trainer, event):
+            if event.metrics.loss < 2.0:
+                trainer.request_stop("loss below 2.0")
+
+    Trainer(config, mesh, run, hooks=[StopAtLoss()]).fit()
+
+**Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `on_bad_step` (only if the
+loss or gradient norm is not finite; no weight changed), `after_step`; at the end `on_train_end` and `teardown`.
+`Trainer.save` calls `before_save` and `after_save`, `Trainer.evaluate` calls `on_evaluation`, wherever they are called from.
+
+**Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `PeriodicEvaluation`,
+`PeriodicCheckpoint`. A given hook therefore sees a step before that step is evaluated and saved.
+
+**Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
+call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. A main-only
+hook that calls them raises RuntimeError where there are several processes.
+
+**Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
+travel with the step statistics: from `before_step` they take effect after the same step, from any other event after the
+next one. `before_save` may refuse a checkpoint by returning a reason; one process is enough, and the checkpoint is then
+skipped on all of them, even the last one of the run.
+
+**Errors.** A hook that raises ends the run: hooks after it do not see the event, `on_train_end` is not called, `teardown` is.
+The launcher then ends the other processes, as for any error in one process. An error in `before_save` is raised on all processes
+(on the others as a TrainingError), before anything is written. An error in `teardown` is only logged: the run is already over.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer, TrainResult
+    from boost.train.metrics import EvalMetrics, StepMetrics
+
+log = logging.getLogger("boost")
+
+
+@dataclass(frozen=True)
+class TrainStart:
+    """Training is about to start or resume."""
+
+    step: int
+    """Steps already done: 0 for a new run."""
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class StepStart:
+    """A step is about to run."""
+
+    step: int
+    """Number of the step; the first one is 1."""
+    lr: float
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose loss or gradient norm is not finite. It changed no weight."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    consecutive: int
+    """Bad steps in a row, including this one."""
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A step is done."""
+
+    metrics: "StepMetrics"
+    skipped: bool
+    """Whether the step was bad and changed no weight."""
+    last: bool
+    """Whether it was the last step of the run."""
+    stopping: bool
+    """Whether the run stops here, before its last step, because a signal or a hook asked for it."""
+    save_requested: bool
+    """Whether a hook of any process asked for a checkpoint of this step."""
+
+
+@dataclass(frozen=True)
+class SaveStart:
+    """A checkpoint is about to be written."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SaveEnd:
+    """A checkpoint is complete."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class EvaluationEnd:
+    """Held-out loss is known, the same on all processes."""
+
+    metrics: "EvalMetrics"
+    complete: bool
+    """Whether it covers the whole held-out split, not a sample of it."""
+
+
+@dataclass(frozen=True)
+class TrainEnd:
+    """Training reached its last step and the final evaluation, or was stopped and saved."""
+
+    result: "TrainResult"
+
+
+class Hook:
+    """Base class of all hooks. Every method does nothing; the module docstring has the rules."""
+
+    main_only: ClassVar[bool] = False
+    """Whether the hook runs on the main process only."""
+
+    def setup(self, trainer: "Trainer") -> None:
+        """Acquires files and connections, before any hook sees `on_train_start`."""
+
+    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+        """Called once before the first step."""
+
+    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+        """Called before each step."""
+
+    def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
+        """Called inside a step whose loss or gradient norm is not finite, on all processes alike."""
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        """Called after each step, bad ones included."""
+
+    def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
+        """Called before a checkpoint is written. Return a reason to refuse it, None to allow it."""
+        return None
+
+    def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
+        """Called after a checkpoint is complete."""
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        """Called after each evaluation."""
+
+    def on_warning(self, trainer: "Trainer", text: str) -> None:
+        """Called for each `trainer.warn(text)` of this process."""
+
+    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
+        """Called once after the run, unless it ended with an error."""
+
+    def teardown(self, trainer: "Trainer") -> None:
+        """Releases what `setup` acquired, whether or not it was reached. Called however the run ends."""
+
+
+class HookRunner:
+    """Calls the hooks of one process in order, and knows whether a main-only hook is running."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = hooks
+        self._main_only_hook: Hook | None = None
+
+    def call(self, method: Callable[..., Any], trainer: "Trainer", *arguments: Any) -> list[Any]:
+        """Calls this method of `Hook` on every hook. Returns their results."""
+        results = []
+        for hook in self._hooks:
+            with self._running(hook):
+                results.append(getattr(hook, method.__name__)(trainer, *arguments))
+        return results
+
+    def teardown(self, trainer: "Trainer") -> None:
+        """Tears down every hook, even if one fails. Errors are only logged: how the run ended is already decided."""
+        for hook in self._hooks:
+            try:
+                with self._running(hook):
+                    hook.teardown(trainer)
+            except Exception:
+                log.exception("teardown of %s failed", type(hook).__name__)
+
+    def require_all_processes(self, method: str, world_size: int) -> None:
+        """Raises RuntimeError inside a main-only hook: a collective method would wait forever for the other processes."""
+        if self._main_only_hook is not None and world_size > 1:
+            raise RuntimeError(
+                f"{type(self._main_only_hook).__name__} runs on the main process only, but Trainer.{method} needs all processes; "
+                "set main_only = False, or call request_save() for a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _running(self, hook: Hook) -> Iterator[None]:
+        outer = self._main_only_hook
+        self._main_only_hook = hook if hook.main_only else outer
+        try:
+            yield
+        finally:
+            self._main_only_hook = outer

@@ -1,0 +1,377 @@
+"""Hooks: the order of events, what a hook may ask for on any process, and what its errors cost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.errors import BoostError, StorageError, TrainingError
+from boost.parallel.gradients import StepFlags, reduce_step_stats
+from boost.train import hooks, run
+from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation
+from boost.train.console import ConsoleHook
+from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd
+from boost.train.loop import Trainer, TrainResult
+from boost.train.metrics import MetricsHook
+from boost.train.rundir import RunDirectory
+from tests import toy
+from tests.distributed import run_distributed
+from tests.train.test_loop import RATE, make_config, make_trainer
+
+EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name != "main_only"]
+
+
+class Recorder(Hook):
+    """Notes the name of every event."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in EVENTS:
+            self.seen.append(name)
+        return super().__getattribute__(name)
+
+
+class MainRecorder(Recorder):
+    main_only = True
+
+
+class Stop(Hook):
+    """Asks for a stop at one event of one step, on one process."""
+
+    def __init__(self, event: str, step: int, rank: int = 0) -> None:
+        self.event, self.step, self.rank = event, step, rank
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        if self.event == "before_step" and event.step == self.step and trainer.mesh.rank == self.rank:
+            trainer.request_stop("the test")
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        if self.event == "after_step" and event.metrics.step == self.step and trainer.mesh.rank == self.rank:
+            trainer.request_stop("the test")
+
+
+class Refuse(Hook):
+    """Refuses checkpoints of some steps on one process."""
+
+    def __init__(self, steps: set[int], rank: int = 0) -> None:
+        self.steps, self.rank = steps, rank
+        self.warnings: list[str] = []
+
+    def before_save(self, trainer: Trainer, event: SaveStart) -> str | None:
+        return "not good enough" if event.step in self.steps and trainer.mesh.rank == self.rank else None
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.warnings.append(text)
+
+
+def fit(config: Any, *given: Hook) -> tuple[Trainer, TrainResult]:
+    trainer = make_trainer(config, *given)
+    trainer.start([])
+    return trainer, trainer.fit()
+
+
+def saved_steps(trainer: Trainer) -> list[str]:
+    return sorted(path.name.removeprefix("step-0000000") for path in trainer.run.checkpoints.glob("step-*"))
+
+
+def test_the_order_of_events(store: Path, tmp_path: Path) -> None:
+    """A step is shown before it is evaluated, and evaluated before it is saved; the last one is saved, then evaluated."""
+    recorder = Recorder()
+    fit(make_config(store, tmp_path, train={"steps": 3, "eval_every": 2, "save_every": 2}), recorder)
+    step, save = ["before_step", "after_step"], ["before_save", "after_save"]
+    assert recorder.seen == [
+        *["setup", "on_train_start"],
+        *step,
+        *[*step, "on_evaluation", *save],
+        *[*step, *save, "on_evaluation"],
+        *["on_train_end", "teardown"],
+    ]
+
+
+def test_given_hooks_come_before_the_built_in_ones_in_their_order(store: Path, tmp_path: Path) -> None:
+    first, second = Recorder(), ConsoleHook()
+    trainer = make_trainer(make_config(store, tmp_path), first, second)
+    assert trainer.hooks[:2] == [first, second]
+    assert [type(hook) for hook in trainer.hooks[2:]] == [BadStepLimit, PeriodicEvaluation, PeriodicCheckpoint]
+
+
+def test_events_say_where_the_run_stands(store: Path, tmp_path: Path) -> None:
+    events: list[Any] = []
+
+    class Collector(Hook):
+        def __getattribute__(self, name: str) -> Any:
+            if name in EVENTS:
+                return lambda trainer, *event: events.extend(event)
+            return super().__getattribute__(name)
+
+    config = make_config(store, tmp_path, train={"steps": 2, "eval_every": 1, "eval_tokens": 64})
+    trainer, result = fit(config, Collector())
+    begin, *_, end = events
+    assert (begin.step, begin.total_steps) == (0, 2)
+    assert end == TrainEnd(result)
+    starts, ends = ([e for e in events if isinstance(e, kind)] for kind in (StepStart, StepEnd))
+    assert [e.step for e in starts] == [e.metrics.step for e in ends] == [1, 2]
+    assert [e.lr for e in starts] == [e.metrics.lr for e in ends]
+    assert [(e.skipped, e.last, e.stopping, e.save_requested) for e in ends] == [
+        (False, False, False, False),
+        (False, True, False, False),
+    ]
+    assert [(e.metrics.step, e.complete) for e in events if isinstance(e, EvaluationEnd)] == [(1, False), (2, True)]
+    assert [e for e in events if isinstance(e, SaveEnd)] == [SaveEnd(2, trainer.run.checkpoints / "step-00000002")]
+    with pytest.raises(AttributeError, match="cannot assign"):
+        begin.step = 5
+
+
+@pytest.mark.parametrize(("event", "last"), [("before_step", 2), ("after_step", 3)])
+def test_a_hook_stops_the_run_and_everything_is_saved(store: Path, tmp_path: Path, event: str, last: int) -> None:
+    recorder = Recorder()
+    trainer, result = fit(make_config(store, tmp_path, train={"eval_every": 1}), Stop(event, 2), recorder)
+    assert (result.position.step, result.stopped_by, result.evaluation) == (last, "the test", None)
+    assert not result.by_signal and not result.received_signal
+    assert result.checkpoint is not None and saved_steps(trainer) == [str(last)]
+    assert recorder.seen.count("on_evaluation") == last - 1, "a step that stops the run is not evaluated"
+    assert recorder.seen[-2:] == ["on_train_end", "teardown"]
+
+
+def test_a_stop_asked_for_in_the_last_step_changes_nothing(store: Path, tmp_path: Path) -> None:
+    _, result = fit(make_config(store, tmp_path), Stop("before_step", 6))
+    assert (result.position.step, result.stopped_by) == (6, None)
+    assert result.evaluation is not None
+
+
+def stop_on_one(config: Any) -> tuple[int, str | None, bool]:
+    _, result = fit(config, Stop("after_step", 2, rank=1))
+    assert result.checkpoint is not None
+    return result.position.step, result.stopped_by, result.by_signal
+
+
+def test_a_stop_asked_for_on_one_process_stops_all_after_the_same_step(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, 2, train={"steps": 50})
+    assert run_distributed(2, stop_on_one, config) == [(3, "a hook of another process", False), (3, "the test", False)]
+
+
+def test_a_stop_by_a_hook_exits_with_0_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    position = make_position()
+    assert run._exit_code(TrainResult(position, None, None, "a hook of another process")) == 0
+    elsewhere = TrainResult(position, None, None, "a signal to another process", by_signal=True)
+    assert run._exit_code(elsewhere) == run.STOPPED_ELSEWHERE
+
+
+def make_position() -> Any:
+    from boost.train.checkpoint import Position
+
+    return Position(3, 384)
+
+
+def save_on_request(config: Any) -> list[str]:
+    class Request(Hook):
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            if event.metrics.step == 2 and trainer.mesh.rank == 1:
+                trainer.request_save()
+
+    trainer, _ = fit(config, Request())
+    return saved_steps(trainer)
+
+
+def test_a_save_asked_for_on_one_process_happens_once_on_all(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, 2, train={"save_every": 0, "keep": 9})
+    assert run_distributed(2, save_on_request, config) == [["3", "6"]] * 2
+
+
+def refuse_on_one(config: Any) -> tuple[list[str], list[str], Any]:
+    refuse, recorder = Refuse({2, 6}, rank=1), Recorder()
+    trainer, result = fit(config, refuse, recorder)
+    assert recorder.seen.count("before_save") == 3 and recorder.seen.count("after_save") == 1
+    return saved_steps(trainer), refuse.warnings, result.checkpoint and result.checkpoint.name
+
+
+def test_a_checkpoint_refused_on_one_process_is_not_written_on_any(store: Path, tmp_path: Path) -> None:
+    """Not even the last one; the run still ends, with its evaluation and the checkpoint before."""
+    config = make_config(store, tmp_path, 2, train={"save_every": 2, "keep": 9})
+    for steps, warnings, latest in run_distributed(2, refuse_on_one, config):
+        assert steps == ["4"]
+        assert latest == "step-00000004"
+        assert warnings == [f"checkpoint of step {step} not saved: not good enough" for step in (2, 6)]
+
+
+def test_a_refused_checkpoint_is_not_called_saved(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(store, tmp_path)
+    for refused, words in ((set(), "everything is saved"), ({2}, "a hook refused the checkpoint of this step")):
+        trainer, result = fit(config, Stop("before_step", 2), Refuse(refused))
+        run._print_result(config, trainer, result)
+        assert f"stopped by the test at step 2 of 6, {words}; resume with --resume auto" in capsys.readouterr().out
+        for path in trainer.run.checkpoints.glob("step-*"):
+            path.rename(path.with_name(f"superseded-{path.name}"))
+
+
+def raise_on_save(config: Any) -> tuple[str, list[str]]:
+    class Raise(Hook):
+        def before_save(self, trainer: Trainer, event: SaveStart) -> None:
+            if trainer.mesh.rank == 1:
+                raise StorageError("no quota left")
+
+    trainer = make_trainer(config, Raise())
+    trainer.start([])
+    with pytest.raises(TrainingError) as error:
+        trainer.save()
+    return str(error.value), saved_steps(trainer)
+
+
+def test_an_error_before_a_save_is_raised_on_all_processes(store: Path, tmp_path: Path) -> None:
+    assert run_distributed(2, raise_on_save, make_config(store, tmp_path, 2)) == [("no quota left", [])] * 2
+
+
+@pytest.mark.parametrize("event", [name for name in EVENTS if name not in ("on_bad_step", "on_warning", "teardown")])
+def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str) -> None:
+    """Later hooks do not see that event; all of them are torn down."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError(event)
+
+    broken, after = Hook(), Recorder()
+    setattr(broken, event, fail)
+    # getattr(hook, name) finds the instance's attribute, as a method of a subclass would be found.
+    trainer = make_trainer(make_config(store, tmp_path, train={"steps": 1}), broken, after)
+    trainer.start([])
+    with pytest.raises(ZeroDivisionError, match=event):
+        trainer.fit()
+    assert event not in after.seen
+    assert after.seen.count("teardown") == 1 and after.seen[-1] == "teardown"
+    assert "on_train_end" not in after.seen
+
+
+def test_an_error_in_teardown_is_logged_and_costs_no_other_hook(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Hook):
+        def teardown(self, trainer: Trainer) -> None:
+            raise ZeroDivisionError
+
+    recorder = Recorder()
+    with caplog.at_level("ERROR", logger="boost"):
+        _, result = fit(make_config(store, tmp_path, train={"steps": 1}), Broken(), recorder)
+    assert result.position.step == 1
+    assert recorder.seen[-1] == "teardown"
+    assert "teardown of Broken failed" in caplog.text
+
+
+def main_only_events(config: Any) -> tuple[list[str], list[str]]:
+    everywhere, main = Recorder(), MainRecorder()
+    fit(config, everywhere, main)
+    return everywhere.seen, main.seen
+
+
+def test_main_only_hooks_run_on_the_main_process_only(store: Path, tmp_path: Path) -> None:
+    (all_0, main_0), (all_1, main_1) = run_distributed(2, main_only_events, make_config(store, tmp_path, 2))
+    assert all_0 == all_1 == main_0
+    assert main_1 == []
+
+
+def collective_from_main(config: Any) -> str | None:
+    """The error of a main-only hook that saves; both processes stop before a collective that the other one lacks."""
+
+    class Save(Hook):
+        main_only = True
+
+        def on_train_start(self, trainer: Trainer, event: hooks.TrainStart) -> None:
+            trainer.save()
+
+    class Leave(Hook):
+        def on_train_start(self, trainer: Trainer, event: hooks.TrainStart) -> None:
+            raise BoostError("the other process has raised")
+
+    trainer = make_trainer(config, Save(), Leave())
+    trainer.start([])
+    with pytest.raises((RuntimeError, BoostError)) as error:
+        trainer.fit()
+    return str(error.value) if trainer.mesh.is_main else None
+
+
+def test_a_main_only_hook_cannot_call_a_collective_method(store: Path, tmp_path: Path) -> None:
+    message, _ = run_distributed(2, collective_from_main, make_config(store, tmp_path, 2))
+    assert "Save runs on the main process only, but Trainer.save needs all processes" in message
+
+
+def printed(config: Any) -> tuple[str, str]:
+    """Standard output of a run, and what is in its metrics."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        fit(config, ConsoleHook(), MetricsHook())
+    return out.getvalue(), RunDirectory(config.run.dir).metrics.read_text()
+
+
+def test_console_and_metrics_come_from_the_main_process(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, 2, train={"eval_every": 3, "log_every": 1})
+    RunDirectory.create(config, resume=False)
+    (said, metrics), (silence, _) = run_distributed(2, printed, config)
+    assert silence == ""
+    first, *lines = said.splitlines()
+    assert "layout btp, tp 2 x pp 1 x dp 1 on cpu" in first
+    assert [line.split()[:2] for line in lines] == [
+        *[["step", f"{step}/6"] for step in (1, 2, 3)],
+        *[["eval", "3/6"]],
+        *[["step", f"{step}/6"] for step in (4, 5, 6)],
+        *[["eval", "6/6"]],
+    ]
+    assert metrics.count('"kind": "step"') == 6 and metrics.count('"kind": "eval"') == 2
+
+
+def test_bad_steps_are_counted_in_a_row_and_seen_before_the_limit_ends_the_run(store: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    skipped: list[bool] = []
+
+    class Watch(Hook):
+        def on_bad_step(self, trainer: Trainer, event: hooks.BadStep) -> None:
+            seen.append((event.step, event.consecutive))
+
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            skipped.append(event.skipped)
+
+        def before_step(self, trainer: Trainer, event: StepStart) -> None:
+            handle.remove() if event.step == 2 else poison()
+
+    trainer = make_trainer(make_config(store, tmp_path), Watch())
+    trainer.start([])
+
+    def poison() -> None:
+        nonlocal handle
+        handle.remove()
+        handle = trainer.model.blocks[0].mlp_norm.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[union-attr]
+
+    handle = trainer.model.blocks[0].mlp_norm.register_hook(lambda gradient: gradient)  # type: ignore[union-attr]
+    with pytest.raises(TrainingError, match="at step 5: not finite for 3 steps in a row"):
+        trainer.fit()
+    assert seen == [(1, 1), (3, 1), (4, 2), (5, 3)]
+    assert skipped == [True, False, True, True]
+
+
+def flags_of(raised: list[int]) -> list[int]:
+    """The union of the flags that each process raises, in turn."""
+    mesh = toy.mesh(tp=len(raised))
+    loss = torch.zeros((), dtype=torch.double)
+    stats = reduce_step_stats([], loss, 1, 1, mesh, StepFlags(raised[mesh.rank]))
+    return [stats.flags.value]
+
+
+@pytest.mark.parametrize("raised", [[0, 0], [0, 1], [2, 2], [4, 1], [7, 7]], ids=str)
+def test_flags_of_all_processes_are_united(raised: list[int]) -> None:
+    assert run_distributed(2, flags_of, raised) == [[raised[0] | raised[1]]] * 2
+
+
+def test_step_evaluate_and_save_work_without_fit(store: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(make_config(store, tmp_path), recorder)
+    trainer.start([])
+    trainer.step(RATE)
+    trainer.evaluate(64)
+    assert trainer.save() == trainer.run.checkpoints / "step-00000001"
+    assert recorder.seen == ["on_evaluation", "before_save", "after_save"]
