@@ -159,7 +159,7 @@ class LowRankConfig(ModelConfig):
         """The rank follows the width; the rest is the recipe."""
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
-        return super().derived(values) | {"rank": rank} | dict(cls.kind(values).recipe)
+        return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
 
     def problems(self, config: "Config") -> Iterator[str]:
         """Ranks that are wider than their linears, or of linears that do not exist."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from boost.config.schedules import Schedule
+from boost.config.lr_schedules import LRSchedule
 from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class OptimConfig(Tagged):
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of lr."""
 
-    lr_schedule: SerializeAsAny[Schedule] = Field(default_factory=Schedule)
+    lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
     """The schedule, in a file `schedule` and its own keys."""
 
     @property
@@ -80,9 +80,9 @@ class OptimConfig(Tagged):
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
         """Another optimizer, which may not have what the schedule follows, takes the default schedule then."""
-        optimizer, schedule = cls.find(changes.get("name")), Schedule.find(table.get("schedule"))
+        optimizer, schedule = cls.find(changes.get("name")), LRSchedule.find(table.get("schedule"))
         if optimizer and schedule and "schedule" not in changes and not schedule.suits(optimizer):
-            changes = {**changes, "schedule": Schedule.model_fields["schedule"].default}
+            changes = {**changes, "schedule": LRSchedule.model_fields["schedule"].default}
         super().switch(table, changes)
 
     def problems(self, config: "Config") -> Iterator[str]:

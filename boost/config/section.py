@@ -5,8 +5,9 @@ no table of their own. To add a choice, write a subclass; importing its module r
 """
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 from pydantic.fields import FieldInfo
@@ -106,11 +107,8 @@ class Tagged(Section):
             former, new = root.find(table.get(tag, root.model_fields[tag].default)), root.find(changes.get(tag))
             if former is None or new is None or former is new:
                 continue
-            kept = (
-                (former.model_fields.keys() & new.model_fields.keys())
-                - {tag}
-                - root.dropped(former, new, table, changes)
-            )
+            kept = former.model_fields.keys() & new.model_fields.keys()
+            kept -= {tag, *root.dropped(former, new, table, changes)}
             for name in [name for name in table if root.owners(name) and name not in kept]:
                 del table[name]
 
@@ -130,8 +128,13 @@ class Tagged(Section):
         }
         if Tagged in cls.__bases__:
             cls.choices = {}
-        elif get_origin(literal := cls.model_fields[cls.tag()].annotation) is Literal:
-            cls.choices[get_args(literal)[0]] = cls
+        elif cls.tag() in inspect.get_annotations(cls):
+            for value in get_args(cls.model_fields[cls.tag()].annotation):
+                if other := cls.find(value):
+                    raise TypeError(
+                        f"{cls.key} = '{value}' is {other.__qualname__} already; {cls.__qualname__} needs its own"
+                    )
+                cls.choices[value] = cls
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         # OptimConfig(name="muon") is a MuonConfig, like OptimConfig.model_validate({"name": "muon"}).
@@ -143,17 +146,15 @@ class Tagged(Section):
             if name in self.absent:
                 return self.absent[name]
             for part in self.parts:
-                if part in self.__dict__ and name in {
-                    **self.parts[part].absent,
-                    **type(self.__dict__[part]).model_fields,
-                }:
-                    return getattr(self.__dict__[part], name)
+                own = self.__dict__.get(part)
+                if own is not None and (name in own.absent or name in type(own).model_fields):
+                    return getattr(own, name)
             return super().__getattr__(name)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's. Another tag makes it an object of another class, validated, with what both have."""
-        tag = self.tag()
-        if not update or update.get(tag, getattr(self, tag)) == getattr(self, tag):
+        """As pydantic's, not validated. But another tag, or a key of a part, needs other classes: this copy is validated."""
+        own = getattr(self, self.tag())
+        if not update or (update.get(self.tag(), own) == own and update.keys() <= type(self).model_fields.keys()):
             return super().model_copy(update=update, deep=deep)
         values = self.model_dump()
         self.switch(values, update)
@@ -185,25 +186,23 @@ def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
             raise _invalid(cls, "extra_forbidden", part, own[part])
         inner = {name: own.pop(name) for name in values if name in root.model_fields or root.owners(name)}
         own.setdefault(part, inner)
-    for name in own.keys() - cls.model_fields.keys():
+    for name in [name for name in own if name not in cls.model_fields]:
         if owners := cls.owners(name):
-            value = own.pop(name)
-            neutral = cls.absent.get(name, cls.choices[owners[0]].model_fields[name].default)
-            if value != neutral:
-                raise _misplaced(cls, name, value, owners)
+            value, defaults = own.pop(name), [cls.choices[owner].model_fields[name].default for owner in owners]
+            if value not in ([cls.absent[name]] if name in cls.absent else defaults):
+                raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
     return cls.derived(own) | own
 
 
-def _misplaced(cls: type[Tagged], name: str, value: Any, owners: list[str]) -> ValidationError:
+def _misplaced(cls: type[Tagged], own: str, name: str, value: Any) -> ValidationError:
     """A field of another choice: names its owner and the two ways out."""
     field, shown = f"{cls.key.partition('.')[0]}.{name}", value
     while isinstance(shown, dict) and shown:  # the first entry of a table, as it is written
         entry, shown = next(iter(shown.items()))
         field += f".{entry}"
     said = str(shown).lower() if isinstance(shown, bool) else repr(shown)
-    *others, last = [f"'{owner}'" for owner in owners]
+    *others, last = [f"'{owner}'" for owner in cls.owners(name)]
     ways = f"{', '.join(others)} or {last}" if others else last
-    own = cls.model_fields[cls.tag()].default
     message = f"{field} = {said} belongs to {cls.key} = {ways}, not to '{own}'; remove it, or take {cls.key} = {ways}"
     return _invalid(cls, PydanticCustomError("misplaced", "{message}", {"message": message}), name, value)
 

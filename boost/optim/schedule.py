@@ -3,8 +3,8 @@
 import math
 from functools import singledispatch
 
+from boost.config.lr_schedules import Constant, Cosine, CosineRestarts, LRSchedule
 from boost.config.optimizers import OptimConfig
-from boost.config.schedules import Constant, Cosine, CosineRestarts, Schedule
 
 RESTART_FLOOR = 1e-6
 """Share of lr of the first step after a restart, in the published code of LORO."""
@@ -16,7 +16,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 
 
 @singledispatch
-def scheduled_rate(schedule: Schedule, optim: OptimConfig, step: int, steps: int) -> float:
+def scheduled_rate(schedule: LRSchedule, optim: OptimConfig, step: int, steps: int) -> float:
     """The rate under one schedule. Each registers its own function."""
     raise NotImplementedError(f"no rate for {type(schedule).__name__}; register one with scheduled_rate.register")
 

@@ -10,7 +10,7 @@ import pytest
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, from_tree, read_source
-from boost.config.schedules import Cosine
+from boost.config.lr_schedules import Cosine
 from boost.errors import ConfigError
 
 BAD = [
@@ -54,6 +54,7 @@ BAD = [
     ),
     (["--model.over", "svd"], ["model.over = 'svd'", "'lax'"]),
     (["--model.family", "lax", "--model.gate", "none"], ["model.gate = 'none' is not one of identity, tensor, dense"]),
+    (["--model.family", "lax", "--model.over", "dense"], ["model.over = 'dense' is not one of svd, cola"]),
     (["--model.family", "lax", "--model.over", "none"], ["model.over = 'none' is not one of svd, cola"]),
     (["--model.family", "lax", "--model.ranks.layers.1.attn.q", "8"], ["ranks.layers.1.attn.q", "write ranks.attn.q"]),
     (["--model.ranks.attn.w", "8"], ["model.ranks.attn.w", "attn.q", "layers.0.attn.q"]),

@@ -11,8 +11,8 @@ from pydantic import SerializeAsAny, ValidationError
 from boost.config import load
 from boost.config.families import CoLAConfig, DenseConfig, LaXConfig, LowRankConfig, SVDConfig
 from boost.config.load import fields
+from boost.config.lr_schedules import Constant, Cosine, CosineRestarts
 from boost.config.optimizers import AdamWConfig, LOROConfig, MuonConfig
-from boost.config.schedules import Constant, Cosine, CosineRestarts
 from boost.config.schema import Config, ModelConfig, OptimConfig
 from boost.config.section import Natural, Section, Tagged
 from boost.errors import ConfigError
@@ -116,6 +116,10 @@ def test_a_copy_with_another_tag_is_of_another_class() -> None:
     loro = OptimConfig.model_validate({"name": "loro", "schedule": "cosine-restarts", "lr": 0.5})
     assert isinstance(loro.lr_schedule, CosineRestarts)
     assert loro.model_copy(update={"name": "adamw"}) == OptimConfig(lr=0.5)
+    decaying = loro.model_copy(update={"schedule": "constant", "decay_steps": 7})
+    assert (decaying.lr_schedule, decaying.lr, decaying.name) == (Constant(decay_steps=7), 0.5, "loro")
+    with pytest.raises(ValidationError, match="belongs to model.family"):
+        dense.model_copy(update={"rank": 8})
 
 
 def test_every_key_says_which_choices_have_it() -> None:
@@ -159,6 +163,13 @@ def outside() -> Iterator[None]:
 
     yield
     del OptimConfig.choices["lion"], ModelConfig.choices["ternary"]
+
+
+def test_a_tag_value_belongs_to_one_class() -> None:
+    with pytest.raises(TypeError, match="parallel.layout = 'whole' is Whole already"):
+
+        class Other(Layout):
+            layout: Literal["whole", "half"] = "half"
 
 
 def built(storages: object, config: Config, mesh: Mesh) -> Any:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from boost.config.schema import Config
 
 
-class Schedule(Tagged):
+class LRSchedule(Tagged):
     """The learning rate after the warm-up."""
 
     key: ClassVar[str] = "optim.schedule"
@@ -24,13 +24,13 @@ class Schedule(Tagged):
         return True
 
 
-class Cosine(Schedule):
+class Cosine(LRSchedule):
     """Falls to min_lr_ratio at the last step."""
 
     schedule: Literal["cosine"] = "cosine"
 
 
-class Constant(Schedule):
+class Constant(LRSchedule):
     """Stays at lr until the decay."""
 
     schedule: Literal["constant"] = "constant"
@@ -48,7 +48,7 @@ class Constant(Schedule):
             )
 
 
-class CosineRestarts(Schedule):
+class CosineRestarts(LRSchedule):
     """LORO's cosine, which dips where moments are cleared."""
 
     schedule: Literal["cosine-restarts"] = "cosine-restarts"
