@@ -1,13 +1,13 @@
 """`boost bench perplexity`: final perplexity of all layouts."""
 
 import argparse
-from typing import Any, get_args
+from typing import Any
 
 from boost.cli.bench_common import experiment_parser, needs_matplotlib, require_least, tp_config
-from boost.config.schema import Family
+from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
 
-FAMILIES = get_args(Family)
+FAMILIES = tuple(ModelConfig.choices)
 DTYPES = ("float32", "bfloat16")
 
 

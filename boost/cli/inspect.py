@@ -326,8 +326,8 @@ def print_memory(config: Config, predicted: "Memory", peak: "Peak", measured: "M
     from rich.table import Table
     from rich.text import Text
 
-    from boost.plan.inspection import human_bytes
     from boost.plan.categories import CATEGORIES
+    from boost.plan.inspection import human_bytes
 
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
     train = config.train

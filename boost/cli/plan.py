@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load, presets
-from boost.config.load import change_family, parse_overrides, read_source, validated
+from boost.config.load import change, parse_overrides, read_source, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
@@ -225,11 +225,7 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     for key in SEARCHED:
         train.pop(key.partition(".")[2], None)
     train.update(compute_dtype="bfloat16", micro_batch=1)
-    if "model.family" in changes:
-        change_family(tree.setdefault("model", {}), changes["model.family"])
-    for key, value in changes.items():
-        section, name = key.split(".", 1)
-        tree.setdefault(section, {})[name] = value
+    change(tree, changes)
     base = validated(tree)
     alone = {"parallel": ParallelConfig(layout="single"), "train": base.train.model_copy(update={"micro_batch": 1})}
     if args.global_batch is not None:
@@ -291,11 +287,7 @@ def _dense(request: "Request") -> "Plan | None":
     from boost.plan.search import Search
 
     base = request.base
-    if (
-        not base.model.low_rank
-        or request.fixed & {"parallel.layout", "train.recompute"}
-        or base.optim.name in ("loro", "muon")
-    ):
+    if not base.model.low_rank or request.fixed & {"parallel.layout", "train.recompute"} or base.optim.for_factors:
         return None
     model = base.model.model_dump(exclude={"rank", "ranks", "latent_act", "factor_init", "over", "gate", "mlp_silu"})
     tree = base.model_dump(exclude_none=True) | {"model": {**model, "family": "dense"}}

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from boost.plan.bars import Bar, bars_picture
+from boost.plan.categories import CATEGORIES
 from boost.plan.compare import choices, human_seconds, mesh
 from boost.plan.explain import busiest, products, rows_that_matter, sent
 from boost.plan.hardware import Hardware
 from boost.plan.inspection import human_bytes
-from boost.plan.categories import CATEGORIES
 from boost.plan.search import Plan
 from boost.plan.timing import PARTS, Predictor
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
-from boost.config.load import change_family, read_source, validated
+from boost.config.load import change, read_source, tags, validated
 from boost.plan.candidates import Request
 from boost.plan.compare import Contender, choices, human_seconds, mesh
 from boost.plan.inspection import human_bytes
@@ -54,14 +54,13 @@ def command_line(args: argparse.Namespace, config: Config, source: str) -> list[
 def flags(config: Config, source: str) -> list[str]:
     """`--section.key value` words that make `config` of a preset or file."""
     words: list[str] = []
-    family = ["--model.family", config.model.family]
     tree = read_source(source)
-    plain = validated(tree)
-    if plain.model.family != config.model.family:
-        words += family
-        change_family(tree.setdefault("model", {}), config.model.family)
-        plain = validated(tree)
-    before, after = plain.model_dump(), config.model_dump()
+    before, after = validated(tree).model_dump(), config.model_dump()
+    for section, tag in tags():  # first what selects a class: its other keys have other defaults
+        if after[section][tag] != before[section][tag]:
+            words += [f"--{section}.{tag}", after[section][tag]]
+            change(tree, {f"{section}.{tag}": after[section][tag]})
+            before = validated(tree).model_dump()
     for section, table in after.items():
         for key, value in table.items():
             if value != before[section][key]:

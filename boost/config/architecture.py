@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from boost.config.schema import ModelConfig
+from boost.config.families import SLOTS as SLOTS
+from boost.config.families import ModelConfig
 
 IGNORED = -100
 """Target of a position that has no loss."""
@@ -80,10 +81,6 @@ def groups(model: ModelConfig, layer: int) -> tuple[Group, Group, Group, Group]:
         Group("gate_up", "enter", (slot("mlp.gate", d, f), slot("mlp.up", d, f))),
         Group("down", "leave", (slot("mlp.down", f, d),)),
     )
-
-
-SLOTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
-"""Names of the linears of a block, in the order of `groups`."""
 
 
 def crossed(model: ModelConfig, layer: int) -> bool:

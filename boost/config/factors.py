@@ -67,27 +67,23 @@ def rate_scale(parameter: Parameter, dim: int) -> float:
 
 def needs_whole_factors(optim: OptimConfig) -> bool:
     """Whether every step (not only one of exact_every) looks at whole factors."""
-    return optim.name == "muon" or optim.frobenius_decay > 0
+    return optim.whole_factors
 
 
 def work_dtype(optim: OptimConfig, param_dtype: str) -> str:
     """Dtype in which whole factors are worked on and sent: LORO's exact step in fp64, others in fp32 at least."""
-    return "float64" if optim.name == "loro" or param_dtype == "float64" else "float32"
+    return "float64" if param_dtype == "float64" else optim.factor_dtype
 
 
 def copies(optim: OptimConfig) -> int:
     """Tensors of a factor's shape that are worked on: LORO's exact step looks at factors and directions."""
-    return 2 if optim.name == "loro" else 1
-
-
-EXACT_BUCKET_BYTES = 8 * BUCKET_BYTES
-"""A bucket of LORO's exact step: enough pairs in it that each process has some to solve."""
+    return optim.factor_copies
 
 
 def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, itemsize: int) -> list[int]:
     """How many of `units` (the factors of linears with one input), in order, are worked on at once, in shared collectives."""
-    full = EXACT_BUCKET_BYTES if optim.name == "loro" else BUCKET_BYTES
-    return bucket_lengths([itemsize * copies(optim) * sum(f.elements for f in unit) for unit in units], full)
+    sizes = [itemsize * copies(optim) * sum(f.elements for f in unit) for unit in units]
+    return bucket_lengths(sizes, optim.factor_bucket * BUCKET_BYTES)
 
 
 def dealt(sizes: Sequence[int], processes: int) -> int:

@@ -3,7 +3,7 @@
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from boost.config import rules
-from boost.config.optimizers import OWNERS, RESTARTS
-from boost.config.schema import Config, ModelConfig, OneOf, OptimConfig
+from boost.config.schema import Config, ModelConfig
+from boost.config.section import Tagged
 from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
@@ -44,11 +44,17 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
     tree = {} if source is None else read_source(source)
     if model is not None and "model" not in tree:
         tree["model"] = model.model_dump()
-    changes = dict(parse_overrides(overrides))
-    if "model.family" in changes and isinstance(tree.get("model", {}), dict):
-        change_family(tree.setdefault("model", {}), changes["model.family"], changes.get("model.over", "cola"))
-    if isinstance(tree.get("optim", {}), dict):
-        change_optimizer(tree.setdefault("optim", {}), changes)
+    change(tree, dict(parse_overrides(overrides)))
+    return from_tree(tree)
+
+
+def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Writes values by dotted key into a document. Where one selects another class (optim.name, model.family, ...), what only
+    the class before gave a meaning is removed first."""
+    for section, root in _tagged():
+        of_section = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{section}.")}
+        if isinstance(table := tree.get(section, {}), dict):
+            root.switch(table, of_section)
     for key, value in changes.items():
         *sections, name = key.split(".", 2) if key.startswith(f"{RANKS}.") else key.split(".", 1)
         table = tree
@@ -56,39 +62,23 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
             table = table.setdefault(section, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict):
             table[name] = value
-    return from_tree(tree)
 
 
-def change_optimizer(optim: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Takes from an [optim] table what only its optimizer or schedule before gave a meaning, if `changes` name another."""
-    known = OptimConfig.model_fields
-    name, schedule = (optim.get(field, known[field].default) for field in ("name", "schedule"))
-    if changes.get("optim.name", name) != name:
-        for field in [field for field in optim if field in OWNERS and OWNERS[field] != changes["optim.name"]]:
-            del optim[field]
-        optim.pop("exact_every", None)
-        if schedule == "cosine-restarts" and "optim.schedule" not in changes:
-            changes = {**changes, "optim.schedule": "cosine"}
-            del optim["schedule"]
-    if changes.get("optim.schedule", schedule) != schedule:
-        for field in RESTARTS:
-            optim.pop(field, None)
+def tags() -> list[tuple[str, str]]:
+    """(section, key) of what selects a class, each before those that it may change."""
+    return [(section, each.tag()) for section, root in _tagged() for each in (root, *root.parts.values())]
+
+
+def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
+    for section, info in Config.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Tagged):
+            yield section, info.annotation
 
 
 def change_family(model: dict[str, Any], family: str, over: str = "cola") -> None:
-    """Sets the family in a [model] table; what only the family before gave a meaning falls back to the new one's default.
-
-    `over`: what lax is made of. A lax over cola keeps what the table says of cola, and the other way round.
-    """
-    before = model.get("family", ModelConfig.model_fields["family"].default)
-    kinds = [model.get("over", "cola") if before == "lax" else before, over if family == "lax" else family]
+    """Sets the family in a [model] table, as `change` does. `over`: what lax will be made of."""
+    ModelConfig.switch(model, {"family": family, "over": over})
     model["family"] = family
-    if family != before:
-        for field in ("over", "gate", *(("latent_act", "mlp_silu", "factor_init") if kinds[0] != kinds[1] else ())):
-            model.pop(field, None)
-    if family == "dense" != before:
-        model.pop("rank", None)
-        model.pop("ranks", None)
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -101,13 +91,13 @@ def from_tree(tree: dict[str, Any]) -> Config:
 def validated(tree: dict[str, Any]) -> Config:
     """The same with every field checked by itself, not against the others. Raises ConfigError."""
     try:
-        return Config.model_validate(_integers_to_floats(Config, tree))
+        return Config.model_validate(_integers_to_floats(tree))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 
 
 def to_toml(config: Config) -> str:
-    """The fully resolved configuration; a field without a value (rank of a dense model) is left out."""
+    """The fully resolved configuration."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
@@ -138,16 +128,14 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
     for section, section_info in Config.model_fields.items():
         annotation = section_info.annotation
         assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        for name, info in annotation.model_fields.items():
+        of_section = annotation.keys() if issubclass(annotation, Tagged) else annotation.model_fields.items()
+        for name, info in of_section:
             yield f"{section}.{name}", info
 
 
 def type_name(info: FieldInfo) -> str:
     """A field's type in words: 'integer', 'number', 'true or false', 'text', 'list of integers', or its choices."""
     annotation = info.annotation
-    for mark in info.metadata:
-        if isinstance(mark, OneOf):
-            return " | ".join(mark.names())
     if get_origin(annotation) is tuple:
         return _INTEGERS
     if get_origin(annotation) is dict:
@@ -193,7 +181,7 @@ def _parse_value(text: str, expected: str) -> Any:
         return text
 
 
-def _integers_to_floats(model: type[BaseModel], tree: dict[str, Any]) -> dict[str, Any]:
+def _integers_to_floats(tree: dict[str, Any]) -> dict[str, Any]:
     """TOML writes `lr = 1` for 1.0: an integer where a number is expected is one (strict validation refuses it)."""
     known = dict(fields())
     result: dict[str, Any] = {}
@@ -216,8 +204,10 @@ def _integers_to_floats(model: type[BaseModel], tree: dict[str, Any]) -> dict[st
 def _explain(error: ValidationError) -> str:
     """The first of pydantic's findings as one line: field, value, nearest legal value."""
     detail = error.errors()[0]
-    key = ".".join(str(part) for part in detail["loc"])
     known, value, context = dict(fields()), detail["input"], detail.get("ctx", {})
+    key = ".".join(str(part) for part in detail["loc"])
+    if key not in known and (flat := f"{detail['loc'][0]}.{detail['loc'][-1]}") in known:
+        key = flat  # in a part of a section, whose keys stand in the section itself
     if detail["type"] == "extra_forbidden":
         if "." in key:
             return f"unknown key '{key}'; {_suggest(key, known, 'key')}"
@@ -225,9 +215,14 @@ def _explain(error: ValidationError) -> str:
     if key in Config.model_fields:
         return f"{key} = {value!r} is not a section; write its keys under [{key}]"
     match detail["type"]:
-        case "literal_error" | "unknown_name":
-            choices = [*context["names"]] if "names" in context else [str(c) for c in get_args(known[key].annotation)]
-            return f"{key} = {value!r} is not one of {', '.join(choices)}; {_suggest(str(value), choices, 'value')}"
+        case "misplaced":
+            return detail["msg"]
+        case "literal_error":
+            choices = [str(choice) for choice in get_args(known[key].annotation)]
+            near = _suggest(str(value), choices, "value")
+            return f"{key} = {value!r} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
+                "did you mean"
+            )
         case "greater_than_equal":
             return f"{key} = {value} is too small; the smallest legal value is {context['ge']}"
         case "greater_than":

@@ -1,109 +1,193 @@
-"""What the fields of an optimizer must agree on, and on what models it is one. Each rule names field, value and legal value."""
+"""Optimizers: what every one has, and one class for each with its own fields and rules, and the name of its builder."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from boost.config.schema import Config, OptimConfig
+from pydantic import Field, SerializeAsAny
 
-OWNERS = {
-    "exact_every": "loro",
-    "refresh_only": "loro",
-    "frobenius_decay": "adamw",
-    "muon_lr": "muon",
-    "muon_momentum": "muon",
-    "muon_nesterov": "muon",
-    "muon_adjust": "muon",
-    "muon_steps": "muon",
-}
-"""Fields that one optimizer only gives a meaning."""
+from boost.config.lr_schedules import LRSchedule
+from boost.config.section import Count, Decay, Fraction, Natural, NonNegative, Positive, Tagged
 
-RESTARTS = ("restart_warmup_steps", "restart_delay")
-"""Fields of the schedule cosine-restarts."""
+if TYPE_CHECKING:
+    from boost.config.schema import Config
 
 
-def optimizer_problems(config: Config) -> Iterator[str]:
-    """The rules that `optim` breaks, each in one line."""
-    yield from _misplaced(config.optim)
-    yield from _unsuitable(config)
-    yield from _restarts(config)
+class OptimConfig(Tagged):
+    """The optimizer and its schedule. AdamW's settings are here: every optimizer has it for embedding, head and norms."""
 
+    key: ClassVar[str] = "optim.name"
+    absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False, "frobenius_decay": 0.0}
+    if TYPE_CHECKING:  # every optimizer has a value for these: its own field's, or that of `absent`
+        exact_every: int = 0
+        refresh_only: bool = False
+        frobenius_decay: float = 0.0
 
-def _misplaced(optim: OptimConfig) -> Iterator[str]:
-    """Fields of another optimizer or schedule."""
-    usual = OptimConfig.model_validate({"name": "adamw"})
-    for field, owner in OWNERS.items():
-        value, legal = getattr(optim, field), getattr(usual, field)
-        if optim.name != owner and value != legal:
+    for_factors: ClassVar[bool] = False
+    """Whether it updates the two factors of a bottleneck in a way of their own."""
+
+    factor_copies: ClassVar[int] = 1
+    """Tensors of a factor's shape that a step on whole factors works on."""
+
+    factor_dtype: ClassVar[str] = "float32"
+    """The least dtype in which it works on whole factors."""
+
+    factor_bucket: ClassVar[int] = 1
+    """How many of the buckets of gradients a bucket of whole factors is as large as."""
+
+    name: str = "adamw"
+    """The optimizer."""
+
+    lr: Positive = 3e-3
+    """Peak learning rate."""
+
+    beta1: Decay = 0.9
+    """AdamW's decay of the first moment."""
+
+    beta2: Decay = 0.999
+    """AdamW's decay of the second moment."""
+
+    eps: Positive = 1e-8
+    """AdamW's epsilon. Under loro it is added to sqrt(v) before bias correction, as published."""
+
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay."""
+
+    decay_on: Literal["all", "matrices"] = "all"
+    """What decays: everything (CoLA's recipe), or the linears' matrices only (not embedding, head, norms)."""
+
+    clip: NonNegative = 0.5
+    """Largest global gradient norm; 0 switches clipping off (the norm is still reported)."""
+
+    warmup_steps: Natural = 0
+    """Steps of linear warm-up from 0 (cosine-restarts: from min_lr_ratio) to lr."""
+
+    min_lr_ratio: Fraction = 0.1
+    """Final learning rate as a fraction of lr."""
+
+    lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
+    """The schedule, in a file `schedule` and its own keys."""
+
+    @property
+    def builder(self) -> str:
+        """module:name of what makes the optimizer from (stored tensors, configuration, mesh); this package has no torch."""
+        raise NotImplementedError(type(self).__name__)
+
+    @property
+    def whole_factors(self) -> bool:
+        """Whether every step (not only one of exact_every) looks at whole factors."""
+        return False
+
+    @classmethod
+    def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+        """Another optimizer, which may not have what the schedule follows, takes the default schedule then."""
+        optimizer, schedule = cls.find(changes.get("name")), LRSchedule.find(table.get("schedule"))
+        if optimizer and schedule and "schedule" not in changes and not schedule.suits(optimizer):
+            changes = {**changes, "schedule": LRSchedule.model_fields["schedule"].default}
+        super().switch(table, changes)
+
+    def problems(self, config: "Config") -> Iterator[str]:
+        """Models that it is not for, and the schedule's rules."""
+        if self.for_factors and not config.model.low_rank:
             yield (
-                f"optim.{field} = {_said(value)} belongs to optim.name = '{owner}', not to '{optim.name}'; the legal value is "
-                f"{_said(legal)}"
+                f"optim.name = '{self.name}' is for low-rank factors, and model.family = '{config.model.family}' has none; take "
+                "'adamw', or model.family = 'svd'"
             )
-    for field in RESTARTS:
-        if (value := getattr(optim, field)) and optim.schedule != "cosine-restarts":
+        yield from self.lr_schedule.problems(config)
+
+
+class AdamWConfig(OptimConfig):
+    """AdamW for every parameter."""
+
+    name: Literal["adamw"] = "adamw"
+
+    frobenius_decay: NonNegative = 0.0
+    """Decoupled decay along the gradient of |BA|^2 / 2 of each low-rank linear, instead of weight_decay on its factors (arXiv
+    2105.01029)."""
+
+    @property
+    def builder(self) -> str:
+        """Frobenius decay is a step before AdamW's."""
+        return "boost.optim.frobenius:FrobeniusAdamW" if self.frobenius_decay else "boost.optim.adamw:plain_adamw"
+
+    @property
+    def whole_factors(self) -> bool:
+        """Frobenius decay needs the Gram matrices of both factors."""
+        return self.frobenius_decay > 0
+
+    def problems(self, config: "Config") -> Iterator[str]:
+        """Frobenius decay needs factors."""
+        if self.frobenius_decay and not config.model.low_rank:
             yield (
-                f"optim.{field} = {value} belongs to optim.schedule = 'cosine-restarts', not to '{optim.schedule}'; the legal "
-                "value is 0"
+                f"optim.frobenius_decay = {self.frobenius_decay} is for low-rank factors, and model.family = "
+                f"'{config.model.family}' has none; the legal value is 0"
+            )
+        yield from super().problems(config)
+
+
+class LOROConfig(OptimConfig):
+    """AdamW whose steps on the factors follow the low-rank manifold (ICLR 2025), for model.family = svd."""
+
+    for_factors: ClassVar[bool] = True
+    factor_copies: ClassVar[int] = 2  # factors and directions
+    factor_dtype: ClassVar[str] = "float64"
+    factor_bucket: ClassVar[int] = 8  # enough pairs that each process has some to solve
+    name: Literal["loro"] = "loro"
+
+    exact_every: Count = 500
+    """K: the last of every K steps is the exact one, after which all moments are cleared. Published runs have 500 and 200."""
+
+    refresh_only: bool = False
+    """An ablation: every K steps moments are cleared, but no step is exact. For any low-rank family."""
+
+    @property
+    def builder(self) -> str:
+        """LORO's steps."""
+        return "boost.optim.loro:Loro"
+
+    def refreshes(self, step: int) -> bool:
+        """Whether moments are cleared after step `step` (0-based): the K-th, 2K-th, ... step of training."""
+        return (step + 1) % self.exact_every == 0
+
+    def problems(self, config: "Config") -> Iterator[str]:
+        """An exact step changes the basis of the latents, and only y = B (A x) stays the same function in every basis."""
+        yield from super().problems(config)
+        model = config.model
+        if not self.refresh_only and (model.crosses or model.latent_act != "none"):
+            what = f"model.latent_act = '{model.latent_act}'" if not model.crosses else "model.family = 'lax'"
+            yield (
+                f"optim.name = 'loro' changes the basis of latents, and {what} is another function in each; take "
+                "model.family = 'svd', or optim.refresh_only = true"
             )
 
 
-def _unsuitable(config: Config) -> Iterator[str]:
-    """Models that an optimizer of factors is not for."""
-    model, optim = config.model, config.optim
-    if optim.name != "adamw" and not model.low_rank:
-        yield (
-            f"optim.name = '{optim.name}' is for the factors of a bottleneck, which model.family = 'dense' has not; take 'adamw', "
-            "or model.family = 'svd'"
-        )
-    if optim.frobenius_decay and not model.low_rank:
-        yield (
-            f"optim.frobenius_decay = {optim.frobenius_decay} is for the factors of a bottleneck, which model.family = 'dense' "
-            "has not; the legal value is 0"
-        )
-    if optim.name != "loro" or optim.refresh_only:
-        return
-    # An exact step turns the basis of the latents, and only where y = B (A x) does that leave the function as it is.
-    if model.crosses or model.latent_act != "none":
-        what = f"model.latent_act = '{model.latent_act}'" if not model.crosses else "model.family = 'lax'"
-        yield (
-            f"optim.name = 'loro' changes the basis of latents, and {what} is another function in each; take "
-            "model.family = 'svd', or optim.refresh_only = true"
-        )
+class MuonConfig(OptimConfig):
+    """Orthogonalised momentum for the factors, AdamW for the rest."""
 
+    for_factors: ClassVar[bool] = True
+    name: Literal["muon"] = "muon"
 
-def _restarts(config: Config) -> Iterator[str]:
-    optim, train = config.optim, config.train
-    if optim.name == "loro" and not optim.exact_every:
-        yield "optim.exact_every = 0 leaves optim.name = 'loro' without an exact step; the published values are 500 and 200"
-    if optim.schedule != "cosine-restarts":
-        return
-    if not optim.exact_every:
-        yield (
-            "optim.schedule = 'cosine-restarts' restarts with the moments of optim.name = 'loro'; take that, or schedule = 'cosine'"
-        )
-        return
-    if optim.restart_warmup_steps > optim.exact_every:
-        yield (
-            f"optim.restart_warmup_steps = {optim.restart_warmup_steps} is longer than the optim.exact_every = "
-            f"{optim.exact_every} steps between restarts; the largest legal value is {optim.exact_every}"
-        )
-    most = max(train.steps - optim.warmup_steps, 0) // optim.exact_every * optim.exact_every
-    if optim.restart_delay % optim.exact_every:
-        best = max((2 * optim.restart_delay + optim.exact_every) // (2 * optim.exact_every), 1) * optim.exact_every
-        best = min(best, most)
-        yield (
-            f"optim.restart_delay = {optim.restart_delay} must be a multiple of optim.exact_every = {optim.exact_every}, or the "
-            f"rate would dip where nothing restarts; the nearest legal value is {best}"
-        )
-    if optim.restart_delay > most:
-        yield (
-            f"optim.restart_delay = {optim.restart_delay} puts the cosine's top behind the end of train.steps = {train.steps} with "
-            f"optim.warmup_steps = {optim.warmup_steps}; the largest legal value is {most}"
-        )
-    if optim.warmup_steps >= train.steps:
-        yield (
-            f"optim.warmup_steps = {optim.warmup_steps} leaves nothing of train.steps = {train.steps} to optim.schedule = "
-            f"'cosine-restarts'; the largest legal value is {train.steps - 1}"
-        )
+    muon_lr: NonNegative = 0.0
+    """Peak learning rate of the factors, on the same schedule; 0: lr."""
 
+    muon_momentum: Decay = 0.95
+    """Momentum."""
 
-def _said(value: object) -> str:
-    return f"'{value}'" if isinstance(value, str) else str(value).lower()
+    muon_nesterov: bool = True
+    """Nesterov's form of it."""
+
+    muon_adjust: Literal["original", "match_rms_adamw"] = "original"
+    """The rate of a factor of m rows and n columns is multiplied by sqrt(max(1, m / n)), or by 0.2 sqrt(max(m, n)), with which
+    rate and decay tuned for AdamW suit."""
+
+    muon_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """Newton-Schulz iterations."""
+
+    @property
+    def builder(self) -> str:
+        """Muon's steps."""
+        return "boost.optim.muon:Muon"
+
+    @property
+    def whole_factors(self) -> bool:
+        """A shard of a factor, orthogonalised by itself, would be another update."""
+        return True

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from boost.config.architecture import SLOTS
 from boost.config.layouts import layout_names, layout_spec, layouts_of, num_shards, spec_of
 from boost.config.numbers import nearest
-from boost.config.optimizers import optimizer_problems
 from boost.config.schema import Config
 from boost.errors import ConfigError
 
@@ -21,7 +19,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)
     yield from _train_problems(config)
-    yield from optimizer_problems(config)
+    yield from config.optim.problems(config)
     yield from _pipeline_problems(config)
 
 
@@ -44,57 +42,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield (
             f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; the nearest legal value is {best}"
         )
-    yield from _crossing_problems(config)
-    if model.family == "dense":
-        if model.rank is not None:
-            yield f"model.rank = {model.rank} has no meaning for model.family = 'dense'; remove it or take 'svd' or 'cola'"
-        for field in ("latent_act", "factor_init"):
-            if (value := getattr(model, field)) != "none":
-                yield f"model.{field} = '{value}' has no meaning for model.family = 'dense'; the legal value is 'none'"
-    elif model.rank is None:
-        yield f"model.rank is missing for model.family = '{model.family}'; the usual value is model.dim / 4 = {model.dim // 4}"
-    elif model.rank > min(model.dim, model.ffn_dim):
-        best = min(model.dim, model.ffn_dim)
-        yield f"model.rank = {model.rank} is wider than the linears it factors; the largest legal value is {best}"
-    elif model.factor_init == "none":
-        yield "model.factor_init = 'none' is for model.family = 'dense'; take 'cola', 'xavier' or 'spectral'"
-    yield from _rank_problems(config)
-
-
-def _crossing_problems(config: Config) -> Iterator[str]:
-    model = config.model
-    for field, legal in (("over", "'cola' or 'svd'"), ("gate", "'identity', 'tensor' or 'dense'")):
-        value = getattr(model, field)
-        if model.crosses and value == "none":
-            yield f"model.{field} = 'none' leaves model.family = 'lax' undefined; take {legal}"
-        if not model.crosses and value != "none":
-            yield (
-                f"model.{field} = '{value}' is a choice of model.family = 'lax', not of '{model.family}'; the legal value is "
-                "'none'"
-            )
-    if by_block := [name for name in model.ranks if name.startswith("layers.") and model.crosses]:
-        yield (
-            f"model.ranks.{by_block[0]}: under model.family = 'lax' latents cross to the same linear of the next block, so "
-            f"that its rank is the same in all; write ranks.{by_block[0].partition('.')[2].partition('.')[2]}"
-        )
-
-
-def _rank_problems(config: Config) -> Iterator[str]:
-    """Ranks of single linears."""
-    model = config.model
-    names, numbers = ("attn", "mlp", *SLOTS), {str(number) for number in range(model.layers)} if model.ranks else set()
-    for name, rank in model.ranks.items():
-        _, layer, slot = ("", "", name) if not name.startswith("layers.") else (*name.split(".", 2), "", "")[:3]
-        if slot not in (SLOTS if layer else names) or (layer and layer not in numbers):
-            example = f", or layers.0.{SLOTS[0]} to layers.{model.layers - 1}.{SLOTS[-1]} for one block"
-            yield f"model.ranks.{name} is no linear of this model; the names are {', '.join(names)}{example}"
-            continue
-        if not model.low_rank:
-            yield f"model.ranks.{name} = {rank} has no meaning for model.family = 'dense'; remove it or take 'svd' or 'cola'"
-        # Not checked against key/value heads, which may be few: a bottleneck wider than those is no bottleneck, but legal.
-        most = model.dim if slot.startswith("attn") else min(model.dim, model.ffn_dim)
-        if rank > most:
-            yield f"model.ranks.{name} = {rank} is wider than the linears it factors; the largest legal value is {most}"
+    yield from model.problems(config)
 
 
 def _nearest_heads(config: Config) -> int:
@@ -134,26 +82,8 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"parallel.layout = '{spec.name}' shards {what}; model.family = '{model.family}' has {has}: take "
             f"{_either(layouts_of(model))}, or model.family = {families}"
         )
-    yield from _misplaced_options(config)
     yield from _indivisible(config)
-    yield from spec.problems(config)
-
-
-def _misplaced_options(config: Config) -> Iterator[str]:
-    """Options that the layout in effect does not read."""
-    parallel = config.parallel
-    own = layout_spec(parallel.layout).options
-    owners: dict[str, list[str]] = {}
-    for name in layout_names():
-        for field in layout_spec(name).options:
-            owners.setdefault(field, []).append(name)
-    for field, names in owners.items():
-        value, default = getattr(parallel, field), layout_spec(names[0]).options[field][0]
-        if field not in own and value != default:
-            yield (
-                f"parallel.{field} = '{value}' belongs to parallel.layout = {_either(names)}, not to '{parallel.layout}'; the "
-                f"valid value is '{default}'"
-            )
+    yield from parallel.problems(config)
 
 
 def _either(names: Sequence[str]) -> str:
@@ -289,23 +219,13 @@ def _shares(kv_heads: int, processes: int) -> bool:
 
 
 def _train_problems(config: Config) -> Iterator[str]:
-    train, optim, dp = config.train, config.optim, config.parallel.dp
+    train, dp = config.train, config.parallel.dp
     chunk = dp * train.micro_batch
     if train.global_batch % chunk:
         best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)
         yield (
             f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
             f"{dp} x {train.micro_batch} = {chunk}; the nearest legal value is {best}"
-        )
-    if optim.decay_steps and optim.schedule != "constant":
-        yield (
-            f"optim.decay_steps = {optim.decay_steps} belongs to optim.schedule = 'constant', not to "
-            f"'{optim.schedule}'; the legal value is 0"
-        )
-    if optim.decay_steps and optim.warmup_steps + optim.decay_steps > train.steps:
-        yield (
-            f"optim.decay_steps = {optim.decay_steps} and optim.warmup_steps = {optim.warmup_steps} do not fit into "
-            f"train.steps = {train.steps}; the largest legal value is {max(train.steps - optim.warmup_steps, 0)}"
         )
     yield from _recompute_problems(config)
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}

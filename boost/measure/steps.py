@@ -30,8 +30,8 @@ from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, clip_gradients, reduce_step_stats
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, mesh_of, open_mesh
-from boost.plan.hardware import Hardware
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
+from boost.plan.hardware import Hardware
 from boost.plan.prediction import prediction
 from boost.train.console import progress
 from boost.train.launch import launch

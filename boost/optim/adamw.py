@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from boost.config import Config
 from boost.config.factors import is_factor
-from boost.config.schema import OptimConfig
+from boost.config.optimizers import OptimConfig
 from boost.models.stored import Storage
+from boost.parallel.mesh import Mesh
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -98,3 +100,8 @@ class Optimizer:
             yield from moments.values()
         for state in self.adamw.state.values():
             yield state["step"]
+
+
+def plain_adamw(storages: Sequence[Storage], config: Config, mesh: Mesh) -> Optimizer:
+    """AdamW for every parameter. It needs nothing from other processes."""
+    return Optimizer(build_adamw(storages, config.optim))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from boost.config.architecture import Parameter
 from boost.config.factors import FactorShape, factor_buckets, factor_shape, is_factor
-from boost.config.schema import OptimConfig
+from boost.config.optimizers import OptimConfig
 from boost.models.stored import Part, Storage
 from boost.parallel.collectives import all_gather, all_reduce
 from boost.parallel.mesh import Mesh

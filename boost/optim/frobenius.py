@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from boost.config.schema import OptimConfig
+from boost.config import Config
 from boost.models.stored import Storage
 from boost.optim.adamw import Optimizer, build_adamw
 from boost.optim.factors import Factors
@@ -19,7 +19,8 @@ from boost.parallel.mesh import Mesh
 class FrobeniusAdamW(Optimizer):
     """AdamW whose factors decay along the gradient of |BA|^2 / 2."""
 
-    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, mesh: Mesh) -> None:
+    def __init__(self, storages: Sequence[Storage], config: Config, mesh: Mesh) -> None:
+        optim = config.optim
         super().__init__(build_adamw(storages, optim))
         self.decay = optim.frobenius_decay
         dtype = torch.float64 if storages[0].tensor.dtype == torch.float64 else torch.float32

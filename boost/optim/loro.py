@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from boost.config import Config
 from boost.config.factors import is_factor, rate_scale
-from boost.config.schema import OptimConfig
+from boost.config.optimizers import LOROConfig
 from boost.models.stored import Piece, Storage
 from boost.optim.adamw import MOMENTS, Optimizer, State, decays, fresh_state, fused_adamw, zeros
 from boost.optim.exact import bases, retract_all
@@ -28,16 +29,16 @@ class Loro(Optimizer):
 
     name = "loro"
 
-    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, dim: int, mesh: Mesh) -> None:
-        """`dim`: d, width of the residual stream."""
-        self.optim = optim
+    def __init__(self, storages: Sequence[Storage], config: Config, mesh: Mesh) -> None:
+        assert isinstance(config.optim, LOROConfig)
+        self.optim = optim = config.optim
         self._parts: list[tuple[Tensor, Storage, Piece]] = []
         """Views that are updated by themselves: of a stored tensor whose linears have different ranks."""
         moments: State = {storage.tensor: zeros(storage.tensor, MOMENTS) for storage in storages}
         groups: dict[tuple[bool, float], list[Tensor]] = {}
         states: State = {}
         for storage in storages:
-            for scale, piece in _scales(storage, dim):
+            for scale, piece in _scales(storage, config.model.dim):
                 kept: Tensor = storage.tensor
                 state = moments[storage.tensor]
                 if piece is not None:

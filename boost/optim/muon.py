@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from boost.config import Config
 from boost.config.factors import is_factor
-from boost.config.schema import OptimConfig
+from boost.config.optimizers import MuonConfig
 from boost.models.stored import Storage
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
 from boost.optim.factors import Factor, Factors
@@ -35,8 +36,9 @@ class Muon(Optimizer):
 
     name = "muon"
 
-    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, mesh: Mesh) -> None:
-        self.optim = optim
+    def __init__(self, storages: Sequence[Storage], config: Config, mesh: Mesh) -> None:
+        assert isinstance(config.optim, MuonConfig)
+        self.optim = optim = config.optim
         pairs = [s for s in storages if is_factor(s.parts[0].parameter.role)]
         super().__init__(build_adamw([s for s in storages if not is_factor(s.parts[0].parameter.role)], optim))
         self._decaying: list[Tensor] = [s.tensor for s in pairs if decays(s, optim)]
@@ -87,7 +89,7 @@ def newton_schulz(gram_RR: Tensor, steps: int) -> Tensor:
     return p_RR
 
 
-def _adjusted(factor: Factor, optim: OptimConfig) -> float:
+def _adjusted(factor: Factor, optim: MuonConfig) -> float:
     """What the rate of a factor is multiplied by, for its whole shape."""
     rows, columns = factor.parameter.shape
     if optim.muon_adjust == "match_rms_adamw":

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from boost.config.architecture import Parameter, groups
-from boost.config.layouts import placement_of
 from boost.config.factors import (
     FactorShape,
     copies,
@@ -15,6 +14,8 @@ from boost.config.factors import (
     rate_scale,
     work_dtype,
 )
+from boost.config.layouts import placement_of
+from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
@@ -148,9 +149,9 @@ class _Bucket:
 
     def grams(self, config: Config) -> int:
         """Muon's step and Frobenius decay's: whole factors, Gram matrices, and what becomes of one factor."""
-        muon = config.optim.name == "muon"
+        muon = isinstance(config.optim, MuonConfig)
         same = work_dtype(config.optim, config.train.param_dtype) == config.train.param_dtype
-        views = same and not (muon and config.optim.muon_nesterov)
+        views = same and not (isinstance(config.optim, MuonConfig) and config.optim.muon_nesterov)
         making, tall = self._tall(1, 0 if views else 1)
         rank, largest = max(s.rank for s in self.shapes), max(s.elements for s in self.shapes)
         grams = sum(s.rank**2 for s in self.shapes) + 2 * sum(s.gram for s in self.shapes) * (self.tp > 1)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
-
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from boost.plan.sized import RULES, NoRuleError, Shape, Sized, contiguous, make, record
 from boost.plan.work import (

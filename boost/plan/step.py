@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from boost.config.architecture import first_alike, groups
-from boost.config.layouts import placement_of
 from boost.config.factors import factor_shape, work_dtype
+from boost.config.layouts import placement_of
+from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage
 from boost.plan.replicas import StoredTensor, stored_tensors
@@ -64,7 +65,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
         total[_once(moved(STREAM, held, 2, train.param_dtype), "optimizer")] += count * (config.optim.clip > 0)
         # Reads weight, gradient and two moments, writes all but the gradient.
         total[_once(moved(OPTIMIZER, held, 7, train.param_dtype), "optimizer")] += count
-    if config.optim.name == "muon":
+    if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total
 
@@ -82,6 +83,7 @@ def _once(work: Work, place: str) -> Work:
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     """Muon: momentum of every factor, orthogonalised by way of its Gram matrix r x r (`optim.muon`), in fp32 at least."""
     model, parallel, optim = config.model, config.parallel, config.optim
+    assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
     for layer, count in kinds_of_blocks(model, (layer for stage in stages for layer in stage.numbers)).items():
         for group in groups(model, layer):

@@ -85,6 +85,27 @@ def test_flags_make_the_same_configuration(capsys: pytest.CaptureFixture[str]) -
     assert load("boost-7b", flags(config, "boost-7b")) == config
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--optim.name adamw",
+        "--optim.name muon --optim.muon_lr 0.5 --optim.schedule constant --optim.decay_steps 5",
+        "--model.family lax --optim.refresh_only true --model.gate tensor",
+    ],
+)
+def test_flags_say_first_what_selects_a_class(words: str) -> None:
+    config = load("loro-60m", words.split())
+    again = flags(config, "loro-60m")
+    assert load("loro-60m", again) == config
+    assert len(again) <= len(words.split()) + 4, "and no key that is at its default"
+
+
+def test_another_optimizer_takes_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "loro-60m", "--gpus", "1", "--gpu", "a100-80g", "--global-batch", "64", "--optim.name", "adamw"]
+    optim = facts(capsys, *words)["best"]["config"]["optim"]
+    assert (optim["name"], optim["schedule"]) == ("adamw", "cosine") and "exact_every" not in optim
+
+
 def test_questions(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "cola-60m", "--gpus", "1", "--gpu", "a100-80g"]
     found = facts(capsys, *words, "--largest-batch")

@@ -10,6 +10,7 @@ import pytest
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, from_tree, read_source
+from boost.config.lr_schedules import Cosine
 from boost.errors import ConfigError
 
 BAD = [
@@ -42,14 +43,19 @@ BAD = [
     (["--model.heads", "512"], ["model.heads = 512", "odd width 1", "nearest legal value is 256"]),
     (["--model.kv_heads", "3"], ["model.kv_heads = 3", "model.heads = 8", "nearest legal value is 4"]),
     (["--model.rank", "9000"], ["model.rank = 9000", "largest legal value is 512"]),
-    (["--model.family", "dense", "--model.rank", "8"], ["model.rank = 8", "dense"]),
-    (["--model.family", "dense", "--model.ranks.attn", "8"], ["model.ranks.attn = 8", "dense"]),
-    (["--model.family", "dense", "--model.factor_init", "cola"], ["factor_init = 'cola'", "'none'"]),
-    (["--model.factor_init", "none"], ["factor_init = 'none'", "'spectral'"]),
-    (["--model.gate", "tensor"], ["model.gate = 'tensor'", "'lax'", "'cola'", "legal value is 'none'"]),
+    (["--model.family", "dense", "--model.rank", "8"], ["model.rank = 8", "not to 'dense'; remove it", "'svd', 'cola' or"]),
+    (["--model.family", "dense", "--model.ranks.attn", "8"], ["model.ranks.attn = 8", "not to 'dense'", "remove it"]),
+    (["--model.family", "dense", "--model.factor_init", "cola"], ["factor_init = 'cola'", "not to 'dense'"]),
+    (["--model.family", "dense", "--model.latent_act", "silu"], ["latent_act = 'silu'", "not to 'dense'"]),
+    (["--model.factor_init", "none"], ["factor_init = 'none'", "cola, xavier, spectral"]),
+    (
+        ["--model.gate", "tensor"],
+        ["gate = 'tensor' belongs to model.family = 'lax', not to 'cola'; remove it, or take model.family = 'lax'"],
+    ),
     (["--model.over", "svd"], ["model.over = 'svd'", "'lax'"]),
-    (["--model.family", "lax", "--model.gate", "none"], ["model.gate = 'none'", "'identity'"]),
-    (["--model.family", "lax", "--model.over", "none"], ["model.over = 'none'", "'cola' or 'svd'"]),
+    (["--model.family", "lax", "--model.gate", "none"], ["model.gate = 'none' is not one of identity, tensor, dense"]),
+    (["--model.family", "lax", "--model.over", "dense"], ["model.over = 'dense' is not one of svd, cola"]),
+    (["--model.family", "lax", "--model.over", "none"], ["model.over = 'none' is not one of svd, cola"]),
     (["--model.family", "lax", "--model.ranks.layers.1.attn.q", "8"], ["ranks.layers.1.attn.q", "write ranks.attn.q"]),
     (["--model.ranks.attn.w", "8"], ["model.ranks.attn.w", "attn.q", "layers.0.attn.q"]),
     (["--model.ranks.layers.8.attn.q", "8"], ["model.ranks.layers.8.attn.q", "layers.7.mlp.down"]),
@@ -88,7 +94,12 @@ BAD = [
     ),
     (["--train.global_batch", "30"], ["train.global_batch = 30", "= 8", "nearest legal value is 32"]),
     (["--optim.schedule", "constant", "--optim.decay_steps", "2000"], ["optim.decay_steps = 2000", "largest legal value is 1000"]),
-    (["--optim.decay_steps", "5"], ["optim.decay_steps = 5", "constant"]),
+    (["--optim.decay_steps", "5"], ["optim.decay_steps = 5", "optim.schedule = 'constant', not to 'cosine'", "remove it"]),
+    (["--optim.schedule", "constant", "--optim.decay_steps", "-1"], ["optim.decay_steps = -1", "smallest legal value is 0"]),
+    (["--optim.schedule", "restarts"], ["optim.schedule = 'restarts'", "did you mean 'cosine-restarts'"]),
+    (["--optim.name", "moun"], ["optim.name = 'moun'", "did you mean 'muon'"]),
+    (["--optim.muon_lrr", "1"], ["unknown key 'optim.muon_lrr'", "did you mean 'optim.muon_lr'"]),
+    (["--optim.lr_schedule", "cosine"], ["unknown key 'optim.lr_schedule'", "did you mean 'optim.schedule'"]),
     (["--model.family", "dense", "--train.recompute", "low-rank"], ["recompute = 'low-rank'", "dense", "'full-block'"]),
     (["--train.recompute", "low-rank-sharded"], ["recompute = 'low-rank-sharded'", "'btp'", "take 'low-rank'"]),
     (["--train.recompute", "lowrank"], ["train.recompute = 'lowrank'", "did you mean 'low-rank'"]),
@@ -135,18 +146,23 @@ BAD = [
     (["--train.param_dtype", "bfloat16"], ["train.param_dtype = 'bfloat16'", "'float32'"]),
     (["--optim.name", "loro"], ["optim.name = 'loro'", "latent_act = 'silu'", "model.family = 'svd'"]),
     (["--optim.name", "loro", "--model.family", "lax", "--model.over", "svd"], ["model.family = 'lax'", "refresh_only = true"]),
-    (["--optim.name", "loro", "--model.family", "svd", "--optim.exact_every", "0"], ["exact_every = 0", "500 and 200"]),
+    (["--optim.name", "loro", "--model.family", "svd", "--optim.exact_every", "0"], ["exact_every = 0", "legal value is 1"]),
     (["--optim.name", "muon", "--model.family", "dense"], ["optim.name = 'muon'", "dense", "'svd'"]),
     (["--optim.frobenius_decay", "0.1", "--model.family", "dense"], ["frobenius_decay = 0.1", "legal value is 0"]),
-    (["--optim.frobenius_decay", "0.1", "--optim.name", "muon"], ["frobenius_decay = 0.1", "'adamw'", "legal value is 0.0"]),
-    (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "legal value is true"]),
-    (["--optim.exact_every", "5"], ["exact_every = 5", "'loro'", "legal value is 0"]),
+    (["--optim.frobenius_decay", "0.1", "--optim.name", "muon"], ["frobenius_decay = 0.1", "'adamw'", "not to 'muon'"]),
+    (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "not to 'adamw'"]),
+    (
+        ["--optim.muon_lr", "0.5"],
+        ["optim.muon_lr = 0.5 belongs to optim.name = 'muon', not to 'adamw'; remove it, or take optim.name = 'muon'"],
+    ),
+    (["--optim.exact_every", "5"], ["exact_every = 5", "'loro'", "not to 'adamw'"]),
+    (["--optim.exact_every", "500"], ["exact_every = 500", "'loro'", "not to 'adamw'"]),
     (["--optim.schedule", "cosine-restarts"], ["'cosine-restarts'", "optim.name = 'loro'"]),
     (
         ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1500"],
         ["restart_delay = 1500", "train.steps = 1000", "largest legal value is 1000"],
     ),
-    (["--optim.restart_delay", "500"], ["restart_delay = 500", "'cosine-restarts'", "legal value is 0"]),
+    (["--optim.restart_delay", "500"], ["restart_delay = 500", "'cosine-restarts'", "not to 'cosine'"]),
     (
         ["--optim.name", "loro", "--model.family", "svd", "--optim.schedule", "cosine-restarts", "--optim.restart_delay", "1300"],
         ["restart_delay = 1300", "exact_every = 500", "nearest legal value is 1000"],
@@ -183,7 +199,11 @@ def test_a_mistake_is_one_line_with_field_value_and_way_out(overrides: list[str]
         ("[train]\nsteps = true", ["train.steps = True", "integer"]),
         ("[run]\ndir = 3", ["run.dir = 3", "text"]),
         ('[model]\nfamily = ["x"]', ["model.family = ['x'] is not one of dense"]),
-        ('[model]\nfamily = "lax"\nover = ["svd"]', ["model.over = ['svd'] is not one of none"]),
+        ('[model]\nfamily = "lax"\nover = ["svd"]', ["model.over = ['svd'] is not one of svd"]),
+        ("[optim]\nlr_schedule = 3", ["unknown key 'optim.lr_schedule'"]),
+        ('[optim]\nschedule = ["constant"]', ["optim.schedule = ['constant'] is not one of cosine"]),
+        ('[optim]\nschedule = "constant"\ndecay_steps = true', ["optim.decay_steps = True", "integer"]),
+        ('[model]\nfamily = "dense"\n[model.ranks]\nattn.q = 64', ["model.ranks.attn.q = 64", "not to 'dense'"]),
     ],
 )
 def test_a_mistake_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -290,9 +310,12 @@ def test_another_family_takes_its_own_defaults_unless_told_otherwise(tmp_path: P
 
 def test_another_optimizer_takes_its_own_defaults_unless_told_otherwise(tmp_path: Path) -> None:
     plain = load("loro-60m", ["--optim.name", "adamw"]).optim
-    assert (plain.exact_every, plain.schedule, plain.restart_delay, plain.lr) == (0, "cosine", 0, 1e-2)
+    assert (plain.exact_every, plain.schedule, plain.lr_schedule, plain.lr) == (0, "cosine", Cosine(), 1e-2)
     cosine = load("loro-60m", ["--optim.schedule", "cosine"]).optim
-    assert (cosine.exact_every, cosine.restart_delay, cosine.restart_warmup_steps) == (500, 0, 0)
+    assert (cosine.exact_every, cosine.lr_schedule) == (500, Cosine())
+    decaying = tmp_path / "decaying.toml"
+    decaying.write_text('[optim]\nschedule = "constant"\ndecay_steps = 5\n')
+    assert load(str(decaying), ["--optim.schedule", "cosine"]).optim == load(None).optim
     (tmp_path / "resolved.toml").write_text(to_toml(load("demo")))
     loro = load(str(tmp_path / "resolved.toml"), ["--optim.name", "loro", "--model.family", "svd"]).optim
     assert (loro.exact_every, loro.schedule) == (500, "cosine")

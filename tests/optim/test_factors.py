@@ -102,7 +102,7 @@ def test_an_exact_step_of_linears_narrower_than_their_rank_is_one_process(layout
 def run_in_small_buckets(config: Config) -> Any:
     """The same with a bucket for the linears of each input."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(factors, "EXACT_BUCKET_BYTES", 1)
+        patch.setattr(factors, "BUCKET_BYTES", 1)
         assert len(optimizer_collectives(config)) == 2 * 4 * config.model.layers
         return run(config)
 

@@ -7,6 +7,7 @@ import torch
 from torch.optim import _muon
 
 from boost.config import Config
+from boost.config.optimizers import MuonConfig
 from boost.optim.muon import COEFFICIENTS, EPSILON, newton_schulz
 from tests import toy
 from tests.trained import Trained
@@ -20,7 +21,7 @@ def config_of(**optim: Any) -> Config:
 def test_constants_are_torchs() -> None:
     assert COEFFICIENTS == (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
     defaults = torch.optim.Muon([torch.zeros(2, 2)]).defaults
-    optim = Config.model_validate({}).optim
+    optim = MuonConfig()
     ours = (optim.muon_momentum, optim.muon_nesterov, optim.muon_steps, EPSILON)
     assert ours == tuple(defaults[key] for key in ("momentum", "nesterov", "ns_steps", "eps"))
 

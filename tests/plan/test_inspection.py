@@ -136,7 +136,7 @@ def test_few_key_value_heads_are_held_whole() -> None:
     inspection = inspected("btp", "--model.kv_heads=2")
     weights = {weight.short_name: weight for weight in inspection.weights}
     assert weights["attn.k.B"].local == weights["attn.k.B"].shape == (256, 1024)
-    assert weights["attn.k.B"].cut.partial
+    assert weights["attn.k.B"].placement.partial
     assert weights["attn.q.B"].local == (1024, 1024)
 
 

@@ -1,6 +1,7 @@
 """Layouts, found by name. `register_layout` adds one; installed packages add theirs by the entry point group `boost.layouts`.
 
-An entry point names a `LayoutSpec` class, as `my-layout = "my_package.spec:MyLayoutSpec"`.
+An entry point names a `LayoutSpec` class, as `my-layout = "my_package.spec:MyLayoutSpec"`; `LayoutSpec.config` is its choice of
+[parallel].
 """
 
 import functools
@@ -32,18 +33,19 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
 def unregister_layout(name: str) -> None:
     """Forgets a layout again (tests)."""
     del _specs[name]
+    del ParallelConfig.choices[name]
 
 
 def layout_names() -> tuple[str, ...]:
     """All layouts: ours, the usual ones of each family first, then those of other packages."""
-    _load_entry_points()
+    load_entry_points()
     return tuple(_specs)
 
 
 def layout_spec(name: str) -> LayoutSpec:
     """The layout of this name. Raises KeyError: configurations are checked before they get here."""
     if name not in _specs:
-        _load_entry_points()
+        load_entry_points()
     if name not in _specs:
         raise KeyError(f"no layout named '{name}'; there are {', '.join(_specs)}")
     return _specs[name]
@@ -72,7 +74,8 @@ def num_shards(parallel: ParallelConfig) -> int:
 
 
 @functools.cache
-def _load_entry_points() -> None:
+def load_entry_points() -> None:
+    """Registers the layouts of installed packages."""
     for point in metadata.entry_points(group=ENTRY_POINTS):
         if point.name not in _specs:
             register_layout(point.load()())
@@ -87,6 +90,7 @@ __all__ = [
     "layout_names",
     "layout_spec",
     "layouts_of",
+    "load_entry_points",
     "local_shape",
     "num_shards",
     "placement_of",

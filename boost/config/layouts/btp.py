@@ -6,7 +6,7 @@ backward:                             AR(3r)      AR(r)  AR(2r)      AR(r)
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from boost.config.layouts.spec import (
     GATHER,
@@ -24,11 +24,19 @@ from boost.config.schema import ParallelConfig
 from boost.config.traffic import statistic_columns, statistic_dtype
 
 
+class BTPConfig(ParallelConfig):
+    """BOOST's bottleneck-aware tensor parallelism (arXiv 2512.12131)."""
+
+    layout: Literal["btp"] = "btp"
+
+    norm: Literal["online", "sync"] = "online"
+    """RMSNorm: online sends the statistic with the latents; sync all-reduces it by itself (the paper's ablation)."""
+
+
 class BTPSpec(LayoutSpec):
     """Hidden-sharded residual, all-reduces of width r."""
 
-    name = "btp"
-    summary = "BOOST's bottleneck-aware tensor parallelism"
+    config = BTPConfig
     runtime = "boost.parallel.layouts.btp:BTP"
     low_rank = True
     residual = "hidden"
@@ -44,7 +52,6 @@ class BTPSpec(LayoutSpec):
         "latent.whole": WHOLE,
     }
     head_comms = (GATHER,)
-    options: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("online", "sync")}
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         statistic = 0

@@ -7,7 +7,7 @@ backward:                   RS(3r)  AG(r)  RS(2r)  AG(r)
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from boost.config.layouts.spec import (
     EXCHANGE,
@@ -19,13 +19,19 @@ from boost.config.layouts.spec import (
     Placement,
     PlannedComm,
 )
+from boost.config.schema import ParallelConfig
+
+
+class BTPSPConfig(ParallelConfig):
+    """btp with a token-sharded residual stream, half of its bytes."""
+
+    layout: Literal["btp-sp"] = "btp-sp"
 
 
 class BTPSPSpec(LayoutSpec):
     """Token-sharded residual, all-gathers and reduce-scatters of width r."""
 
-    name = "btp-sp"
-    summary = "btp with a token-sharded residual stream, half of its bytes"
+    config = BTPSPConfig
     runtime = "boost.parallel.layouts.btp_sp:BTPSP"
     low_rank = True
     residual = "tokens"

@@ -6,7 +6,7 @@ backward, grouped:          AR(d) AR(d)
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from boost.config.layouts.spec import (
     GATHER_REPLICATED,
@@ -19,13 +19,19 @@ from boost.config.layouts.spec import (
     Placement,
     PlannedComm,
 )
+from boost.config.schema import ParallelConfig
+
+
+class MegatronConfig(ParallelConfig):
+    """Dense: column then row parallel linears, replicated residual stream (arXiv 1909.08053)."""
+
+    layout: Literal["megatron"] = "megatron"
 
 
 class MegatronSpec(LayoutSpec):
     """Replicated residual, all-reduces of width d."""
 
-    name = "megatron"
-    summary = "dense, column then row, replicated residual stream"
+    config = MegatronConfig
     runtime = "boost.parallel.layouts.megatron:Megatron"
     low_rank = False
     residual = "replicated"

@@ -5,17 +5,23 @@ forward a block:   AG(d) RS(d) AG(d) RS(d)
 backward:          AG(d) RS(d) AG(d) RS(d), and the norms' gradients once per optimizer step
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from boost.config.layouts.megatron import MegatronSpec
 from boost.config.layouts.spec import EXCHANGE, GATHER, PARTIAL, SCATTER_SUM, Placement
+from boost.config.schema import ParallelConfig
+
+
+class MegatronSPConfig(ParallelConfig):
+    """Dense: megatron with a token-sharded residual stream (arXiv 2205.05198)."""
+
+    layout: Literal["megatron-sp"] = "megatron-sp"
 
 
 class MegatronSPSpec(MegatronSpec):
     """Token-sharded residual, all-gathers and reduce-scatters of width d."""
 
-    name = "megatron-sp"
-    summary = "dense, token-sharded residual stream"
+    config = MegatronSPConfig
     runtime = "boost.parallel.layouts.megatron_sp:MegatronSP"
     residual = "tokens"
     placements: ClassVar[dict[str, Placement]] = {**MegatronSpec.placements, "norm": PARTIAL, "final_norm": PARTIAL}

@@ -1,17 +1,22 @@
 """`single`: every weight in one process. What every other layout becomes with one TP process."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from boost.config.layouts.spec import WHOLE, GroupContext, LayoutSpec, Placement, PlannedComm
 from boost.config.schema import ModelConfig, ParallelConfig
 
 
+class SingleConfig(ParallelConfig):
+    """One process: what every layout is with tp = 1."""
+
+    layout: Literal["single"] = "single"
+
+
 class SingleSpec(LayoutSpec):
     """No collective, nothing sharded."""
 
-    name = "single"
-    summary = "one process (what every layout is with tp = 1)"
+    config = SingleConfig
     runtime = "boost.parallel.layouts.single:Single"
     low_rank = False
     residual = "replicated"

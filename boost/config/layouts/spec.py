@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from boost.config.architecture import Group, Parameter
-from boost.config.schema import Config, ModelConfig, ParallelConfig
+from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
 
@@ -97,9 +97,9 @@ _ENDS = {"embed": Placement(1), "head": Placement(0)}
 class LayoutSpec:
     """One way to spread a decoder over TP processes, as data."""
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    """For `boost config --fields` and the documentation: a phrase."""
+    config: ClassVar[type[ParallelConfig]]
+    """Its choice of [parallel]: the name, what it is in a phrase, options of its own, and what it refuses beyond what its
+    placements say (`problems`)."""
     runtime: ClassVar[str]
     """`module:Class` of the code that runs it; imported when a model is built."""
     low_rank: ClassVar[bool]
@@ -111,12 +111,21 @@ class LayoutSpec:
     """Of width d, behind the embedding."""
     head_comms: ClassVar[tuple[Comm, ...]] = ()
     """Of width d, before the head."""
-    options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Fields of [parallel] that only some layouts read, with their values here; the first one is the default."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are gathered (train.recompute = "low-rank-sharded")."""
     single_process: ClassVar[bool] = False
     """Whether it is what every layout becomes on one process."""
+
+    @property
+    def name(self) -> str:
+        """As `parallel.layout` has it."""
+        name: str = self.config.model_fields["layout"].default
+        return name
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Fields of [parallel] that not every layout has."""
+        return tuple(field for field in self.config.model_fields if field not in ParallelConfig.model_fields)
 
     # What follows from the placements.
 
@@ -181,10 +190,6 @@ class LayoutSpec:
     def variant(self, parallel: ParallelConfig) -> list[str]:
         """What distinguishes this form of the layout from its default, in words (for titles)."""
         return []
-
-    def problems(self, config: Config) -> Iterator[str]:
-        """What this layout refuses beyond what its placements say, each in one line."""
-        return iter(())
 
     def rank_fields(self, model: ModelConfig) -> dict[str, int]:
         """Ranks that p must divide, by their key."""

@@ -8,7 +8,7 @@ published, forward a block:  AR(d) AR(d) AR(d) AR(d)               AR(f) AR(f) A
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from boost.config.architecture import SLOTS, tensor_shape
 from boost.config.layouts.spec import (
@@ -30,11 +30,33 @@ from boost.config.schema import Config, ParallelConfig
 from boost.config.traffic import statistic_dtype
 
 
+class VanillaConfig(ParallelConfig):
+    """Low-rank factors sharded along the rank, the baseline."""
+
+    layout: Literal["vanilla"] = "vanilla"
+
+    vanilla: Literal["strong", "published"] = "strong"
+    """strong: attention and gated product are sharded over the processes; published: each process computes all of them, as the
+    baseline of the BOOST paper does."""
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """The rows of a tensor gate are sharded like the rank."""
+        model, tp = config.model, self.tp
+        if model.gate != "tensor" or tp == 1:
+            return
+        for rank in sorted({model.rank_of(0, slot) or 0 for slot in SLOTS}):
+            if (a := tensor_shape(rank)[0]) % tp:
+                best = nearest(rank, 2 * rank + tp**2, lambda r: tensor_shape(r)[0] % tp == 0)
+                yield (
+                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = '{self.layout}' shards "
+                    f"its {a} rows over parallel.tp = {tp}; the nearest valid value is {best}"
+                )
+
+
 class VanillaSpec(LayoutSpec):
     """Replicated residual, latents sharded along the rank, sums of full width."""
 
-    name = "vanilla"
-    summary = "low-rank factors sharded along the rank"
+    config = VanillaConfig
     runtime = "boost.parallel.layouts.vanilla:Vanilla"
     low_rank = True
     residual = "replicated"
@@ -51,7 +73,6 @@ class VanillaSpec(LayoutSpec):
     }
     embed_comms = (GATHER_REPLICATED,)
     head_comms = (SUM_BACKWARD,)
-    options: ClassVar[dict[str, tuple[str, ...]]] = {"vanilla": ("strong", "published")}
 
     def num_shards(self, parallel: ParallelConfig) -> int:
         return 1 if parallel.vanilla == "published" else parallel.tp
@@ -83,16 +104,3 @@ class VanillaSpec(LayoutSpec):
 
     def variant(self, parallel: ParallelConfig) -> list[str]:
         return [parallel.vanilla]
-
-    def problems(self, config: Config) -> Iterator[str]:
-        """The rows of a tensor gate are sharded like the rank."""
-        model, tp = config.model, config.parallel.tp
-        if model.gate != "tensor":
-            return
-        for rank in sorted({model.rank_of(0, slot) or 0 for slot in SLOTS}):
-            if (a := tensor_shape(rank)[0]) % tp:
-                best = nearest(rank, 2 * rank + tp**2, lambda r: tensor_shape(r)[0] % tp == 0)
-                yield (
-                    f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = '{self.name}' shards "
-                    f"its {a} rows over parallel.tp = {tp}; the nearest valid value is {best}"
-                )

@@ -1,0 +1,237 @@
+"""What a table of the configuration file is made of: `Section`, and `Tagged`, a section of which one key selects the class.
+
+A tagged section is flat in the file: `[optim] name = "muon"` selects `MuonConfig`, whose own fields stand next to `name`, with
+no table of their own. To add a choice, write a subclass; importing its module registers it, from whatever package.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticUndefined
+
+if TYPE_CHECKING:
+    from boost.config.schema import Config
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Width = Annotated[int, Field(ge=1, le=2**20)]
+Natural = Annotated[int, Field(ge=0, le=2**31)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Place = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A table of the configuration file. Frozen; unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Tagged(Section):
+    """A section whose tag selects the class.
+
+    A direct subclass is a root: it holds the tag and the fields of every choice. A subclass of the root whose tag is a
+    `Literal` of one value is a choice, with fields of its own; the root validates to it. A field of a tagged type is a part:
+    its keys stand flat in this section too, and read from here (`optim.schedule` is `optim.lr_schedule.schedule`).
+    """
+
+    key: ClassVar[str]
+    """Dotted key of the tag in the file, as optim.name."""
+
+    absent: ClassVar[Mapping[str, Any]] = {}
+    """Fields that code reads whatever the choice: their values where the choice does not have them. Earlier releases wrote
+    these, and defaults, for the fields of all other choices."""
+
+    choices: ClassVar[dict[str, Any]] = {}
+    """Classes by tag value. One dictionary for a root and everything below it."""
+
+    parts: ClassVar[dict[str, Any]] = {}
+    """Roots of the fields that are tagged themselves."""
+
+    def problems(self, config: "Config") -> Iterator[str]:
+        """Rules of this choice that a whole configuration breaks, one line each."""
+        yield from ()
+
+    @classmethod
+    def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that follow from other fields."""
+        return {}
+
+    @classmethod
+    def tag(cls) -> str:
+        """Name of the field that selects the class."""
+        return cls.key.rpartition(".")[2]
+
+    @classmethod
+    def find(cls, value: object) -> type[Self] | None:
+        """The class of a tag value; None if there is none."""
+        return cls.choices.get(value) if isinstance(value, str) else None
+
+    @classmethod
+    def choice(cls, values: Mapping[str, Any]) -> type[Self]:
+        """The class that a table selects. Raises ValidationError."""
+        value = values.get(cls.tag(), cls.model_fields[cls.tag()].default)
+        if (found := cls.find(value)) is None:
+            raise _invalid(cls, "literal_error", cls.tag(), value, expected=" or ".join(cls.choices))
+        return found
+
+    @classmethod
+    def owners(cls, name: str) -> list[str]:
+        """Tag values of the choices that have this field."""
+        return [value for value, choice in cls.choices.items() if name in choice.model_fields]
+
+    @classmethod
+    def keys(cls) -> Iterator[tuple[str, FieldInfo]]:
+        """Every key of this section in a file, those of all choices included, with what its documentation says."""
+        names = [*cls.model_fields, *(name for choice in cls.choices.values() for name in choice.model_fields)]
+        for name in dict.fromkeys(names):
+            if name in cls.parts:
+                yield from cls.parts[name].keys()
+            elif name == cls.tag():
+                yield name, _tag_info(cls)
+            else:
+                yield name, cls.model_fields.get(name) or _choice_info(cls, name)
+
+    @classmethod
+    def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+        """Before `changes` are written into a table: if they name another choice, removes what the former one gave a meaning."""
+        for root in (cls, *cls.parts.values()):
+            tag = root.tag()
+            former, new = root.find(table.get(tag, root.model_fields[tag].default)), root.find(changes.get(tag))
+            if former is None or new is None or former is new:
+                continue
+            kept = former.model_fields.keys() & new.model_fields.keys()
+            kept -= {tag, *root.dropped(former, new, table, changes)}
+            for name in [name for name in table if root.owners(name) and name not in kept]:
+                del table[name]
+
+    @classmethod
+    def dropped(
+        cls, former: type[Self], new: type[Self], table: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> set[str]:
+        """Fields that both choices have, but whose value in the table is a default of the former."""
+        return set()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.parts = {
+            name: info.annotation
+            for name, info in cls.model_fields.items()
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Tagged)
+        }
+        if Tagged in cls.__bases__:
+            cls.choices = {}
+        elif cls.tag() in inspect.get_annotations(cls):
+            for value in get_args(cls.model_fields[cls.tag()].annotation):
+                if other := cls.choices.get(value):
+                    raise TypeError(
+                        f"{cls.key} = '{value}' is {other.__qualname__} already; {cls.__qualname__} needs its own"
+                    )
+                cls.choices[value] = cls
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        # OptimConfig(name="muon") is a MuonConfig, like OptimConfig.model_validate({"name": "muon"}).
+        return super().__new__(cls if cls in cls.choices.values() else cls.choice(values))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.absent:
+                return self.absent[name]
+            for part in self.parts:
+                own = self.__dict__.get(part)
+                if own is not None and (name in own.absent or name in type(own).model_fields):
+                    return getattr(own, name)
+            return super().__getattr__(name)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, not validated. But another tag, or a key of a part, needs other classes: this copy is validated."""
+        own = getattr(self, self.tag())
+        if not update or (update.get(self.tag(), own) == own and update.keys() <= type(self).model_fields.keys()):
+            return super().model_copy(update=update, deep=deep)
+        values = self.model_dump()
+        self.switch(values, update)
+        root = next(base for base in type(self).__mro__ if Tagged in base.__bases__)
+        return root.model_validate(values | dict(update))  # type: ignore[attr-defined]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _select(cls, values: Any, handler: Any) -> Any:
+        if isinstance(values, Tagged) or not isinstance(values, dict):
+            return handler(values)
+        if cls in cls.choices.values():
+            return handler(_own(cls, values))
+        return cls.choice(values).model_validate(values)
+
+    @model_serializer(mode="wrap")
+    def _flatten(self, handler: Any) -> dict[str, Any]:
+        table: dict[str, Any] = handler(self)
+        for part in self.parts:
+            table |= table.pop(part, {})
+        return table
+
+
+def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of one choice, from a flat table: its parts gathered, harmless keys of other choices left out."""
+    own = dict(values)
+    for part, root in cls.parts.items():
+        if part in own and not isinstance(own[part], root):
+            raise _invalid(cls, "extra_forbidden", part, own[part])
+        inner = {name: own.pop(name) for name in values if name in root.model_fields or root.owners(name)}
+        own.setdefault(part, inner)
+    for name in [name for name in own if name not in cls.model_fields]:
+        if owners := cls.owners(name):
+            value, defaults = own.pop(name), [cls.choices[owner].model_fields[name].default for owner in owners]
+            if value not in ([cls.absent[name]] if name in cls.absent else defaults):
+                raise _misplaced(cls, values.get(cls.tag(), cls.model_fields[cls.tag()].default), name, value)
+    return cls.derived(own) | own
+
+
+def _misplaced(cls: type[Tagged], own: str, name: str, value: Any) -> ValidationError:
+    """A field of another choice: names its owner and the two ways out."""
+    field, shown = f"{cls.key.partition('.')[0]}.{name}", value
+    while isinstance(shown, dict) and shown:  # the first entry of a table, as it is written
+        entry, shown = next(iter(shown.items()))
+        field += f".{entry}"
+    said = str(shown).lower() if isinstance(shown, bool) else repr(shown)
+    *others, last = [f"'{owner}'" for owner in cls.owners(name)]
+    ways = f"{', '.join(others)} or {last}" if others else last
+    message = f"{field} = {said} belongs to {cls.key} = {ways}, not to '{own}'; remove it, or take {cls.key} = {ways}"
+    return _invalid(cls, PydanticCustomError("misplaced", "{message}", {"message": message}), name, value)
+
+
+def _invalid(
+    cls: type[Tagged], kind: str | PydanticCustomError, name: str, value: Any, **context: Any
+) -> ValidationError:
+    return ValidationError.from_exception_data(
+        cls.__name__, [InitErrorDetails(type=kind, loc=(name,), input=value, ctx=context)]
+    )
+
+
+def _tag_info(root: type[Tagged]) -> FieldInfo:
+    """The tag's field, whose documentation is the first paragraph of each choice's."""
+    info = copy.copy(root.model_fields[root.tag()])
+    info.annotation = Literal[tuple(root.choices)]  # type: ignore[assignment]
+    meanings = [
+        f"{value}: {(choice.__doc__ or '').partition(chr(10) * 2)[0]}" for value, choice in root.choices.items()
+    ]
+    info.description = " ".join(filter(None, [info.description, *meanings]))
+    return info
+
+
+def _choice_info(root: type[Tagged], name: str) -> FieldInfo:
+    """A field of some choices only: says of which, and a default if they share one."""
+    owners = root.owners(name)
+    infos = [root.choices[owner].model_fields[name] for owner in owners]
+    info = copy.copy(infos[0])
+    info.description = f"Only with {root.key} = {' | '.join(owners)}. {info.description}"
+    if any(other.default != info.default for other in infos):
+        info.default = PydanticUndefined
+    return info

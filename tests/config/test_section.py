@@ -1,0 +1,189 @@
+"""Sections of which one key selects the class: what is registered, what is listed, what another package can add."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import pytest
+from pydantic import SerializeAsAny, ValidationError
+
+from boost.config import load
+from boost.config.families import CoLAConfig, DenseConfig, LaXConfig, LowRankConfig, SVDConfig
+from boost.config.load import fields
+from boost.config.lr_schedules import Constant, Cosine, CosineRestarts
+from boost.config.optimizers import AdamWConfig, LOROConfig, MuonConfig
+from boost.config.schema import Config, ModelConfig, OptimConfig
+from boost.config.section import Natural, Section, Tagged
+from boost.errors import ConfigError
+from boost.optim.build import build_optimizer
+from boost.parallel.mesh import Mesh
+from tests import toy
+
+
+class Layout(Tagged):
+    """A section like [parallel] with options of its layouts."""
+
+    key: ClassVar[str] = "parallel.layout"
+    layout: str = "whole"
+    """How weights are sharded."""
+
+    tp: int = 1
+    """Processes."""
+
+
+class Whole(Layout):
+    """Every process holds every weight."""
+
+    layout: Literal["whole"] = "whole"
+
+
+class Halves(Layout):
+    """Each process holds rows."""
+
+    layout: Literal["halves"] = "halves"
+    norm: Literal["online", "sync"] = "online"
+    """When statistics travel."""
+
+
+class Holder(Section):
+    """A configuration with such a section."""
+
+    parallel: SerializeAsAny[Layout]
+
+
+def test_a_tag_selects_the_class() -> None:
+    families = [type(ModelConfig.model_validate({"family": name})) for name in ("dense", "svd", "cola", "lax")]
+    assert families == [DenseConfig, SVDConfig, CoLAConfig, LaXConfig]
+    assert [type(OptimConfig(name=name)) for name in ("adamw", "loro", "muon")] == [AdamWConfig, LOROConfig, MuonConfig]
+    schedules = [OptimConfig.model_validate({"schedule": name}).lr_schedule for name in ("cosine", "constant")]
+    assert schedules == [Cosine(), Constant()]
+    assert type(OptimConfig()) is AdamWConfig and type(ModelConfig()) is CoLAConfig  # type: ignore[call-arg]
+    assert Holder.model_validate({"parallel": {"layout": "halves", "norm": "sync"}}).parallel == Halves(norm="sync")
+    with pytest.raises(ValidationError):
+        SVDConfig.model_validate({"family": "cola"})
+
+
+def test_every_family_has_a_value_for_the_fields_that_all_code_reads() -> None:
+    read = (
+        "family",
+        "over",
+        "gate",
+        "rank",
+        "ranks",
+        "latent_act",
+        "factor_init",
+        "mlp_silu",
+        "low_rank",
+        "crosses",
+        "mixes",
+    )
+    neutral = ("none", "none", None, {}, "none", "none", True, False, False, False)
+    answers = {
+        name: tuple(getattr(ModelConfig.model_validate({"family": name}), f) for f in read)
+        for name in ModelConfig.choices
+    }
+    assert answers["dense"] == ("dense", *neutral)
+    assert answers["svd"] == ("svd", "none", "none", 128, {}, "none", "xavier", True, True, False, False)
+    assert answers["cola"] == ("cola", "none", "none", 128, {}, "silu", "cola", True, True, False, False)
+    assert answers["lax"] == ("lax", "cola", "identity", 128, {}, "silu", "cola", True, True, True, False)
+    dense = ModelConfig.model_validate({"family": "dense"})
+    assert (dense.rank_of(0, "attn.q"), dense.title) == (None, "dense")
+    with pytest.raises(AttributeError, match="muon_lr"):
+        OptimConfig().muon_lr  # type: ignore[attr-defined] # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "words", ["--model.family dense", "--model.family lax --optim.name muon", "--optim.schedule constant"]
+)
+def test_configurations_are_equal_pickled_copied_and_through_json(words: str) -> None:
+    config = load(None, words.split())
+    for again in (
+        pickle.loads(pickle.dumps(config)), copy.deepcopy(config), config.model_copy(), config.model_copy(deep=True),
+        Config.model_validate(config.model_dump()), Config.model_validate_json(config.model_dump_json()),
+    ):  # fmt: skip
+        assert again == config
+        assert (type(again.model), type(again.optim)) == (type(config.model), type(config.optim))
+    assert config.model_dump() == {section: getattr(config, section).model_dump() for section in Config.model_fields}
+
+
+def test_a_copy_with_another_tag_is_of_another_class() -> None:
+    cola = ModelConfig.model_validate({"dim": 64, "mlp_silu": False})
+    dense = cola.model_copy(update={"family": "dense"})
+    assert dense == DenseConfig.model_validate({"dim": 64})
+    assert cola.model_copy(update={"rank": 7, "family": "cola"}).rank == 7
+    assert Halves(tp=4, norm="sync").model_copy(update={"layout": "whole", "tp": 2}) == Whole(tp=2)
+    loro = OptimConfig.model_validate({"name": "loro", "schedule": "cosine-restarts", "lr": 0.5})
+    assert isinstance(loro.lr_schedule, CosineRestarts)
+    assert loro.model_copy(update={"name": "adamw"}) == OptimConfig(lr=0.5)
+    decaying = loro.model_copy(update={"schedule": "constant", "decay_steps": 7})
+    assert (decaying.lr_schedule, decaying.lr, decaying.name) == (Constant(decay_steps=7), 0.5, "loro")
+    with pytest.raises(ValidationError, match="belongs to model.family"):
+        dense.model_copy(update={"rank": 8})
+
+
+def test_every_key_says_which_choices_have_it() -> None:
+    known = dict(fields())
+    meanings = {key: info.description or "" for key, info in known.items()}
+    assert len(list(fields())) == len(known), "each key once"
+    for key, prefix in {
+        "optim.muon_lr": "Only with optim.name = muon. ",
+        "optim.exact_every": "Only with optim.name = loro. ",
+        "optim.frobenius_decay": "Only with optim.name = adamw. ",
+        "optim.decay_steps": "Only with optim.schedule = constant. ",
+        "optim.restart_delay": "Only with optim.schedule = cosine-restarts. ",
+        "model.rank": "Only with model.family = svd | cola | lax. ",
+        "model.gate": "Only with model.family = lax. ",
+    }.items():
+        assert meanings[key].startswith(prefix), key
+    for tag, root in (("model.family", ModelConfig), ("optim.name", OptimConfig)):
+        assert all(f"{value}: " in meanings[tag] for value in root.choices)
+    assert not any("Only with" in meanings[key] for key in ("optim.lr", "model.dim", "optim.schedule"))
+
+
+@pytest.fixture
+def outside() -> Iterator[None]:
+    """An optimizer and a family of another package, while a test runs."""
+
+    class Lion(OptimConfig):
+        """The sign of the momentum."""
+
+        name: Literal["lion"] = "lion"
+        lion_warmth: Natural = 3
+        """Nothing in particular."""
+
+        @property
+        def builder(self) -> str:
+            return f"{__name__}:built"
+
+    class Ternary(LowRankConfig):
+        """y = B sign(A x)."""
+
+        family: Literal["ternary"] = "ternary"
+
+    yield
+    del OptimConfig.choices["lion"], ModelConfig.choices["ternary"]
+
+
+def test_a_tag_value_belongs_to_one_class() -> None:
+    with pytest.raises(TypeError, match="parallel.layout = 'whole' is Whole already"):
+
+        class Other(Layout):
+            layout: Literal["whole", "half"] = "half"
+
+
+def built(storages: object, config: Config, mesh: Mesh) -> Any:
+    return "built", config.optim.lr
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_class_of_another_package_is_a_choice_by_being_imported() -> None:
+    config = load(None, ["--optim.name", "lion", "--optim.lion_warmth", "9", "--model.family", "ternary"])
+    assert config.optim.model_dump()["lion_warmth"] == 9
+    assert (config.model.rank, config.model.low_rank, config.model.family) == (128, True, "ternary")
+    assert build_optimizer([], config, Mesh(toy.CPU)) == ("built", 3e-3)
+    assert "lion: The sign of the momentum." in (dict(fields())["optim.name"].description or "")
+    with pytest.raises(ConfigError, match="lion_warmth = 9 belongs to optim.name = 'lion', not to 'adamw'"):
+        load(None, ["--optim.lion_warmth", "9"])
+    with pytest.raises(ConfigError, match="'lino' is not one of adamw, loro, muon, lion; did you mean 'lion'"):
+        load(None, ["--optim.name", "lino"])
