@@ -8,6 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No verdict depends on how fast a machine is.
+settings.register_profile("boost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("boost")
 
 
 @pytest.fixture(scope="session")

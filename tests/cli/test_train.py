@@ -30,7 +30,8 @@ save_every = 5
 eval_every = 20
 log_every = 1
 """
-LIMIT_S = 240
+LIMIT_S = 600
+"""Only against hanging for ever."""
 
 
 def write_config(folder: Path, store: Path) -> Path:
@@ -103,7 +104,7 @@ def test_a_killed_run_resumes_to_the_last_bit(config: Path, whole: Path, tmp_pat
     assert len(numbers(whole)) == 42
 
     process = start("train", config, "--run.dir", killed)
-    wait_for_step(process, killed, 17)
+    wait_for_step(process, killed, 6)  # 34 steps and 7 checkpoints before its end, however late this process looks
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     steps_before = len(read_metrics(killed / "metrics.jsonl"))

@@ -16,8 +16,7 @@ from boost.convert.importing import import_weights
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
-from tests.convert.test_export import CASES
-from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, save, write_folder
+from tests.convert.toys import CASES, LLAMA, all_logits, llama_folder, loaded, save, write_folder
 
 GB = 10**9
 

@@ -294,7 +294,7 @@ class Slow(p.Progress):
     def update(self, consumed, documents):
         if mode == "wait" and self.name == "encoding" and documents == 20:
             print("encoding", flush=True)
-            time.sleep(60)
+            time.sleep(600)
 
 mode, corpus, out, overwrite = sys.argv[1:]
 import boost.data.encode
@@ -325,7 +325,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, stop, had
     unfinished = sibling(store, "tmp")
     assert (unfinished / "train.tokens").stat().st_size > 0
     process.send_signal(stop)
-    assert process.wait(20) != 0
+    assert process.wait(300) != 0
     if stop == signal.SIGINT:
         assert not unfinished.exists()
     with pytest.raises(DataError):
@@ -341,7 +341,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, stop, had
 def test_a_full_disk_is_one_line_and_costs_nothing(corpus, had_store):
     before = content(prepare(options(corpus)).store.path) if had_store else None
     process = child("full", corpus, "yes")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert output.startswith("StorageError ") and output.count("\n") == 1
     assert "store: File too large while writing; nothing was changed" in output

@@ -21,7 +21,9 @@ from boost.plan.schedules import actions
 from boost.plan.tape import Tape
 from tests import toy
 from tests.distributed import run_distributed
-from tests.measure.test_memory import CELLS, CROSSING, config_of
+from tests.matrices import MEMORY_CELLS as CELLS
+from tests.matrices import MEMORY_CROSSING as CROSSING
+from tests.matrices import memory_config as config_of
 from tests.plan.measured import step_peak
 
 EVERY: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [

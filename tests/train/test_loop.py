@@ -13,7 +13,6 @@ from boost.data.batches import Batch, Batches
 from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
-from boost.parallel.mesh import Mesh, mesh_of
 from boost.parallel.pipeline import Pipeline
 from boost.train.console import SilentConsole
 from boost.train.loop import Trainer, resume_candidates
@@ -21,27 +20,7 @@ from boost.train.model import to_device
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-
-RATE = 3e-3
-"""Of every step here. At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps."""
-
-
-def make_config(store: Path, run: Path, tp: int = 1, dtype: str = "float64", **sections: Any) -> Config:
-    sections["train"] = {"steps": 6, "seq_len": 32, "micro_batch": 2, "global_batch": 4, **sections.get("train", {})}
-    return toy.toy_config(
-        dtype,
-        model={"vocab_size": 300, **sections.pop("model", {})},
-        parallel={"tp": tp, **sections.pop("parallel", {})},
-        optim={"lr": RATE, "warmup_steps": 3},
-        data={"store": str(store)},
-        run={"dir": str(run), "device": "cpu"},
-        **sections,
-    )
-
-
-def make_trainer(config: Config) -> Trainer:
-    mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
-    return Trainer(config, mesh, RunDirectory(config.run.dir))
+from tests.train.runs import RATE, make_config, make_trainer
 
 
 def losses_of(config: Config, steps: int) -> list[float]:

@@ -12,7 +12,7 @@ from boost.errors import ConfigError
 from boost.train.console import SilentConsole
 from boost.train.model import compile_blocks
 from tests import toy
-from tests.train.test_loop import make_config, make_trainer
+from tests.train.runs import make_config, make_trainer
 
 
 def losses_and_evaluation(config: Config) -> tuple[list[float], float]:

@@ -33,15 +33,15 @@ log_every = 1
 param_dtype = "float64"
 compute_dtype = "float64"
 """
-LIMIT_S = 120
-"""Generous: a busy machine with two cores starts four processes in 15 s."""
+LIMIT_S = 900
+"""Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     path = tmp_path_factory.mktemp("nodes") / "run.toml"
     path.write_text(
-        f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 60\npeak_tflops = 1\n'
+        f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 600\npeak_tflops = 1\n'
     )
     return path
 
