@@ -5,8 +5,8 @@ import pytest
 from boost.cli.main import main
 
 
-def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    code = main(list(words))
-    out, err = capsys.readouterr()
+def say(capture: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command. `capfd` also sees what the processes say that it starts."""
+    code = main([str(word) for word in words])
+    out, err = capture.readouterr()
     return code, out, err

@@ -194,7 +194,7 @@ HOME = three_dimensions({"pp": 2, "dp": 2, "tp": 2, "layout": "btp", "shard": "f
 def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
     """A run on pp 2 x dp 2 x tp 2: its checkpoint, and how it went on."""
     folder = tmp_path_factory.mktemp("home")
-    return folder, on_mesh(save_and_continue, folder, 20, HOME)[0]
+    return folder, on_mesh(save_and_continue, folder, 6, HOME)[0]
 
 
 @pytest.mark.parametrize("elsewhere", [{}, {"tp": 4, "layout": "btp-sp"}, {"pp": 4, "schedule": "gpipe"}], ids=str)
@@ -210,7 +210,7 @@ def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(value, states[0][name]) for name, value in state.items())
-    actual, position = on_mesh(load_and_continue, folder, 20, there)[0]
+    actual, position = on_mesh(load_and_continue, folder, 6, there)[0]
     assert position == Position(3, 192)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

@@ -57,20 +57,12 @@ def sum_ranks(folder: Path) -> int:
     return 0
 
 
-def return_rank_times_threads() -> int:
-    return rank() * torch.get_num_threads()
-
-
 def raise_in_rank_1(kind: str) -> int:
     join()
     if rank() == 0:
         dist.all_reduce(torch.ones(1))  # never answered
-    if kind == "boost":
-        raise CheckpointError("the checkpoint 'x' is damaged; take an earlier one")
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "exit":
-        os._exit(9)
     raise ZeroDivisionError("a defect of ours")
 
 
@@ -119,7 +111,7 @@ def wait_in_a_collective(folder: Path) -> int:
 
 def say_whether_terminal(folder: Path) -> int:
     (folder / f"tty{rank()}").write_text(f"{sys.stdout.isatty()} {sys.stderr.isatty()}")
-    return 0
+    return rank() * torch.get_num_threads()
 
 
 def main(entry: str, folder: str, nproc: str, grace: str) -> int:
@@ -197,24 +189,20 @@ def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, mo
     assert not (tmp_path / "logs" / "rank0.out").exists()
 
 
-def test_a_code_that_is_not_0_comes_back_and_the_number_of_threads_is_the_users(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launch(return_rank_times_threads, (), 2, None) == 3
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-
-
 def test_zero_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--nproc = 0 .* legal value is 1$"):
-        launch(return_rank_times_threads, (), 0, None)
+        launch(rank, (), 0, None)
 
 
-def test_rank_0_has_the_terminal_itself(tmp_path: Path) -> None:
+def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of threads, which makes the code, is the user's if there is one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     ours, theirs = pty.openpty()
     try:
         with run_launcher(say_whether_terminal, tmp_path, stdout=theirs, stderr=theirs) as process:
-            assert process.wait(PATIENCE_S) == 0
+            assert process.wait(PATIENCE_S) == 3
     finally:
         os.close(ours)
         os.close(theirs)
@@ -235,29 +223,27 @@ def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        launch(raise_in_rank_1, ("boost",), 2, tmp_path)
-    assert check_error(caught.value, capfd) == "the checkpoint 'x' is damaged; take an earlier one"
-    assert caught.value.exit_code == 2
-    # For --debug, the traceback of the process goes along.
-    assert "raise_in_rank_1" in caught.value.__notes__[0]
-
-
-def test_an_error_while_another_process_waits_for_the_group(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """While another process waits for the group."""
     with pytest.raises(ConfigError) as caught:
         launch(fail_before_the_group_exists, (), 2, tmp_path)
     assert check_error(caught.value, capfd) == "run.device = 'cuda', but torch sees no GPU"
+    assert caught.value.exit_code == 2
+    # For --debug, the traceback of the process goes along.
+    assert "fail_before_the_group_exists" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(("kind", "how"), [("sigkill", "was ended by SIGKILL"), ("exit", "ended with exit code 9")])
-def test_a_process_that_dies_without_a_word_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, how: str
-) -> None:
+def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainingError) as caught:
-        launch(raise_in_rank_1, (kind,), 2, tmp_path)
+        launch(raise_in_rank_1, ("sigkill",), 2, tmp_path)
     message = check_error(caught.value, capfd)
-    assert message.startswith(f"process 2 of 2 (rank 1) {how}")
+    assert message.startswith("process 2 of 2 (rank 1) was ended by SIGKILL")
     assert message.endswith(f"the others were stopped; resume with --resume auto; logs: {tmp_path}")
+    assert caught.value.exit_code == 3
+
+
+def test_a_process_that_exits_without_a_word_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"^process 2 of 2 \(rank 1\) ended with exit code 9") as caught:
+        launcher._say_root_cause(call_of(tmp_path), launcher._Failed(1, 9), [], [])
     assert caught.value.exit_code == 3
 
 

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from boost.cli.main import main
 from boost.config import load
 from boost.config.architecture import parameter_count
 from boost.train.checkpoint import complete_checkpoints
@@ -50,9 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 def alone(config: Path) -> list[float]:
     """The losses of the same run on one process."""
     run = config.parent / "alone"
-    words = [sys.executable, "-m", "boost.cli.main", "train", str(config), "--run.dir", str(run)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
+    assert main(["train", str(config), "--run.dir", str(run)]) == 0
     return losses(run)
 
 
