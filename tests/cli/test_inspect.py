@@ -231,6 +231,7 @@ def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert say(capsys, "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
 
 
+@pytest.mark.slow
 def test_it_answers_without_torch() -> None:
     program = (
         "import sys; from boost.cli.main import main; code = main(['inspect', 'boost-30b', '--layout', 'btp-sp', '--json']);"

@@ -17,6 +17,8 @@ from boost.train.metrics import read_metrics
 from tests import toy
 from tests.cli.commands import say
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 [parallel]
 tp = 2

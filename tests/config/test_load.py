@@ -309,11 +309,13 @@ def test_configurations_are_frozen() -> None:
         config.train.steps = 3  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_the_configuration_needs_no_torch() -> None:
     code = "import boost.config, boost.plan.collectives, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_mistake_is_answered_before_torch_is_imported() -> None:
     code = (
         "import sys; from boost.cli.main import main; code = main(['train', 'demo', '--train.step', '3']);"

@@ -10,6 +10,8 @@ import torch
 
 from tests.convert.toys import llama_folder
 
+pytestmark = pytest.mark.slow
+
 FILE_BYTES = 8_000_000
 
 # A warm-up on a tiny model first, so that only what the large one adds counts. VmHWM and not getrusage: a process begins

@@ -321,6 +321,7 @@ def child(mode, corpus, overwrite=""):
     # What was there before and how it ends have nothing to do with each other: each with each value once.
     [(signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGKILL, False)],
 )
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, stop, had_store):
     store = options(corpus).out
     before = content(prepare(options(corpus)).store.path) if had_store else None
@@ -342,6 +343,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_finished(corpus, stop, had
 
 
 @pytest.mark.parametrize("had_store", [False, True])
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_costs_nothing(corpus, had_store):
     before = content(prepare(options(corpus)).store.path) if had_store else None
     process = child("full", corpus, "yes")

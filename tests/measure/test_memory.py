@@ -32,11 +32,13 @@ def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: in
     return found
 
 
+@pytest.mark.slow
 def test_every_cell_keeps_what_is_predicted() -> None:
     """In bf16 with fp32 weights, and fewer key/value heads than processes."""
     assert wrong(CELLS, "bfloat16", 2) == []
 
 
+@pytest.mark.slow
 def test_latents_that_cross_are_kept_as_predicted() -> None:
     """The second of two blocks meets those of the first; every seventh cell, so that all take turns."""
     found = []

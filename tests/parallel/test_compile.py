@@ -11,6 +11,8 @@ from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = [
     ("cola", {"layout": "btp"}),
     ("cola", {"layout": "btp", "norm": "sync"}),

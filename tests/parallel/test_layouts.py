@@ -110,6 +110,7 @@ def keeps_table(config: Config, counted: list[Collective]) -> bool:
 
 
 @pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids(EVERY))
+@pytest.mark.slow
 def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     tp = parallel["tp"]
     config = config_of(model, parallel, tp, "float64", train={"global_batch": 2})
@@ -118,7 +119,7 @@ def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel
         assert max(errors.values()) <= 1e-10, errors
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
     for errors in run_distributed(tp, compare_with_single, config_of(model, parallel, tp, "float32")):
@@ -168,6 +169,7 @@ def configurations(draw: st.DrawFn) -> Config:
 
 @given(configurations())
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@pytest.mark.slow
 def test_any_model_under_any_layout(config: Config) -> None:
     for errors in run_distributed(config.parallel.tp, compare_with_single, config):
         assert errors["initial"] == errors["table"] == 0
@@ -277,7 +279,7 @@ def logits_of_prompt(config: Config) -> torch.Tensor:
     return decoder.next_logits(tokens[:, 7:8], caches)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_a_layout_generates_from_the_same_logits(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
     config = config_of({**model, "kv_heads": 2}, parallel, tp, "float64")

@@ -156,5 +156,6 @@ def test_every_second_block_recomputes() -> None:
 
 
 @pytest.mark.parametrize("row", CROSSING, ids=ids([(row,) for row in CROSSING]))
+@pytest.mark.slow
 def test_latents_that_cross_blocks_are_those_of_the_forward_pass(row: Row) -> None:
     verify(row, {"family": "lax", "gate": row["gate"], "rank": 16, "layers": 3}, "float64")

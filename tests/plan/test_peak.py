@@ -64,6 +64,7 @@ def test_a_block_on_the_tape_keeps_what_is_tabled() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_every_kind_of_cell_peaks_as_predicted() -> None:
     """Every 29th, so that all take turns: one micro-batch, whose gradients are new, or one of several."""
     found = {}
@@ -84,6 +85,7 @@ def test_every_kind_of_cell_peaks_as_predicted() -> None:
     ],
     ids=["btp-sp", "vanilla"],
 )
+@pytest.mark.slow
 def test_widths_of_7b_peak_as_predicted(words: list[str]) -> None:
     assert abs(error(load("boost-7b", [*words, "--model.layers", "3"]))) < 0.02
 
@@ -170,6 +172,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("family", "policy", "seq_len", "parallel"), MESHES, ids=str)
+@pytest.mark.slow
 def test_real_processes_peak_as_predicted(family: str, policy: str, seq_len: int, parallel: dict[str, Any]) -> None:
     """Stages, shards and buckets."""
     sizes = {"dim": 64, "ffn_dim": 160, "heads": 4, "kv_heads": 4, "layers": 4, "vocab_size": 128}

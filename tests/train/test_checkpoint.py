@@ -84,7 +84,7 @@ def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
         {"tp": 2, "layout": "vanilla"},
         {"tp": 1, "pp": 2, "schedule": "zero-bubble"},
         {"tp": 1, "dp": 3, "shard": "full"},
-        {"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"},
+        pytest.param({"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -127,6 +127,7 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_another_mesh_loads_the_same_bits_and_gives_them_back(
     tmp_path: Path, family: str, there: dict[str, Any]
 ) -> None:
@@ -198,6 +199,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[flo
 
 
 @pytest.mark.parametrize("elsewhere", [{}, {"tp": 4, "layout": "btp-sp"}, {"pp": 4, "schedule": "gpipe"}], ids=str)
+@pytest.mark.slow
 def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
     tmp_path: Path, home: tuple[Path, list[tuple[float, float]]], elsewhere: dict[str, Any]
 ) -> None:

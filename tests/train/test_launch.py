@@ -170,6 +170,7 @@ def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterato
 # Success
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launcher, "available_cores", lambda: 4)
@@ -194,6 +195,7 @@ def test_zero_processes_are_refused() -> None:
         launch(rank, (), 0, None)
 
 
+@pytest.mark.slow
 def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,7 @@ def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
     return str(error)
 
 
+@pytest.mark.slow
 def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """While another process waits for the group."""
     with pytest.raises(ConfigError) as caught:
@@ -232,6 +235,7 @@ def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd:
     assert "fail_before_the_group_exists" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainingError) as caught:
         launch(raise_in_rank_1, ("sigkill",), 2, tmp_path)
@@ -247,6 +251,7 @@ def test_a_process_that_exits_without_a_word_is_named(tmp_path: Path) -> None:
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_defect_keeps_its_traceback_once_on_stderr_and_in_the_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +276,7 @@ def test_the_loggers_of_torch_have_their_levels_back() -> None:
 # Signals
 
 
+@pytest.mark.slow
 def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_path: Path) -> None:
     with launched(train_until_told, tmp_path) as process:
         process.send_signal(signal.SIGTERM)
@@ -280,6 +286,7 @@ def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_pa
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
     """A Ctrl-C comes to every process by itself, and once more from the launcher."""
     with launched(train_until_told, tmp_path, start_new_session=True) as process:
@@ -290,6 +297,7 @@ def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_signal_does_not_hurt_a_process_that_has_finished(tmp_path: Path) -> None:
     with launched(finish_apart, tmp_path) as process:
         time.sleep(0.5)  # rank 1 returns; whether before or after the signal, the outcome is the same
@@ -298,6 +306,7 @@ def test_a_signal_does_not_hurt_a_process_that_has_finished(tmp_path: Path) -> N
         assert process.returncode == 0, err
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, threading\n"
@@ -326,6 +335,7 @@ def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("entry", "grace"), [(train_until_told, PATIENCE_S), (wait_in_a_collective, 1.0)])
+@pytest.mark.slow
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path: Path, entry: Callable[..., int], grace: float) -> None:
     with launched(entry, tmp_path, grace=grace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         processes = pids(tmp_path)

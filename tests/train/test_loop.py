@@ -130,6 +130,7 @@ def test_isolated_documents_train_on_something_else_only_where_documents_meet(st
     assert len(differs) > len(starts)
 
 
+@pytest.mark.slow
 def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> None:
     dtype = "bfloat16"
     config = make_config(store, tmp_path, 2, dtype)
@@ -225,6 +226,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
         ({"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
     ],
 )
+@pytest.mark.slow
 def test_resume_refuses_what_would_train_something_else(
     store: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:

@@ -26,6 +26,7 @@ def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.slow
 def test_compiled_blocks_train_and_evaluate_alike(
     store: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

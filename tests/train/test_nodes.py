@@ -17,6 +17,8 @@ from boost.train.metrics import read_metrics
 from tests import toy
 from tests.train.nodes import Agent, Node, two_nodes, why_not
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 CONFIG = f"""
 [optim]

@@ -18,6 +18,8 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, compare, micro_batches
 
+pytestmark = pytest.mark.slow
+
 TRAIN = {"micro_batch": 1, "global_batch": 4, "seq_len": 16}
 """Two micro-batches a replica in a pipeline of two: eight processes share two cores."""
 
