@@ -31,8 +31,8 @@ from tests.matrices import (
 )
 from tests.trained import Trained, errors_of
 
-HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 1), (8, 4))
-"""(TP size, key/value heads) of 8 heads: key/value heads as many as heads, between, as many as processes, and fewer."""
+HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
+"""(TP size, key/value heads) of 8 heads: key/value heads as many as heads, as many as processes, fewer, and one."""
 
 
 def is_legal(row: Row) -> bool:
@@ -58,6 +58,15 @@ CELLS = [
         is_legal,
     )
 ]
+TP_8 = [
+    ({"family": family, "kv_heads": 4, "layers": 1}, {**layout, "tp": 8})
+    for family, layout in (
+        ("svd", {"layout": "btp-sp"}),
+        ("cola", {"layout": "vanilla"}),
+        ("dense", {"layout": "megatron"}),
+    )
+]
+"""One of each way to cut on eight processes, which share two cores: slow, and other than TP 4 only in its number."""
 
 
 def crossing_cell(row: Row) -> tuple[Row, Row]:
@@ -92,7 +101,7 @@ RANKS = [
     ({"family": "lax", "ranks": {"attn.k": 6}}, {"layout": "btp", "tp": 2, "grouping": False}),
 ]
 """Linears of different ranks in one group."""
-EVERY = [*CELLS, *CROSSING, *RANKS]
+EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS]
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
