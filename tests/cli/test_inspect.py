@@ -54,6 +54,7 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
 
 
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
+@pytest.mark.slow
 def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--layout", "btp-sp", "--memory", "--train.recompute", policy]
     held = facts(capsys, *words)["memory"]

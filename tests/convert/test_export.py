@@ -19,6 +19,7 @@ from tests.convert.toys import CASES, all_logits, loaded, save
 from tests.distributed import run_distributed
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 GB = 10**9
 

@@ -71,6 +71,7 @@ def on_real_tensors(config: Config) -> tuple[Measured, int]:
 
 
 @pytest.mark.parametrize("policy", ["none", *LOCAL, "low-rank-sharded", "full-block"])
+@pytest.mark.slow
 def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
     config = config_of("cola", {"layout": "btp-sp"}, policy, "bfloat16")
     train, parallel = config.train.model_copy(update={"global_batch": 4}), config.parallel.model_copy(update={"tp": 2})
