@@ -2,7 +2,9 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch where there is no NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the tests
+#   make test     the tests: every commit (about ten minutes on two cores)
+#   make quick    the tests while you work: every layout once, nothing that starts other commands (under two minutes)
+#   make nightly  the tests that are too long for every commit
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
@@ -30,7 +32,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test check curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly check curves perplexity recompute fit families validate bench report clean
 
 setup: $(READY)
 
@@ -53,8 +55,16 @@ train: setup
 # Files of tests side by side: most tests wait for something most of the time. A worker starts up to eight processes.
 WORKERS ?= 2
 
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+quick: setup
+	$(PYTEST) -m 'not slow and not nightly'
+
+nightly: setup
+	$(PYTEST) -m nightly
 
 check: setup
 	$(BIN)/ruff check .

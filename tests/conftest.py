@@ -5,9 +5,31 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No verdict depends on how fast a machine is.
+settings.register_profile("boost", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("boost")
+
+
+@pytest.fixture(autouse=True)
+def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python of its own takes seconds to start: what starts one is marked slow, so that `make quick` is quick."""
+    if any(request.node.get_closest_marker(name) for name in ("slow", "nightly")):
+        return
+    begin = subprocess.Popen.__init__
+
+    def refuse(process: Any, args: Any, *rest: Any, **options: Any) -> None:
+        assert sys.executable not in args, "mark this test slow: it starts a Python process"
+        begin(process, args, *rest, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
 
 
 @pytest.fixture(scope="session")

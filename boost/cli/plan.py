@@ -145,7 +145,7 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     from boost.plan.timing import predict
 
     config = load(args.config, args.overrides)
-    held, pp_rank = worst_peak(config)
+    held, pp_rank = worst_peak(config, hardware.has_fused_norm)
     plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes)
     if args.json:
         import json

@@ -3,6 +3,7 @@
 Legend: T tokens, D hidden width, V vocabulary rows held by this process, N tokens of one chunk.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         dw_VD = torch.zeros_like(w_VD, dtype=wide) if needs_gradient else None
         total = torch.zeros((), dtype=wide, device=x_TD.device)
         step = chunk_tokens(w_VD.shape[0])
-        for start in range(0, x_TD.shape[0], step):
+        for start in chunks(x_TD.shape[0], step):
             x_ND, targets_N = x_TD[start : start + step], targets_T[start : start + step]
             logits_NV = gemm(x_ND, w_VD.t()).to(wide)
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
@@ -59,6 +60,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dx_TD, dw_VD = ctx.saved_tensors
         return dx_TD * d.to(dx_TD.dtype), dw_VD * d.to(dw_VD.dtype), None, None
+
+
+def chunks(tokens: int, step: int) -> Iterable[int]:
+    """Where each chunk of tokens starts. (The planner looks at one of those that are alike.)"""
+    return range(0, tokens, step)
 
 
 def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:

@@ -80,6 +80,16 @@ def _forward(
         yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
 
 
+def boundary_sends(
+    model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
+) -> Iterator[Collective]:
+    """What a stage sends for one micro-batch: forward to the next stage, backward to the previous one."""
+    if not stage.has_head:
+        yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
+    if not stage.has_embedding:
+        yield from stage_sends("backward", model, parallel, tokens, dtype, stage.numbers[0] - 1)
+
+
 def _backward_of(
     model: ModelConfig,
     parallel: ParallelConfig,

@@ -213,6 +213,11 @@ class Hardware(Section):
     """Where the numbers come from."""
 
     @property
+    def has_fused_norm(self) -> bool:
+        """Whether RMSNorm of whole rows is one kernel there."""
+        return self.device == "cuda"
+
+    @property
     def usable_bytes(self) -> int:
         """Memory for tensors, on one device."""
         return int((self.memory_gb - self.reserve_gb) * _GIGA)

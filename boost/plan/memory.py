@@ -78,13 +78,13 @@ def _block_keeps(config: Config, layer: int) -> Iterator[Kept]:
     dtype = config.train.compute_dtype
     for size in prev_latents_kept(config, layer):
         shape = (size // ITEMSIZE[dtype],)
-        yield Kept(Held(size, LATENTS, "", "prev_latents", shape, dtype, ""), layer)
+        yield Kept(Held(size, LATENTS, "prev_latents", shape, dtype, ""), layer)
 
 
-def prev_latents_kept(config: Config, layer: int) -> list[int]:
+def prev_latents_kept(config: Config, layer: int, fused_norm: bool = False) -> list[int]:
     """Bytes of the previous block's latents that live on because of this block alone."""
-    kept = pass_of_block(config, layer).prev_kept
+    kept = pass_of_block(config, layer, fused_norm).prev_kept
     if not any(kept):
         return []
-    before = pass_of_block(config, layer - 1).latents_kept
+    before = pass_of_block(config, layer - 1, fused_norm).latents_kept
     return [size for size, already in zip(kept, before, strict=True) if size and not already]

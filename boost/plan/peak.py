@@ -46,13 +46,13 @@ class Peak:
         return sum(self.by_category.values())
 
 
-def peak(config: Config, pp_rank: int = 0) -> Peak:
+def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> Peak:
     """The worst moment of a step on pipeline process `pp_rank` (of TP process and replica 0, which have the most).
 
-    Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
+    `fused_norm`: on a device where RMSNorm is one kernel. Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
     step counts as one with an exact step, where there are any.
     """
-    return _Step(config, pp_rank).worst()
+    return _Step(config, pp_rank, fused_norm).worst()
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class _BlockFacts:
     run: Pass
 
 
-def _block(config: Config, layer: int) -> _BlockFacts:
+def _block(config: Config, layer: int, fused_norm: bool) -> _BlockFacts:
     zero_bubble = config.parallel.pp > 1 and config.parallel.schedule == "zero-bubble"
-    run = pass_of_block(config, layer, puts_off=zero_bubble)
+    run = pass_of_block(config, layer, fused_norm, zero_bubble)
     kept = run.by_category
-    if latents := sum(prev_latents_kept(config, layer)):
+    if latents := sum(prev_latents_kept(config, layer, fused_norm)):
         kept = kept + Counter({LATENTS: latents})
     return _BlockFacts(kept, run)
 
@@ -100,11 +100,11 @@ def _stored(config: Config, stage: Stage) -> Iterator[StoredTensor]:
 class _Step:
     """One process's step, walked through."""
 
-    def __init__(self, config: Config, pp_rank: int) -> None:
+    def __init__(self, config: Config, pp_rank: int, fused_norm: bool) -> None:
         self.config, parallel = config, config.parallel
         self.stages = stages_of(config, pp_rank)
-        self.blocks = {n: _block(config, n) for stage in self.stages for n in stage.numbers}
-        self.loss, self.embedding = trace_loss(config), trace_embedding(config)
+        self.blocks = {n: _block(config, n, fused_norm) for stage in self.stages for n in stage.numbers}
+        self.loss, self.embedding = trace_loss(config, fused_norm), trace_embedding(config)
         self.stored = {stage.index: list(_stored(config, stage)) for stage in self.stages}
         self.size = ITEMSIZE[config.train.param_dtype]
         self.whole = [self.size * sum(t.elements for t in self.stored[stage.index]) for stage in self.stages]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from boost.config.architecture import parameter_count
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.plan.candidates import POLICIES, Request, Variants, legal, structures
+from boost.plan.hardware import Hardware
 from boost.plan.peak import peak
 from boost.plan.search import Plan, Search, Tick, worst_peak, worst_ranks
 from boost.plan.timing import Predictor
@@ -78,15 +79,13 @@ def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tu
 
 def fits_at_all(request: Request) -> bool:
     """Whether some configuration has room for micro-batches of one sequence, whatever the global batch."""
-    usable = request.hardware.usable_bytes
     thrifty = _thrifty(request, POLICIES[::-1])
-    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), usable) for config in thrifty)
+    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), request.hardware) for config in thrifty)
 
 
 def fits(request: Request) -> bool:
     """Whether some configuration has room for micro-batches of one sequence, with the request's global batch."""
-    usable = request.hardware.usable_bytes
-    return any(_fits(config, usable) for config in _thrifty(request, POLICIES[::-1]))
+    return any(_fits(config, request.hardware) for config in _thrifty(request, POLICIES[::-1]))
 
 
 def way_out(search: Search) -> str:
@@ -118,7 +117,7 @@ def _by_policy(request: Request, sized: Sized, tick: Tick | None, most: int = MO
     for name in names:
         best, chosen = 0, None
         for config in configs[name]:
-            more = _most(config, sized, request.hardware.usable_bytes, best, most)
+            more = _most(config, sized, request.hardware, best, most)
             if more > best:
                 best, chosen = more, config
             done += 1
@@ -138,12 +137,12 @@ def _thrifty(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Con
                 yield variants.of(parallel, 1, name, every)
 
 
-def _most(config: Config, sized: Sized, usable: int, beyond: int, most: int) -> int:
+def _most(config: Config, sized: Sized, hardware: Hardware, beyond: int, most: int) -> int:
     """The largest n > `beyond` that is legal and fits; `beyond` if there is none."""
 
     def good(n: int) -> bool:
         asked = sized(config, n)
-        return legal(asked) and _fits(asked, usable)
+        return legal(asked) and _fits(asked, hardware)
 
     first = next((n for n in range(beyond + 1, beyond + 3) if legal(sized(config, n))), beyond + 1)
     if not good(first):
@@ -157,12 +156,13 @@ def _most(config: Config, sized: Sized, usable: int, beyond: int, most: int) -> 
     return low
 
 
-def _fits(config: Config, usable: int) -> bool:
-    return legal(config) and all(peak(config, rank).total <= usable for rank in worst_ranks(config))
+def _fits(config: Config, hardware: Hardware) -> bool:
+    usable, fused = hardware.usable_bytes, hardware.has_fused_norm
+    return legal(config) and all(peak(config, rank, fused).total <= usable for rank in worst_ranks(config))
 
 
 def _planned(config: Config, request: Request) -> Plan:
-    held, pp_rank = worst_peak(config)
+    held, pp_rank = worst_peak(config, request.hardware.has_fused_norm)
     return Plan(config, Predictor(request.hardware).predict(config), held, pp_rank, request.hardware.usable_bytes)
 
 

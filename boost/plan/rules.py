@@ -4,6 +4,7 @@ A rule makes its results by `make` and puts them into the graph by `record`; its
 operations. `moves` are numbers read and written for each number made, operands that are broadcast left out.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,12 @@ def _rule(*functions: Any) -> Any:
 def _broadcast(operands: Sequence[Sized]) -> Shape:
     if len(operands) == 1 or all(x.shape == operands[0].shape for x in operands):
         return operands[0].shape
-    return tuple(torch.broadcast_shapes(*(x.shape for x in operands)))
+    return _broadcast_shapes(*(x.shape for x in operands))
+
+
+@functools.lru_cache(maxsize=8192)
+def _broadcast_shapes(*shapes: Shape) -> Shape:
+    return tuple(torch.broadcast_shapes(*shapes))
 
 
 def _promoted(operands: Sequence[Sized]) -> torch.dtype:
@@ -59,12 +65,16 @@ def _strides(operands: Sequence[Sized], shape: Shape) -> Shape:
     """Those of the first operand of the result's shape, if it has no gaps."""
     for x in operands:
         if x.shape == shape:
-            order = sorted(range(len(shape)), key=lambda dim: -x.strides[dim])
-            if order == list(range(len(shape))):
-                return contiguous(shape)
-            dense = contiguous(tuple(shape[dim] for dim in order))
-            return tuple(dense[order.index(dim)] for dim in range(len(shape)))
+            return contiguous(shape) if x.is_contiguous() else _dense(shape, x.strides)
     return contiguous(shape)
+
+
+@functools.lru_cache(maxsize=8192)
+def _dense(shape: Shape, strides: Shape) -> Shape:
+    """Strides without gaps, in the order of these."""
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    dense = contiguous(tuple(shape[dim] for dim in order))
+    return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
 def _moved(operands: Sequence[Sized], numel: int, dtype: torch.dtype, written: int = 1) -> float:

@@ -173,7 +173,7 @@ class Search:
             self.weighed += 1
             held = list[tuple[Peak, int]]()
             for rank in worst_ranks(config):
-                held.append((peak(config, rank), rank))
+                held.append((peak(config, rank, self.predictor.fused_norm), rank))
                 if held[-1][0].total > self.usable:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
                     self._lacking[key] = states
@@ -186,7 +186,7 @@ class Search:
         key = self._name(config)
         if key not in self._peaks:
             self.weighed += 1
-            self._peaks[key] = worst_peak(config)
+            self._peaks[key] = worst_peak(config, self.predictor.fused_norm)
         return self._peaks[key]
 
     @staticmethod
@@ -284,7 +284,9 @@ class Search:
             found = []
             for policy in ("none", "full-block"):
                 train = config.train.model_copy(update={"recompute": policy})
-                held = peak(config.model_copy(update={"train": train})).by_category
+                held = peak(
+                    config.model_copy(update={"train": train}), fused_norm=self.predictor.fused_norm
+                ).by_category
                 found.append(sum(size for category, size in held.items() if category not in STATES))
             self._floors[key] = min(found)
         return self._floors[key]
@@ -320,9 +322,9 @@ def worst_ranks(config: Config) -> list[int]:
     return list(ranks.values())
 
 
-def worst_peak(config: Config) -> tuple[Peak, int]:
+def worst_peak(config: Config, fused_norm: bool = False) -> tuple[Peak, int]:
     """(peak, pipeline process) of the process that holds the most."""
-    return max(((peak(config, rank), rank) for rank in worst_ranks(config)), key=lambda each: each[0].total)
+    return max(((peak(config, rank, fused_norm), rank) for rank in worst_ranks(config)), key=lambda each: each[0].total)
 
 
 def require_legal(search: Search) -> None:

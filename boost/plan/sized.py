@@ -4,6 +4,7 @@
 each makes, saves and moves are in `boost.plan.rules`. A method or function without a rule raises NoRuleError.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import Backward, Held, Node, Storage, Tape
+from boost.plan.tape import LEAF, Backward, Held, Node, Storage, Tape, name_of
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
@@ -84,9 +85,10 @@ class Sized:
         return self.numel_ <= self.tape.small and (len(self.shape) < 2 or self.numel_ == max(self.shape))
 
     def is_contiguous(self) -> bool:
-        return all(
-            size == 1 or stride == usual
-            for size, stride, usual in zip(self.shape, self.strides, contiguous(self.shape), strict=True)
+        usual = contiguous(self.shape)
+        return self.strides == usual or all(
+            size == 1 or stride == expected
+            for size, stride, expected in zip(self.shape, self.strides, usual, strict=True)
         )
 
     def is_dense(self) -> bool:
@@ -234,7 +236,7 @@ class Sized:
             return self
         old = self.dtype
         moves = 1 + old.itemsize / dtype.itemsize
-        strides = self.strides if self.is_dense() else None
+        strides = self.strides if not self.is_contiguous() and self.is_dense() else None
         return record(
             lambda: make(self, self.shape, "to", moves, dtype=dtype, strides=strides),
             [self],
@@ -353,10 +355,14 @@ def make(
     `moves`: numbers read and written for each of its own; 0: nothing counts. What is small is not counted.
     """
     tape, dtype = like.tape, dtype or like.dtype
-    category, role = origin(tape, operation, inputs or (like,))
     numel = math.prod(shape)
-    held = Held(numel * dtype.itemsize, category, role, operation, shape, str(dtype)[6:], tape.place)
-    made = Sized(tape, Storage(tape, held), shape, strides or contiguous(shape), dtype, like.device)
+    if tape.phase == "forward":
+        category, role = origin(tape, operation, inputs or (like,))
+        storage = Storage(tape, numel * dtype.itemsize, category, role)
+        tape.alive[id(storage)] = Held(storage.bytes, category, operation, shape, name_of(dtype), tape.place)
+    else:
+        storage = Storage(tape, numel * dtype.itemsize, "", "")
+    made = Sized(tape, storage, shape, strides or contiguous(shape), dtype, like.device)
     if moves and not made.is_small:
         tape.does(kernel, (numel,), dtype, moves)
     return made
@@ -366,7 +372,7 @@ def origin(tape: Tape, operation: str, inputs: Sequence[Sized]) -> tuple[str, st
     """(category, role) of what an operation makes."""
     if tape.scope:
         return tape.scope, ""
-    held = [x.storage.held for x in inputs if x.storage is not None]
+    held = [x.storage for x in inputs if x.storage is not None]
     roles = [each.role for each in held if each.role]
     return category_of(operation, roles, [each.category for each in held if not each.role])
 
@@ -408,6 +414,7 @@ def _resolved(x: Sized, shape: Any) -> Shape:
     return tuple(x.numel_ // known if n == -1 else n for n in shape)
 
 
+@functools.lru_cache(maxsize=8192)
 def contiguous(shape: Shape) -> Shape:
     """Strides of rows one after the other."""
     strides, step = [], 1
@@ -417,6 +424,7 @@ def contiguous(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
+@functools.lru_cache(maxsize=8192)
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     """Strides of the same memory under another shape; None where it has to be copied.
 
@@ -443,12 +451,7 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 def leaf(tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str) -> Sized:
     """A weight of a role: not counted among the living, and where the backward pass ends."""
-    from boost.plan.tape import LEAF
-
-    storage = Storage.__new__(Storage)  # memory that is there anyway
-    storage.tape = _Nowhere
-    storage.held = Held(0, COPIES, role, "", shape, str(dtype)[6:], "")
-    _Nowhere.alive[id(storage)] = storage.held
+    storage = Storage(_Nowhere, 0, COPIES, role)  # memory that is there anyway
     return Sized(tape, storage, shape, contiguous(shape), dtype, device, Node(LEAF, (), 1, None, tape.place))
 
 

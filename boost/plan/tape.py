@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from boost.config.traffic import Collective
-from boost.plan.work import STREAM, Counted, Work
+from boost.plan.work import Counted, Work
 
 if TYPE_CHECKING:
     from boost.plan.sized import Sized
@@ -38,8 +38,6 @@ class Held:
     bytes: int
     category: str
     """Of `boost.plan.categories`."""
-    role: str
-    """Of the weight that it was made of alone; '' for everything else."""
     made_by: str
     """The operation."""
     shape: tuple[int, ...]
@@ -50,20 +48,20 @@ class Held:
 class Storage:
     """Bytes, from birth to death."""
 
-    __slots__ = ("__weakref__", "held", "tape")
+    __slots__ = ("__weakref__", "bytes", "category", "role", "tape")
 
-    def __init__(self, tape: "Tape", held: Held) -> None:
-        self.tape, self.held = tape, held
-        tape.alive[id(self)] = held
-        tape.live += held.bytes
-        if tape.live > tape.peak:
-            tape.peak = tape.live
-        if tape.live + tape.born > tape.first_peak:
-            tape.first_peak = tape.live + tape.born
+    def __init__(self, tape: "Tape", size: int, category: str, role: str) -> None:
+        self.tape, self.bytes, self.category, self.role = tape, size, category, role
+        live = tape.live = tape.live + size
+        if live > tape.peak:
+            tape.peak = live
+        if live + tape.born > tape.first_peak:
+            tape.first_peak = live + tape.born
 
     def __del__(self) -> None:
-        del self.tape.alive[id(self)]
-        self.tape.live -= self.held.bytes
+        self.tape.live -= self.bytes
+        if self.category:
+            self.tape.alive.pop(id(self), None)
 
 
 class Node:
@@ -116,6 +114,8 @@ class Tape:
         self.scope = ""
         """If not empty: the category of everything that is made."""
         self.phase = "forward"
+        self.times = 1
+        """How often what is done from here on is done."""
         self.collectives: list[Collective] = []
         self.small = max(tokens, largest)
         self.put_off: list[Any] = []
@@ -130,15 +130,20 @@ class Tape:
     @property
     def work(self) -> Counted:
         """What was done."""
-        return Counter({Work.of(*done): times for done, times in self._done.items()})
+        return Counter(
+            {
+                Work.of(kernel, shape, name_of(dtype), moves, place, phase): times
+                for (kernel, shape, dtype, moves, place, phase), times in self._done.items()
+            }
+        )
 
     def does(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
         """An operation, as `Work.of` takes it."""
-        self._done[kernel, shape, str(dtype)[6:], moves, self.place, self.phase] += 1
+        self._done[kernel, shape, dtype, moves, self.place, self.phase] += self.times
 
     def sends(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int) -> None:
         """A collective."""
-        self.collectives.append(Collective(self.phase, kind, shape, str(dtype)[6:], processes, self.place))
+        self.collectives += [Collective(self.phase, kind, shape, name_of(dtype), processes, self.place)] * self.times
 
     def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> Node:
         """A node behind all others."""
@@ -263,7 +268,7 @@ class Tape:
             if node.number < 0:
                 self.entering += [g for g in gradients if g is not None]
             else:
-                born = sum(g.storage.held.bytes for g in gradients if g is not None)
+                born = sum(g.storage.bytes for g in gradients if g is not None)
                 gradients.clear()
                 self.born += born
             return []
@@ -276,6 +281,11 @@ class Tape:
         if not inputs_only:
             node.saved, node.frame = (), None
         return list(results)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """'bfloat16'."""
+    return str(dtype)[6:]
 
 
 def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[Node, int], set[Node]]:
@@ -305,6 +315,3 @@ def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[Node, int], se
     for node in first:
         waiting[node] += 1
     return waiting, useful
-
-
-__all__ = ["STREAM", "Backward", "Held", "Storage", "Tape"]

@@ -15,14 +15,16 @@ from boost.config.factors import needs_whole_factors
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
-from boost.plan.collectives import micro_batch_collectives
+from boost.plan import trace
+from boost.plan.collectives import boundary_sends
 from boost.plan.hardware import Hardware, Speeds
 from boost.plan.network import seconds as collective_seconds
 from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
-from boost.plan.step import block_work, ends_work, kinds_of_blocks, step_work
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted
+from boost.plan.step import as_stored, kinds_of_blocks, step_work
+from boost.plan.trace import trace_block, trace_embedding, trace_loss
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 GEMMS = "matrix products"
 ATTENTION_TIME = "attention"
@@ -132,7 +134,7 @@ class Predictor:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self.fused_norm = hardware.device == "cuda"
+        self.fused_norm = hardware.has_fused_norm
         self._known: dict[tuple[Any, ...], Any] = {}
         self._models: list[ModelConfig] = []
 
@@ -213,31 +215,35 @@ class Predictor:
         return result
 
     def _block(self, config: Config, layer: int, policy: RecomputeName) -> Pass:
-        work = block_work(config, layer, policy, self.fused_norm)
-        policies = [policy] * config.model.layers
-        return self._of(config, work, self._collectives(config, Stage(1, 3, layer, 1), policies))
+        run = trace_block(as_stored(config), layer, policy, self.fused_norm)
+        return self._of(config, [run])
 
     def _ends(self, config: Config, stage: Stage) -> Pass:
-        work = ends_work(config, stage.has_embedding, stage.has_head, self.fused_norm)
-        with_block = Stage(stage.index, stage.count, 0, 1)
-        ends = [c for c in self._collectives(config, with_block) if c.place in ("embed", "head", "loss")]
-        return self._of(config, work, ends)
+        stored = as_stored(config)
+        runs = [trace_embedding(stored)] if stage.has_embedding else []
+        runs += [trace_loss(stored, self.fused_norm)] if stage.has_head else []
+        return self._of(config, runs)
 
     def _sends(self, config: Config, stage: Stage) -> Pass:
         """To and from the neighbours: of the first block and the last, whose boundaries they are."""
         result = Pass()
         first, last = stage.numbers[0], stage.numbers[-1]
         key = ("sends", stage.has_embedding, stage.has_head, crossed(config.model, first), crossed(config.model, last))
-        ends = Stage(stage.index, stage.count, first, last - first + 1)
-        sent = self._cached(config, key, lambda: self._sums(config, self._collectives(config, ends)))
+        train = config.train
+        sends = list(
+            boundary_sends(config.model, config.parallel, train.micro_batch * train.seq_len, train.compute_dtype, stage)
+        )
+        sent = self._cached(config, key, lambda: self._sums(config, sends))
         # What is sent here is received there: each pass of a micro-batch waits for one of each.
         result.forward, result.backward = 2 * sent["pp forward"], 2 * sent["pp backward"]
         result.parts[PIPELINE] = result.total
         return result
 
-    def _of(self, config: Config, work: Counted, collectives: Iterable[Collective]) -> Pass:
+    def _of(self, config: Config, runs: Sequence[trace.Pass]) -> Pass:
         """Operations and collectives, one after the other."""
-        seconds, sent = busy(work, self._speeds(config)), self._sums(config, collectives)
+        work = sum((run.work for run in runs), Counter[Work]())
+        seconds = busy(work, self._speeds(config))
+        sent = self._sums(config, (each for run in runs for each in run.collectives))
         result = Pass(calls=work.total())
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
@@ -247,13 +253,6 @@ class Predictor:
         result.backward = seconds["recompute"] + seconds["backward"] + sent["tp backward"]
         result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
         return result
-
-    def _collectives(self, config: Config, stage: Stage, policies: Sequence[RecomputeName] = ()) -> list[Collective]:
-        train = config.train
-        tokens = train.micro_batch * train.seq_len
-        return micro_batch_collectives(
-            config.model, config.parallel, tokens, train.compute_dtype, True, policies, stage
-        )
 
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
         """Seconds by axis and phase; what is sent again belongs to the backward pass."""

@@ -21,8 +21,9 @@ from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models.attention import Context
 from boost.models.decoder import Block, Decoder
-from boost.models.interface import Layout, Pending, Saved, Stream
+from boost.models.interface import NO_RECOMPUTE, Layout, Pending, Saved, Stream
 from boost.models.stored import Stored
+from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.recompute import policies
@@ -126,6 +127,8 @@ def trace_embedding(config: Config) -> Pass:
 _KNOWN: dict[Any, Any] = {}
 _MODELS: dict[int, ModelConfig] = {}
 """Kept, so that an identity is not given to another."""
+_BLOCKS: dict[Any, Block] = {}
+"""Modules without weights, by model, [parallel] and block."""
 _MOST = 20_000
 
 
@@ -140,6 +143,7 @@ def _remembered(config: Config, key: Any) -> Callable[[Callable[[Config, bool], 
             if len(_KNOWN) > _MOST:
                 _KNOWN.clear()
                 _MODELS.clear()
+                _BLOCKS.clear()
                 _MODELS[id(model)] = model
             _KNOWN[whole] = compute(without_ignored(config), gathered)
         return _KNOWN[whole]
@@ -181,6 +185,7 @@ class _Tracer:
 
     def __init__(self, config: Config, gathered: bool, fused_norm: bool) -> None:
         self.config, self.model, self.parallel = config, config.model, config.parallel
+        self.key = (id(config.model), *_told(config.parallel, "parallel"))
         train, p = config.train, config.parallel.tp
         self.gathered = gathered
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
@@ -221,13 +226,23 @@ class _Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Torch's functions, and those of autograd, on sizes."""
-        usual = torch.autograd.Function.__dict__["apply"]
+        usual = torch.autograd.Function.__dict__["apply"], loss.chunks
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+        loss.chunks = self._chunks
         try:
             with _Rules(self.tape, self.device):
                 yield
         finally:
-            torch.autograd.Function.apply = usual  # type: ignore[method-assign]
+            torch.autograd.Function.apply, loss.chunks = usual  # type: ignore[method-assign]
+
+    def _chunks(self, tokens: int, step: int) -> Iterator[int]:
+        """One of the chunks that are alike, counted as often as there are."""
+        whole, rest = divmod(tokens, step)
+        for start, times in ((0, whole), (whole * step, int(rest > 0))):
+            self.tape.times = times
+            if times:
+                yield start
+        self.tape.times = 1
 
 
 class _Rules(TorchFunctionMode):
@@ -350,13 +365,14 @@ class _ResidualStream(Stream):
 
 
 def _block(tracer: _Tracer, layer: int, policy: RecomputeName) -> tuple[Block, Any]:
-    tape = tracer.tape
-    with torch.device("meta"):
-        block = Block(
-            tracer.model, layer, tracer.layout, policies(tape.checkpoint, tape.checkpoint_but_attention)[policy], 0
-        )
+    tape, key = tracer.tape, (*tracer.key, layer)
+    if key not in _BLOCKS:
+        with torch.device("meta"):
+            _BLOCKS[key] = Block(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
+    block = _BLOCKS[key]
     tracer.weigh(block)
-    return block, _Placed(tracer.layout, tape).with_options(policy=block.policy)
+    runs = policies(tape.checkpoint, tape.checkpoint_but_attention)[policy]
+    return block, _Placed(tracer.layout, tape).with_options(policy=runs)
 
 
 def _forward(tracer: _Tracer, layer: int, policy: RecomputeName) -> tuple[list[Sized], list[Any], Stream, int]:
@@ -430,7 +446,7 @@ def _with_put_off(traced: Pass, tracer: _Tracer, layer: int, policy: RecomputeNa
         begun = tape.live
         _restart(tape)
         tape.backward(results, gradients, inputs_only=True)
-        put_off = sum({id(g.storage): g.storage.held.bytes for g in tape.put_off}.values())
+        put_off = sum({id(g.storage): g.storage.bytes for g in tape.put_off}.values())
         inputs = tape.peak - begun
     return replace(traced, inputs=inputs, put_off=put_off)
 
@@ -451,17 +467,17 @@ def _trace_loss(tracer: _Tracer) -> Pass:
         targets = Sized(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         tape.scope, tape.place = LOGITS, "loss"
         # What enters is the residual stream, also where the loss keeps it.
-        loss = tracer.layout.loss(x, decoder.final_norm, decoder.head, targets)
+        value = tracer.layout.loss(x, decoder.final_norm, decoder.head, targets)
         tape.scope = ""
         forward = tape.peak - entering
         del x
-        total = [loss.elsewhere()]
+        total = [value.elsewhere()]
         kept = tuple(tape.alive.values())
-        own = loss.nbytes
+        own = value.nbytes
         begun = tape.live
         _restart(tape)
-        gradients = tracer.gradients([loss])
-        del loss
+        gradients = tracer.gradients([value])
+        del value
         tape.backward(total, gradients)
     return Pass(
         tape.work, tuple(tape.collectives), kept, entering, own, forward, tape.peak - begun, tape.first_peak - begun, tape.born

@@ -1,6 +1,7 @@
 """Contenders are timed in turns; ratios are of the same round; zeros and too few rounds are refused."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,30 +37,39 @@ def test_every_round_times_each_once_and_begins_with_another_one() -> None:
     assert len(turns.probe_s) == LEAST_ROUNDS and min(turns.probe_s) > 0
 
 
-def test_what_is_short_is_repeated_within_a_sample() -> None:
-    log: list[str] = []
-    turns = take_turns({"a": note(log, "a")}, ONE, LEAST_ROUNDS, least_s=1e-3)
-    assert turns.repeats["a"] > 1
-    assert len(log) == WARM_UP + LEAST_ROUNDS * turns.repeats["a"]
-    assert max(turns.seconds["a"]) < 1e-3  # of one repetition
+def test_what_is_short_is_repeated_within_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = 0.0, []
+
+    def call() -> list[Tensor]:
+        nonlocal now
+        now += 2**-12
+        log.append("a")
+        return [torch.ones(1)]
+
+    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: now))
+    turns = take_turns({"a": call}, ONE, LEAST_ROUNDS, least_s=2**-9)
+    assert turns.repeats["a"] == 8
+    assert len(log) == WARM_UP + LEAST_ROUNDS * 8
+    assert turns.seconds["a"] == [2**-12] * LEAST_ROUNDS  # of one repetition
 
 
 def two_processes() -> tuple[dict[str, int], float]:
     mesh = toy.mesh(tp=2)
-    wait = torch.full((1,), 0.02 * mesh.rank)
 
     def call() -> list[Tensor]:
-        time.sleep(float(wait))
+        time.sleep(0.05 * mesh.rank)
         return [torch.ones(1)]
 
-    turns = take_turns({"a": call}, mesh, LEAST_ROUNDS, least_s=0.05)
-    return turns.repeats, min(turns.seconds["a"])
+    turns = take_turns({"a": call}, mesh, LEAST_ROUNDS, least_s=0.1)
+    return turns.repeats, max(turns.seconds["a"])
 
 
 def test_the_slowest_process_counts_and_all_repeat_equally_often() -> None:
     (repeats, seconds), (theirs, _) = run_distributed(2, two_processes)
     assert repeats == theirs
-    assert seconds >= 0.02  # process 0 does nothing, and waits for process 1
+    # Process 0 does nothing, and waits for process 1. It may see less than the whole wait where the system lets it look at
+    # the clock late: not in every round, and not by half.
+    assert seconds >= 0.025
 
 
 @pytest.mark.parametrize(

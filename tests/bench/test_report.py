@@ -220,7 +220,7 @@ def browse(tmp_path: Path, page: Path, width: int, height: int, *flags: str) -> 
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        printed, _ = browser.communicate(timeout=180)
+        printed, _ = browser.communicate(timeout=600)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(browser.pid, signal.SIGKILL)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import toy
-from tests.cli.test_main import say
+from tests.cli.commands import say
 from tests.convert.toys import save
 
 

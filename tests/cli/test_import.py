@@ -10,7 +10,7 @@ import torch
 from boost.train.checkpoint import open_checkpoint
 from boost.train.metrics import read_metrics
 from boost.train.weights import WeightReader
-from tests.cli.test_main import say
+from tests.cli.commands import say
 from tests.convert.toys import llama_folder
 
 STEPS = ["--train.seq_len", "32", "--train.global_batch", "2", "--train.micro_batch", "2", "--run.device", "cpu"]

@@ -54,6 +54,7 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
 
 
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
+@pytest.mark.slow
 def test_memory_by_category(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["demo", "--layout", "btp-sp", "--memory", "--train.recompute", policy]
     held = facts(capsys, *words)["memory"]
@@ -231,6 +232,7 @@ def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert say(capsys, "demo", "--svg", str(tmp_path / "no" / "x.svg"))[0] != 0
 
 
+@pytest.mark.slow
 def test_it_answers_without_torch() -> None:
     program = (
         "import sys; from boost.cli.main import main; code = main(['inspect', 'boost-30b', '--layout', 'btp-sp', '--json']);"

@@ -7,12 +7,7 @@ import pytest
 
 from boost.cli import COMMANDS
 from boost.cli.main import main, split_overrides
-
-
-def say(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    code = main(list(words))
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.cli.commands import say
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -333,22 +332,22 @@ def test_configurations_are_frozen() -> None:
         config.train.steps = 3  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_the_configuration_needs_no_torch() -> None:
     code = "import boost.config, boost.plan.collectives, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_mistake_is_answered_before_torch_is_imported() -> None:
     code = (
         "import sys; from boost.cli.main import main; code = main(['train', 'demo', '--train.step', '3']);"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("boost: error: unknown key 'train.step'")
     assert done.stderr.count("\n") == 1
-    print(f"answered in {time.monotonic() - begun:.2f} s")
 
 
 @pytest.mark.parametrize(

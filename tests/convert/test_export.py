@@ -15,26 +15,13 @@ from boost.models.decoder import Decoder
 from boost.train.checkpoint import open_checkpoint
 from boost.train.generate import Sampling, generate
 from tests import toy
-from tests.convert.toys import all_logits, loaded, save
+from tests.convert.toys import CASES, all_logits, loaded, save
 from tests.distributed import run_distributed
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 GB = 10**9
-CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
-    "dense": ({"family": "dense"}, True, "LlamaForCausalLM"),
-    "dense-linear": ({"family": "dense", "mlp_silu": False}, True, "LlamaForCausalLM"),
-    "svd-merged": ({"family": "svd", "ranks": {"mlp": 12}}, True, "LlamaForCausalLM"),
-    "svd": ({"family": "svd"}, False, "BoostForCausalLM"),
-    "cola": ({"family": "cola", "rope_theta": 500.0}, True, "ColaForCausalLM"),
-    "cola-linear": ({"family": "cola", "mlp_silu": False, "kv_heads": 8}, True, "ColaForCausalLM"),
-    "cola-ranks": ({"family": "cola", "ranks": {"attn": 6, "layers.1.mlp.up": 5}}, True, "BoostForCausalLM"),
-    "cola-no-act": ({"family": "cola", "latent_act": "none", "mlp_silu": False}, True, "BoostForCausalLM"),
-    "lax-svd": ({"family": "lax", "over": "svd"}, True, "BoostForCausalLM"),
-    "lax-identity": ({"family": "lax", "gate": "identity", "layers": 3}, True, "BoostForCausalLM"),
-    "lax-tensor": ({"family": "lax", "gate": "tensor", "ranks": {"mlp": 6}}, True, "BoostForCausalLM"),
-    "lax-dense": ({"family": "lax", "gate": "dense", "norm_eps": 1e-3}, True, "BoostForCausalLM"),
-}
 
 
 @pytest.fixture(scope="module", params=CASES)

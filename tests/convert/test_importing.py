@@ -16,8 +16,7 @@ from boost.convert.importing import import_weights
 from boost.errors import BoostError, CheckpointError, ConfigError
 from boost.train.checkpoint import open_checkpoint
 from tests import toy
-from tests.convert.test_export import CASES
-from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, save, write_folder
+from tests.convert.toys import CASES, LLAMA, all_logits, llama_folder, loaded, save, write_folder
 
 GB = 10**9
 
@@ -54,6 +53,7 @@ def test_a_llama_comes_back_to_the_byte(tmp_path: Path, dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True}, {"hidden_act": "linear"}, {"num_key_value_heads": 4}]
 )
+@pytest.mark.slow
 def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path, changes: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     llama_folder(tmp_path / "theirs", **changes)
@@ -124,6 +124,7 @@ def cola_logits(w: dict[str, Tensor], tokens_S: Tensor, silu: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(("only_lr_act", "silu"), [(True, False), (False, True), (None, False)])
+@pytest.mark.slow
 def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, silu: bool) -> None:
     """The official class leaves SwiGLU's silu out unless only_lr_act is false; it is written explicitly on the way back."""
     tensors = official_cola(tmp_path / "theirs", only_lr_act)
@@ -137,6 +138,7 @@ def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, s
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "svd-merged"])
+@pytest.mark.slow
 def test_our_own_exports_come_back_to_the_byte(case: str, tmp_path: Path, store: Path) -> None:
     model, merge, _ = CASES[case]
     path = save(tmp_path / "c", toy.toy_config("float32", model=model), store / "tokenizer.json")

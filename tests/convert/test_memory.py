@@ -10,6 +10,8 @@ import torch
 
 from tests.convert.toys import llama_folder
 
+pytestmark = pytest.mark.slow
+
 FILE_BYTES = 8_000_000
 
 # A warm-up on a tiny model first, so that only what the large one adds counts. VmHWM and not getrusage: a process begins
@@ -43,7 +45,7 @@ print(done.bytes, added, peak() - before)
 def added(way: str, small: Path, large: Path, folder: Path) -> tuple[int, int, int]:
     """Bytes of the weights; bytes that their conversion added to a process's peak, in small files and in one."""
     words = [sys.executable, "-c", SCRIPT, small, large, way, folder, str(FILE_BYTES)]
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     size, streamed, at_once = map(int, done.stdout.split())
     return size, streamed, at_once

@@ -36,6 +36,22 @@ LLAMA = {
 }
 """config.json of a tiny model as transformers 4 writes it."""
 
+CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "dense": ({"family": "dense"}, True, "LlamaForCausalLM"),
+    "dense-linear": ({"family": "dense", "mlp_silu": False}, True, "LlamaForCausalLM"),
+    "svd-merged": ({"family": "svd", "ranks": {"mlp": 12}}, True, "LlamaForCausalLM"),
+    "svd": ({"family": "svd"}, False, "BoostForCausalLM"),
+    "cola": ({"family": "cola", "rope_theta": 500.0}, True, "ColaForCausalLM"),
+    "cola-linear": ({"family": "cola", "mlp_silu": False, "kv_heads": 8}, True, "ColaForCausalLM"),
+    "cola-ranks": ({"family": "cola", "ranks": {"attn": 6, "layers.1.mlp.up": 5}}, True, "BoostForCausalLM"),
+    "cola-no-act": ({"family": "cola", "latent_act": "none", "mlp_silu": False}, True, "BoostForCausalLM"),
+    "lax-svd": ({"family": "lax", "over": "svd"}, True, "BoostForCausalLM"),
+    "lax-identity": ({"family": "lax", "gate": "identity", "layers": 3}, True, "BoostForCausalLM"),
+    "lax-tensor": ({"family": "lax", "gate": "tensor", "ranks": {"mlp": 6}}, True, "BoostForCausalLM"),
+    "lax-dense": ({"family": "lax", "gate": "dense", "norm_eps": 1e-3}, True, "BoostForCausalLM"),
+}
+"""(model, whether factors are merged where they can be, what transformers calls it) of what is exported."""
+
 
 def save(
     folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t", bos: int | None = None

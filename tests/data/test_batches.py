@@ -131,6 +131,7 @@ def test_evaluation_of_a_single_token_is_refused_at_the_call():
         EvaluationBatches(make_split(1), 4, 1)
 
 
+@pytest.mark.slow
 def test_importing_grain_says_nothing_and_hides_nothing():
     code = (
         "from boost.data.batches import shuffled_order; shuffled_order(3, 0)\n"

@@ -277,6 +277,7 @@ def test_stdlib_reports_bad_files_and_reads_the_rest(tmp_path):
         StdlibSource(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_documentation_has_signatures_and_no_addresses():
     import itertools
     import math

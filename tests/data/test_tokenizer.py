@@ -28,6 +28,7 @@ def test_layout_of_the_vocabulary(trained):
     assert sorted(vocabulary[symbol] for symbol in pre_tokenizers.ByteLevel.alphabet()) == list(range(1, 257))
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_another_process(trained):
     code = (
         "import sys, json; from boost.data.tokenizer import *\n"

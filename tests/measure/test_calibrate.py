@@ -52,6 +52,7 @@ def run_calibration(out: Path) -> int:
         return calibrate_process(["float32"], "cpu", True, out)
 
 
+@pytest.mark.slow
 def test_a_profile_of_this_machine_is_one_that_the_planner_takes(tmp_path: Path) -> None:
     out = tmp_path / "made" / "local.toml"
     assert run_distributed(2, run_calibration, out) == [0, 0]

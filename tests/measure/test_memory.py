@@ -11,25 +11,10 @@ from boost.measure.memory import Measured, MemoryTracker, measure, measure_step
 from boost.plan.memory import KEPT, STATES, memory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.parallel.test_layouts import DENSE, LOW_RANK
-from tests.parallel.test_recompute import LOCAL, policies
-
-CELLS = [
-    (family, parallel, policy)
-    for family, variants in (("cola", [{}, *LOW_RANK]), ("svd", [{}, *LOW_RANK]), ("dense", [{}, *DENSE]))
-    for parallel in variants
-    for policy in (*policies(family, parallel), "none")
-]
-
-
-def config_of(family: str, parallel: dict[str, Any], policy: str, dtype: str, **model: Any) -> Config:
-    """Sizes of which no two are alike, so that one tensor in the place of another is seen."""
-    sizes = {"dim": 96, "ffn_dim": 160, "heads": 8, "layers": 1, "vocab_size": 56, **model}
-    if family != "dense":
-        sizes["rank"] = 20
-    parallel = {**parallel, "tp": 4} if parallel else {}
-    train = {"seq_len": 12, "micro_batch": 2, "global_batch": 2, "recompute": policy}
-    return toy.toy_config(dtype, model={"family": family, **sizes}, parallel=parallel, train=train)
+from tests.matrices import LOCAL
+from tests.matrices import MEMORY_CELLS as CELLS
+from tests.matrices import MEMORY_CROSSING as CROSSING
+from tests.matrices import memory_config as config_of
 
 
 def kept(config: Config) -> dict[str, int]:
@@ -47,20 +32,13 @@ def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: in
     return found
 
 
+@pytest.mark.slow
 def test_every_cell_keeps_what_is_predicted() -> None:
     """In bf16 with fp32 weights, and fewer key/value heads than processes."""
     assert wrong(CELLS, "bfloat16", 2) == []
 
 
-CROSSING = [
-    (gate, over, parallel, policy)
-    for gate, over in (("identity", "svd"), ("tensor", "cola"), ("dense", "cola"))
-    for parallel in ({}, *LOW_RANK)
-    for policy in (*policies("lax", parallel), "none")
-    if parallel.get("grouping", True) or policy == "none"
-]
-
-
+@pytest.mark.slow
 def test_latents_that_cross_are_kept_as_predicted() -> None:
     """The second of two blocks meets those of the first; every seventh cell, so that all take turns."""
     found = []
@@ -93,6 +71,7 @@ def on_real_tensors(config: Config) -> tuple[Measured, int]:
 
 
 @pytest.mark.parametrize("policy", ["none", *LOCAL, "low-rank-sharded", "full-block"])
+@pytest.mark.slow
 def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
     config = config_of("cola", {"layout": "btp-sp"}, policy, "bfloat16")
     train, parallel = config.train.model_copy(update={"global_batch": 4}), config.parallel.model_copy(update={"tp": 2})

@@ -46,6 +46,7 @@ SHARE = {
 }
 
 
+@pytest.mark.slow
 def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -> None:
     """In a process of its own: the fake process group is the process's only one."""
     out = tmp_path / "steps.json"

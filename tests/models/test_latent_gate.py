@@ -3,8 +3,8 @@
 import torch
 from torch.autograd import gradcheck
 
-from boost.models.latent_gate import LatentGate, _ApplyNorm, _NormStats
 from boost.models.group import Group
+from boost.models.latent_gate import LatentGate, _ApplyNorm, _NormStats
 from tests import toy
 
 

@@ -14,6 +14,8 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, errors_of
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "loro": {"name": "loro", "exact_every": 2, "eps": 1e-6, "weight_decay": 0.05},
     "muon": {"name": "muon", "muon_lr": 1e-2},

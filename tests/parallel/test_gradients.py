@@ -144,3 +144,13 @@ def test_one_process_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> Non
     backward(config, decoder, 1)
     reducer.finish()
     assert isinstance(decoder.embed.grad, torch.Tensor)
+
+
+@pytest.mark.parametrize(("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (2.0, 0.0, 1.0)])
+def test_clipping_only_makes_gradients_smaller(norm: float, limit: float, factor: float) -> None:
+    """Down to the limit, never up to it; a limit of 0 is none. What they must be multiplied by anyway comes on top."""
+    for scale in (1.0, 4.0):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        weight.grad = torch.ones(3)
+        gradients.clip([weight], gradients.Agreement(1.0, norm, False, scale), limit)
+        assert weight.grad.tolist() == [factor * scale] * 3

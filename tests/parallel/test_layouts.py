@@ -1,7 +1,6 @@
 """Every layout is one function: loss, every gradient, three optimizer steps and generation against one process; collectives
 counted against the table."""
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -18,37 +17,76 @@ from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import micro_batch_collectives, step_collectives
 from tests import toy
 from tests.distributed import run_distributed
+from tests.matrices import (
+    DENSE,
+    DENSE_LAYOUTS,
+    GROUPING,
+    LOW_RANK,
+    LOW_RANK_LAYOUTS,
+    ONE_EACH,
+    Row,
+    config_of,
+    ids,
+    pairwise,
+)
 from tests.trained import Trained, errors_of
 
-GROUPING = ({"grouping": True}, {"grouping": False})
-LOW_RANK = [
-    {**variant, **grouping}
-    for grouping in GROUPING
-    for variant in (
-        {"layout": "btp", "norm": "online"},
-        {"layout": "btp", "norm": "sync"},
-        {"layout": "btp-sp"},
-        {"layout": "vanilla"},
-        {"layout": "vanilla", "vanilla": "published"},
+HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
+"""(TP size, key/value heads) of 8 heads: key/value heads as many as heads, as many as processes, fewer, and one."""
+
+
+def is_legal(row: Row) -> bool:
+    return (row["family"] == "dense") == (row["layout"] in DENSE_LAYOUTS)
+
+
+def cell(row: Row) -> tuple[Row, Row]:
+    """(model, parallel) of a row of CELLS."""
+    tp, kv_heads = row["heads"]
+    model = {"family": row["family"], "kv_heads": kv_heads, "layers": 2 if tp == 2 else 1}
+    return model, {**row["layout"], "grouping": row["grouping"], "tp": tp}
+
+
+CELLS = [
+    cell(row)
+    for row in pairwise(
+        {
+            "layout": (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS),
+            "heads": HEADS,
+            "family": ("svd", "cola", "dense"),
+            "grouping": GROUPING,
+        },
+        is_legal,
     )
 ]
-DENSE = [{"layout": layout, **grouping} for grouping in GROUPING for layout in ("megatron", "megatron-sp")]
-FAMILIES = [*itertools.product(("svd", "cola"), LOW_RANK), *itertools.product(("dense",), DENSE)]
-KV_HEADS = {2: (8, 1), 4: (8, 4, 1), 8: (4,)}
-"""By TP size, of 8 heads: as many, fewer, and fewer than processes."""
-CELLS = [
-    ({"family": family, "kv_heads": kv_heads, "layers": 2 if tp == 2 else 1}, {**parallel, "tp": tp})
-    for tp, choices in KV_HEADS.items()
-    for kv_heads, (family, parallel) in itertools.product(choices, FAMILIES)
+TP_8 = [
+    ({"family": family, "kv_heads": 4, "layers": 1}, {**layout, "tp": 8})
+    for family, layout in (
+        ("svd", {"layout": "btp-sp"}),
+        ("cola", {"layout": "vanilla"}),
+        ("dense", {"layout": "megatron"}),
+    )
 ]
+"""One of each way to cut on eight processes, which share two cores: slow, and other than TP 4 only in its number."""
+
+
+def crossing_cell(row: Row) -> tuple[Row, Row]:
+    """(model, parallel) of a row of CROSSING."""
+    tp, kv_heads = row["heads"]
+    model = {"family": "lax", "over": row["over"], "gate": row["gate"], "rank": 16, "kv_heads": kv_heads, "layers": 3}
+    return model, {**row["layout"], "grouping": row["grouping"], "tp": tp}
+
+
 CROSSING = [
-    ({"family": "lax", "over": over, "gate": gate, "rank": 16, "layers": 3}, {**parallel, "tp": 2})
-    for gate in ("identity", "tensor", "dense")
-    for over, parallel in zip(itertools.cycle(("svd", "cola")), LOW_RANK, strict=False)
-] + [
-    ({"family": "lax", "gate": gate, "rank": 16, "kv_heads": 1}, {"layout": layout, "tp": 4})
-    for gate in ("tensor", "dense")
-    for layout in ("btp", "btp-sp", "vanilla")
+    crossing_cell(row)
+    for row in pairwise(
+        {
+            "layout": LOW_RANK_LAYOUTS,
+            "gate": ("identity", "tensor", "dense"),
+            "over": ("svd", "cola"),
+            "grouping": GROUPING,
+            "heads": ((2, 2), (4, 1)),
+        }
+    )
 ]
 """Latents that cross from block to block; vanilla cuts them, and the four rows of a tensor gate of 16 = 4 x 4."""
 RANKS = [
@@ -63,21 +101,7 @@ RANKS = [
     ({"family": "lax", "ranks": {"attn.k": 6}}, {"layout": "btp", "tp": 2, "grouping": False}),
 ]
 """Linears of different ranks in one group."""
-EVERY = [*CELLS, *CROSSING, *RANKS]
-ONE_EACH = [
-    ({"family": "dense" if parallel in DENSE else "cola", "kv_heads": 4}, parallel)
-    for parallel in (*LOW_RANK, *DENSE)
-    if parallel["grouping"]
-]
-
-
-def ids(cells: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
-    return ["-".join(str(v) for part in cell for v in part.values()) for cell in cells]
-
-
-def config_of(model: dict[str, Any], parallel: dict[str, Any], tp: int, dtype: str, **sections: Any) -> Config:
-    # RMSNorm's epsilon is made to matter: a norm that forgets it, or divides by the wrong width, must fail.
-    return toy.toy_config(dtype, model={"norm_eps": 1e-2, **model}, parallel={**parallel, "tp": tp}, **sections)
+EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS]
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
@@ -95,6 +119,7 @@ def keeps_table(config: Config, counted: list[Collective]) -> bool:
 
 
 @pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids(EVERY))
+@pytest.mark.slow
 def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     tp = parallel["tp"]
     config = config_of(model, parallel, tp, "float64", train={"global_batch": 2})
@@ -103,7 +128,7 @@ def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel
         assert max(errors.values()) <= 1e-10, errors
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
     for errors in run_distributed(tp, compare_with_single, config_of(model, parallel, tp, "float32")):
@@ -153,6 +178,7 @@ def configurations(draw: st.DrawFn) -> Config:
 
 @given(configurations())
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@pytest.mark.slow
 def test_any_model_under_any_layout(config: Config) -> None:
     for errors in run_distributed(config.parallel.tp, compare_with_single, config):
         assert errors["initial"] == errors["table"] == 0
@@ -262,7 +288,7 @@ def logits_of_prompt(config: Config) -> torch.Tensor:
     return decoder.next_logits(tokens[:, 7:8], caches)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_a_layout_generates_from_the_same_logits(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
     config = config_of({**model, "kv_heads": 2}, parallel, tp, "float64")

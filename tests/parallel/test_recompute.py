@@ -14,27 +14,53 @@ from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
-from tests.parallel.test_layouts import DENSE, LOW_RANK, config_of
+from tests.matrices import (
+    DENSE_LAYOUTS,
+    GROUPING,
+    LOCAL,
+    LOW_RANK_LAYOUTS,
+    Row,
+    config_of,
+    ids,
+    pairwise,
+    policies,
+)
 
-LOCAL: tuple[RecomputeName, ...] = ("low-rank", "low-rank+attention-output")
-"""Policies that send nothing."""
-
-
-def policies(family: str, parallel: dict[str, Any]) -> list[RecomputeName]:
-    sharded: list[RecomputeName] = ["low-rank-sharded"] if parallel.get("layout") == "btp-sp" else []
-    return ["full-block"] if family == "dense" else [*LOCAL, *sharded, "full-block"]
-
-
-CELLS = [
-    (family, parallel, policy)
-    for family, variants in (("cola", [{}, *LOW_RANK]), ("dense", [{}, *DENSE]))
-    for parallel in variants
-    for policy in policies(family, parallel)
-]
+SINGLE: Row = {}
+"""One process."""
+EVERY_POLICY: tuple[RecomputeName, ...] = (*LOCAL, "low-rank-sharded", "full-block")
 
 
-def ids(cells: list[tuple[str, dict[str, Any], str]]) -> list[str]:
-    return ["-".join((family, *map(str, parallel.values()), policy)) for family, parallel, policy in cells]
+def is_legal(row: Row) -> bool:
+    """Whether the family has the layout, the layout the policy, and only one process is alone."""
+    fits = row["layout"] == SINGLE or (row["family"] == "dense") == (row["layout"] in DENSE_LAYOUTS)
+    return fits and row["policy"] in policies(row["family"], row["layout"]) and (row["tp"] == 1) == (not row["layout"])
+
+
+CELLS = pairwise(
+    {
+        "layout": (SINGLE, *LOW_RANK_LAYOUTS, *DENSE_LAYOUTS),
+        "policy": EVERY_POLICY,
+        "family": ("cola", "svd", "dense"),
+        "dtype": ("float64", "bfloat16"),
+        "grouping": GROUPING,
+        "tp": (2, 4, 1),
+    },
+    is_legal,
+)
+"""Two key/value heads are fewer than four processes."""
+
+CROSSING = pairwise(
+    {
+        "layout": (SINGLE, *LOW_RANK_LAYOUTS),
+        "policy": EVERY_POLICY,
+        "family": ("lax",),
+        "gate": ("tensor", "dense", "identity"),
+        "grouping": GROUPING,
+        "tp": (2, 1),
+    },
+    is_legal,
+)
 
 
 def configuration(
@@ -100,27 +126,17 @@ def check(same: dict[str, bool], parallel: dict[str, Any], policy: RecomputeName
         assert not same["collectives"], "the table has nothing to count"
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize(("family", "parallel", "policy"), CELLS, ids=ids(CELLS))
-def test_a_policy_changes_no_bit(family: str, parallel: dict[str, Any], policy: RecomputeName, dtype: str) -> None:
-    if dtype == "bfloat16" and family == "cola":
-        family = "svd"
-    config = configuration(family, parallel, policy, dtype)
-    for same in run_distributed(2, compare, config) if parallel else [compare(config)]:
-        check(same, parallel, policy)
+@pytest.mark.parametrize("row", CELLS, ids=ids([(row,) for row in CELLS]))
+def test_a_policy_changes_no_bit(row: Row) -> None:
+    model = {"family": row["family"], "layers": 1 if row["tp"] == 4 else 2}
+    verify(row, model, row["dtype"])
 
 
-FOUR = [cell for cell in CELLS if cell[1].get("grouping")]
-
-
-@pytest.mark.parametrize(("family", "parallel", "policy"), FOUR, ids=ids(FOUR))
-def test_a_policy_changes_no_bit_on_four_processes(
-    family: str, parallel: dict[str, Any], policy: RecomputeName
-) -> None:
-    """Two key/value heads are fewer than four processes."""
-    config = config_of({"family": family, "layers": 1}, parallel, 4, "float64", train={"recompute": policy})
-    for same in run_distributed(4, compare, config):
-        check(same, parallel, policy)
+def verify(row: Row, model: Row, dtype: str) -> None:
+    parallel = {**row["layout"], "grouping": row["grouping"]}
+    config = config_of(model, parallel, row["tp"], dtype, train={"recompute": row["policy"]})
+    for same in run_distributed(row["tp"], compare, config) if row["tp"] > 1 else [compare(config)]:
+        check(same, row["layout"], row["policy"])
 
 
 DOCUMENTS = [(p, policy) for p in ({"layout": "btp-sp"}, {"layout": "btp"}) for policy in policies("cola", p)]
@@ -139,19 +155,7 @@ def test_every_second_block_recomputes() -> None:
         assert same["gradients"] and same["table"]
 
 
-CROSSING = [
-    (parallel, policy)
-    for parallel in ({}, *LOW_RANK)
-    if parallel.get("grouping", True) or parallel["layout"] == "vanilla"
-    for policy in policies("lax", parallel)
-]
-
-
-@pytest.mark.parametrize(("parallel", "policy"), CROSSING, ids=str)
-def test_latents_that_cross_blocks_are_those_of_the_forward_pass(
-    parallel: dict[str, Any], policy: RecomputeName
-) -> None:
-    model = {"family": "lax", "gate": "tensor", "rank": 16, "layers": 3}
-    config = config_of(model, parallel, 2 if parallel else 1, "float64", train={"recompute": policy})
-    for same in run_distributed(2, compare, config) if parallel else [compare(config)]:
-        check(same, parallel, policy)
+@pytest.mark.parametrize("row", CROSSING, ids=ids([(row,) for row in CROSSING]))
+@pytest.mark.slow
+def test_latents_that_cross_blocks_are_those_of_the_forward_pass(row: Row) -> None:
+    verify(row, {"family": "lax", "gate": row["gate"], "rank": 16, "layers": 3}, "float64")

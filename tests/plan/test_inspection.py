@@ -5,26 +5,12 @@ from typing import Any
 
 import pytest
 
-from boost.config import load
 from boost.plan.collectives import step_collectives
-from boost.plan.inspection import Inspection, human_bytes, inspect
+from boost.plan.inspection import Inspection, human_bytes
+from tests.plan.toys import LAYOUTS, inspected
 
-LAYOUTS: dict[str, list[str]] = {
-    "btp": [],
-    "btp, sync": ["--parallel.norm=sync"],
-    "btp, ungrouped": ["--parallel.grouping=false"],
-    "btp-sp": ["--parallel.layout=btp-sp"],
-    "vanilla": ["--parallel.layout=vanilla"],
-    "vanilla, published": ["--parallel.layout=vanilla", "--parallel.vanilla=published"],
-    "megatron": ["--parallel.layout=megatron", "--model.family=dense"],
-    "megatron-sp": ["--parallel.layout=megatron-sp", "--model.family=dense"],
-}
 T, D, F, R = 16384, 4096, 11008, 1024
 """boost-7b."""
-
-
-def inspected(name: str = "btp", *overrides: str) -> Inspection:
-    return inspect(load("boost-7b", [*LAYOUTS[name], *overrides]))
 
 
 def local(inspection: Inspection) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from boost.plan.passes import BlockPasses
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -15,13 +16,14 @@ from boost.config.schema import OptimConfig
 from boost.measure.memory import measure
 from boost.plan import peak as room
 from boost.plan.memory import memory
-from boost.plan.passes import BlockPasses
 from boost.plan.peak import STEP, SUM, peak
 from boost.plan.schedules import actions
 from boost.plan.tape import Tape
 from tests import toy
 from tests.distributed import run_distributed
-from tests.measure.test_memory import CELLS, CROSSING, config_of
+from tests.matrices import MEMORY_CELLS as CELLS
+from tests.matrices import MEMORY_CROSSING as CROSSING
+from tests.matrices import memory_config as config_of
 from tests.plan.measured import step_peak
 
 EVERY: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
@@ -62,6 +64,7 @@ def test_a_block_on_the_tape_keeps_what_is_tabled() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_every_kind_of_cell_peaks_as_predicted() -> None:
     """Every 29th, so that all take turns: one micro-batch, whose gradients are new, or one of several."""
     found = {}
@@ -82,6 +85,7 @@ def test_every_kind_of_cell_peaks_as_predicted() -> None:
     ],
     ids=["btp-sp", "vanilla"],
 )
+@pytest.mark.slow
 def test_widths_of_7b_peak_as_predicted(words: list[str]) -> None:
     assert abs(error(load("boost-7b", [*words, "--model.layers", "3"]))) < 0.02
 
@@ -168,6 +172,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("family", "policy", "seq_len", "parallel"), MESHES, ids=str)
+@pytest.mark.slow
 def test_real_processes_peak_as_predicted(family: str, policy: str, seq_len: int, parallel: dict[str, Any]) -> None:
     """Stages, shards and buckets."""
     sizes = {"dim": 64, "ffn_dim": 160, "heads": 4, "kv_heads": 4, "layers": 4, "vocab_size": 128}

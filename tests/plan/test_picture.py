@@ -11,7 +11,7 @@ from boost.config.traffic import Collective
 from boost.plan.inspection import Inspection, inspect
 from boost.plan.picture import block_picture, block_rows
 from boost.plan.svg import COLORS, WIDTH
-from tests.plan.test_inspection import LAYOUTS, inspected
+from tests.plan.toys import LAYOUTS, inspected
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"

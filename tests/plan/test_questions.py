@@ -17,7 +17,7 @@ from boost.plan.questions import (
     way_out,
 )
 from boost.plan.search import Search, worst_peak
-from tests.plan.test_search import base, hardware
+from tests.plan.toys import base, hardware
 
 USABLE = 2e8
 

@@ -4,28 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from boost.config import Config, load
+from boost.config import load
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.plan.candidates import Request, every_candidate, legal
 from boost.plan.compare import contenders, human_seconds, notes, time_difference
-from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.hardware import load_hardware
 from boost.plan.search import Search, require_legal, worst_peak
 from boost.plan.timing import GEMMS, HOST, Predictor
-
-SHAPE = ("--model.dim=256", "--model.ffn_dim=512", "--model.layers=4", "--model.heads=4", "--model.vocab_size=1024")
-TRAIN = ("--train.seq_len=512", "--train.global_batch=4", "--train.compute_dtype=bfloat16")
-
-
-def base(*overrides: str) -> Config:
-    """A small model, with nothing chosen yet."""
-    config = load(None, [*SHAPE, *TRAIN, "--train.micro_batch=1", *overrides])
-    return config.model_copy(update={"parallel": ParallelConfig(layout="single")})
-
-
-def hardware(usable: float = 80e9) -> Hardware:
-    return load_hardware("a100-80g").model_copy(update={"memory_gb": usable / 1e9, "reserve_gb": 0.0})
+from tests.plan.toys import base, hardware
 
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("cola", marks=pytest.mark.nightly)])

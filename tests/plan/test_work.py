@@ -130,6 +130,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: str) -> None:
     config = configuration(*CASES[case])
     seen = run(config)

@@ -53,7 +53,7 @@ class Agent:
         for pid in (*self.workers(), self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(300)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Node:
             *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
-            *("--rdzv-conf", f"is_host={int(self is first)}", "--local-addr", self.address),
+            *("--rdzv-conf", f"is_host={int(self is first)},read_timeout=600", "--local-addr", self.address),
             *("-m", "boost.cli.main", *words),
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
@@ -150,4 +150,4 @@ def _take_away(node: Node) -> None:
 
 
 def _ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=30)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=300)

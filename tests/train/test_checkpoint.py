@@ -84,7 +84,7 @@ def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
         {"tp": 2, "layout": "vanilla"},
         {"tp": 1, "pp": 2, "schedule": "zero-bubble"},
         {"tp": 1, "dp": 3, "shard": "full"},
-        {"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"},
+        pytest.param({"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -127,6 +127,7 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_another_mesh_loads_the_same_bits_and_gives_them_back(
     tmp_path: Path, family: str, there: dict[str, Any]
 ) -> None:
@@ -194,10 +195,11 @@ HOME = three_dimensions({"pp": 2, "dp": 2, "tp": 2, "layout": "btp", "shard": "f
 def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
     """A run on pp 2 x dp 2 x tp 2: its checkpoint, and how it went on."""
     folder = tmp_path_factory.mktemp("home")
-    return folder, on_mesh(save_and_continue, folder, 20, HOME)[0]
+    return folder, on_mesh(save_and_continue, folder, 6, HOME)[0]
 
 
 @pytest.mark.parametrize("elsewhere", [{}, {"tp": 4, "layout": "btp-sp"}, {"pp": 4, "schedule": "gpipe"}], ids=str)
+@pytest.mark.slow
 def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
     tmp_path: Path, home: tuple[Path, list[tuple[float, float]]], elsewhere: dict[str, Any]
 ) -> None:
@@ -210,7 +212,7 @@ def test_a_run_in_three_dimensions_goes_elsewhere_and_back(
     for state in states[1:]:
         assert state.keys() == states[0].keys()
         assert all(torch.equal(value, states[0][name]) for name, value in state.items())
-    actual, position = on_mesh(load_and_continue, folder, 20, there)[0]
+    actual, position = on_mesh(load_and_continue, folder, 6, there)[0]
     assert position == Position(3, 192)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

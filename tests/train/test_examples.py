@@ -21,7 +21,8 @@ from boost.config import load
 from boost.train.checkpoint import complete_checkpoints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LIMIT_S = 60
+LIMIT_S = 600
+"""Only against hanging for ever."""
 TINY = (
     "--model.vocab_size 300 --model.dim 32 --model.ffn_dim 48 --model.layers 2 --model.heads 4 --model.rank 8 "
     "--parallel.tp 1 --train.seq_len 32 --train.steps 5000 --train.eval_every 0 --train.save_every 0"
@@ -163,6 +164,7 @@ def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[
     assert after[after.index(["saved"]) :] == [["saved"], *requeue]
 
 
+@pytest.mark.slow
 def test_slurm_time_limit_saves_through_a_real_torchrun(stage: dict[str, str], store: Path, tmp_path: Path) -> None:
     """srun hands SIGUSR1 to torchrun, torchrun to its process, which saves: one node, without Slurm."""
     put(tmp_path / "bin" / "scontrol", SCONTROL.replace("node-7 node-8", "localhost"))

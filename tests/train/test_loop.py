@@ -13,7 +13,6 @@ from boost.data.batches import Batch, Batches
 from boost.errors import CheckpointError, ConfigError, StorageError, TrainingError
 from boost.optim.schedule import learning_rate
 from boost.parallel import gradients
-from boost.parallel.mesh import Mesh, mesh_of
 from boost.parallel.pipeline import Pipeline
 from boost.train.hooks import EvaluationEnd, Hook, StepEnd
 from boost.train.loop import Trainer
@@ -23,27 +22,7 @@ from boost.train.resume import resume_candidates
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-
-RATE = 3e-3
-"""Of every step here. At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps."""
-
-
-def make_config(store: Path, run: Path, tp: int = 1, dtype: str = "float64", **sections: Any) -> Config:
-    sections["train"] = {"steps": 6, "seq_len": 32, "micro_batch": 2, "global_batch": 4, **sections.get("train", {})}
-    return toy.toy_config(
-        dtype,
-        model={"vocab_size": 300, **sections.pop("model", {})},
-        parallel={"tp": tp, **sections.pop("parallel", {})},
-        optim={"lr": RATE, "warmup_steps": 3},
-        data={"store": str(store)},
-        run={"dir": str(run), "device": "cpu", "peak_tflops": 1.0},
-        **sections,
-    )
-
-
-def make_trainer(config: Config, *hooks: Hook) -> Trainer:
-    mesh = mesh_of(config.parallel, toy.CPU) if config.parallel.world_size > 1 else Mesh(toy.CPU)
-    return Trainer(config, mesh, RunDirectory(config.run.dir), hooks)
+from tests.train.runs import RATE, make_config, make_trainer
 
 
 def losses_of(config: Config, steps: int) -> list[float]:
@@ -153,6 +132,7 @@ def test_isolated_documents_train_on_something_else_only_where_documents_meet(st
     assert len(differs) > len(starts)
 
 
+@pytest.mark.slow
 def test_bf16_trains_with_fp32_master_weights(store: Path, tmp_path: Path) -> None:
     dtype = "bfloat16"
     config = make_config(store, tmp_path, 2, dtype)
@@ -248,6 +228,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
         ({"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
     ],
 )
+@pytest.mark.slow
 def test_resume_refuses_what_would_train_something_else(
     store: Path, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:

@@ -1,5 +1,6 @@
 """From a configuration to a decoder."""
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import torch
 
 from boost.config import Config
 from boost.errors import ConfigError
+from boost.models.decoder import Block
 from boost.train.model import compile_blocks
 from tests import toy
-from tests.train.test_loop import make_config, make_trainer
+from tests.train.runs import make_config, make_trainer
 
 
 def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
@@ -22,7 +24,13 @@ def losses_and_evaluation(config: Config) -> tuple[list[float], float]:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
-def test_compiled_blocks_train_and_evaluate_alike(store: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.slow
+def test_compiled_blocks_train_and_evaluate_alike(
+    store: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same graphs of the same blocks; that torch's compiler makes fast kernels of them takes a minute, by night."""
+    monkeypatch.setattr(Block, "compile", functools.partialmethod(Block.compile, backend=backend))
     torch._dynamo.reset()
     sections: dict[str, Any] = {"model": {"layers": 1}, "train": {"global_batch": 2}}
     losses, evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))

@@ -3,20 +3,21 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from boost.cli.main import main
 from boost.config import load
 from boost.config.architecture import parameter_count
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from tests import toy
 from tests.train.nodes import Agent, Node, two_nodes, why_not
+
+pytestmark = pytest.mark.slow
 
 STEPS = 20
 CONFIG = f"""
@@ -33,15 +34,15 @@ log_every = 1
 param_dtype = "float64"
 compute_dtype = "float64"
 """
-LIMIT_S = 120
-"""Generous: a busy machine with two cores starts four processes in 15 s."""
+LIMIT_S = 900
+"""Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     path = tmp_path_factory.mktemp("nodes") / "run.toml"
     path.write_text(
-        f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 60\npeak_tflops = 1\n'
+        f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 600\npeak_tflops = 1\n'
     )
     return path
 
@@ -50,9 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
 def alone(config: Path) -> list[float]:
     """The losses of the same run on one process."""
     run = config.parent / "alone"
-    words = [sys.executable, "-m", "boost.cli.main", "train", str(config), "--run.dir", str(run)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
+    assert main(["train", str(config), "--run.dir", str(run)]) == 0
     return losses(run)
 
 

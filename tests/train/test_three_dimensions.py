@@ -18,6 +18,8 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, compare, micro_batches
 
+pytestmark = pytest.mark.slow
+
 TRAIN = {"micro_batch": 1, "global_batch": 4, "seq_len": 16}
 """Two micro-batches a replica in a pipeline of two: eight processes share two cores."""
 
@@ -59,8 +61,12 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize("layout", ["btp", "btp-sp"])
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    # What is sent between stages depends on the layout, when on the schedule: one of two residual streams each.
+    [*zip(itertools.cycle(("btp", "btp-sp")), SCHEDULES, strict=False), ("btp", {"schedule": "interleaved-1f1b"})],
+    ids=str,
+)
 def test_every_schedule_is_one_process(layout: str, schedule: dict[str, Any]) -> None:
     check(config_of({"pp": 2, "tp": 2, "layout": layout, **schedule}))
 
@@ -239,7 +245,7 @@ def counted(config: Config) -> tuple[Counter[Any], Counter[Any]]:
 
 
 COUNTED = [
-    *({"pp": 2, "tp": 2, "layout": layout} for layout in ("btp", "btp-sp", "vanilla")),
+    {"pp": 2, "tp": 2, "layout": "btp"},
     *({"pp": 2, "tp": 2, "layout": layout, "family": "lax"} for layout in ("btp-sp", "vanilla")),
     {"pp": 2, "tp": 2, "layout": "btp", "family": "lax", "schedule": "interleaved-1f1b", "grouping": False},
     *({"pp": 2, "schedule": schedule} for schedule in ("gpipe", "interleaved-1f1b", "zero-bubble")),
@@ -251,7 +257,7 @@ COUNTED = [
     {"tp": 2, "layout": "btp-sp", "shard": "optimizer", "shard_outer": True},
     {"dp": 3, "shard": "full"},
     {"pp": 2, "dp": 2, "shard": "optimizer"},
-    *({"pp": 2, "dp": 2, "shard": "full", "schedule": s} for s in ("gpipe", "1f1b", "interleaved-1f1b")),
+    *({"pp": 2, "dp": 2, "shard": "full", "schedule": s} for s in ("gpipe", "1f1b")),
 ]  # fmt: skip
 
 

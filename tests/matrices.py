@@ -1,0 +1,114 @@
+"""The combinations that several test files go through: layouts, families, norms, grouping, policies; and `pairwise`.
+
+A full product of five options has hundreds of rows and finds little that its pairs do not: nearly every defect shows with
+one option, or with two together. `pairwise` gives the few rows in which every two values that may meet do meet.
+Test files import from here, never from each other.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from boost.config import Config
+from boost.config.schema import RecomputeName
+from tests import toy
+
+Row = dict[str, Any]
+
+
+def pairwise(options: Mapping[str, Sequence[Any]], legal: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Rows, one value of each option, such that every two values that stand together in some legal row stand together in one
+    of these. Deterministic.
+
+    Greedy: of all legal rows the one that has the most pairs which are still missing, the first of several. Products of
+    a few thousand rows are fine.
+    """
+    rows = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+    pairs = [_pairs(options, row) for row in rows if legal(row)]
+    rows = [row for row in rows if legal(row)]
+    missing = set().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & missing))
+        chosen.append(rows[best])
+        missing -= pairs[best]
+    return chosen
+
+
+def _pairs(options: Mapping[str, Sequence[Any]], row: Row) -> frozenset[tuple[str, int, str, int]]:
+    places = [(name, list(values).index(row[name])) for name, values in options.items()]
+    return frozenset((*a, *b) for a, b in itertools.combinations(places, 2))
+
+
+LOW_RANK_LAYOUTS: tuple[Row, ...] = (
+    {"layout": "btp", "norm": "online"},
+    {"layout": "btp", "norm": "sync"},
+    {"layout": "btp-sp"},
+    {"layout": "vanilla"},
+    {"layout": "vanilla", "vanilla": "published"},
+)
+DENSE_LAYOUTS: tuple[Row, ...] = ({"layout": "megatron"}, {"layout": "megatron-sp"})
+"""Each layout with each of its own options."""
+
+GROUPING = (True, False)
+LOW_RANK = [{**layout, "grouping": grouping} for grouping in GROUPING for layout in LOW_RANK_LAYOUTS]
+DENSE = [{**layout, "grouping": grouping} for grouping in GROUPING for layout in DENSE_LAYOUTS]
+
+ONE_EACH = [
+    ({"family": "dense" if layout in DENSE_LAYOUTS else "cola", "kv_heads": 4}, {**layout, "grouping": True})
+    for layout in (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS)
+]
+"""(model, parallel): every layout once."""
+
+LOCAL: tuple[RecomputeName, ...] = ("low-rank", "low-rank+attention-output")
+"""Recomputation policies that send nothing."""
+
+
+def policies(family: str, parallel: Row) -> list[RecomputeName]:
+    """The recomputation policies that a family has under a layout, but for 'none'."""
+    sharded: list[RecomputeName] = ["low-rank-sharded"] if parallel.get("layout") == "btp-sp" else []
+    return ["full-block"] if family == "dense" else [*LOCAL, *sharded, "full-block"]
+
+
+def ids(cells: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Names of test cases: the values, without the names of the options."""
+    parts = [[str(v) for part in cell for v in _flat(part)] for cell in cells]
+    return ["-".join(each) for each in parts]
+
+
+def _flat(value: Any) -> list[Any]:
+    """Values of nested options."""
+    return [v for each in value.values() for v in _flat(each)] if isinstance(value, dict) else [value]
+
+
+def config_of(model: Row, parallel: Row, tp: int, dtype: str, **sections: Any) -> Config:
+    """A toy model. RMSNorm's epsilon is made to matter: a norm that forgets it, or divides by the wrong width, must fail."""
+    return toy.toy_config(dtype, model={"norm_eps": 1e-2, **model}, parallel={**parallel, "tp": tp}, **sections)
+
+
+MEMORY_CELLS = [
+    (family, parallel, policy)
+    for family, variants in (("cola", [{}, *LOW_RANK]), ("svd", [{}, *LOW_RANK]), ("dense", [{}, *DENSE]))
+    for parallel in variants
+    for policy in (*policies(family, parallel), "none")
+]
+"""(family, parallel, policy) of which what a step keeps is predicted."""
+
+MEMORY_CROSSING = [
+    (gate, over, parallel, policy)
+    for gate, over in (("identity", "svd"), ("tensor", "cola"), ("dense", "cola"))
+    for parallel in ({}, *LOW_RANK)
+    for policy in (*policies("lax", parallel), "none")
+    if parallel.get("grouping", True) or policy == "none"
+]
+"""(gate, over, parallel, policy) of latents that cross."""
+
+
+def memory_config(family: str, parallel: dict[str, Any], policy: str, dtype: str, **model: Any) -> Config:
+    """Sizes of which no two are alike, so that one tensor in the place of another is seen."""
+    sizes = {"dim": 96, "ffn_dim": 160, "heads": 8, "layers": 1, "vocab_size": 56, **model}
+    if family != "dense":
+        sizes["rank"] = 20
+    parallel = {**parallel, "tp": 4} if parallel else {}
+    train = {"seq_len": 12, "micro_batch": 2, "global_batch": 2, "recompute": policy}
+    return toy.toy_config(dtype, model={"family": family, **sizes}, parallel=parallel, train=train)

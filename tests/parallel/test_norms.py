@@ -1,0 +1,21 @@
+"""The statistic that travels with latents keeps all the digits that it had."""
+
+import torch
+
+from boost.parallel.norms import sum_with_statistic
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def summed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """This process's statistic, and the sum over all."""
+    axis = toy.mesh(tp=2).tp
+    s_T = torch.rand(64, generator=torch.Generator().manual_seed(axis.rank)) * 1000
+    return s_T, sum_with_statistic(torch.ones(64, 3, dtype=dtype), s_T, axis)[1]
+
+
+def test_a_statistic_is_summed_in_fp32_among_bf16_latents() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        (first, sums), (second, others) = run_distributed(2, summed, dtype)
+        assert torch.equal(sums, others)
+        torch.testing.assert_close(sums, first + second, rtol=2**-22, atol=0)

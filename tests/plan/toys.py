@@ -1,0 +1,36 @@
+"""What several tests of the performance model ask about: a small model to search for, and every layout of boost-7b."""
+
+from boost.config import Config, load
+from boost.config.schema import ParallelConfig
+from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.inspection import Inspection, inspect
+
+LAYOUTS: dict[str, list[str]] = {
+    "btp": [],
+    "btp, sync": ["--parallel.norm=sync"],
+    "btp, ungrouped": ["--parallel.grouping=false"],
+    "btp-sp": ["--parallel.layout=btp-sp"],
+    "vanilla": ["--parallel.layout=vanilla"],
+    "vanilla, published": ["--parallel.layout=vanilla", "--parallel.vanilla=published"],
+    "megatron": ["--parallel.layout=megatron", "--model.family=dense"],
+    "megatron-sp": ["--parallel.layout=megatron-sp", "--model.family=dense"],
+}
+
+SHAPE = ("--model.dim=256", "--model.ffn_dim=512", "--model.layers=4", "--model.heads=4", "--model.vocab_size=1024")
+TRAIN = ("--train.seq_len=512", "--train.global_batch=4", "--train.compute_dtype=bfloat16")
+
+
+def base(*overrides: str) -> Config:
+    """A small model, with nothing chosen yet."""
+    config = load(None, [*SHAPE, *TRAIN, "--train.micro_batch=1", *overrides])
+    return config.model_copy(update={"parallel": ParallelConfig(layout="single")})
+
+
+def hardware(usable: float = 80e9) -> Hardware:
+    """A device with so many usable bytes."""
+    return load_hardware("a100-80g").model_copy(update={"memory_gb": usable / 1e9, "reserve_gb": 0.0})
+
+
+def inspected(name: str = "btp", *overrides: str) -> Inspection:
+    """boost-7b under a layout."""
+    return inspect(load("boost-7b", [*LAYOUTS[name], *overrides]))
