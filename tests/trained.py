@@ -1,6 +1,7 @@
 """A toy model in training on any mesh, for tests: steps as the trainer makes them, on data made up."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,6 +16,7 @@ from boost.models.stored import storages
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, reduce_step_stats
+from boost.plan.collectives import step_collectives
 from boost.train.model import backward
 from tests import toy
 
@@ -112,3 +114,11 @@ def errors_of(actual: Trained, steps: int) -> dict[str, float]:
         "gradients": max(gradients),
         "weights": toy.worst_error(toy.weights(model), toy.local_parts(model, toy.weights(expected.model))),
     }
+
+
+def keeps_table(config: Config, counted: list[Collective]) -> bool:
+    """Whether a step issued the collectives of the table: those of micro-batches in order, sums of gradients in any."""
+    table = step_collectives(config)
+    seen, expected = ([c.on_the_wire for c in side if c.phase != "step"] for side in (counted, table))
+    gradients = [Counter(c.on_the_wire for c in side if c.phase == "step") for side in (counted, table)]
+    return seen == expected and gradients[0] == gradients[1]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import Config, load
+from boost.config.layouts import layout_spec
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.data.batches import Batch
@@ -353,7 +354,7 @@ _CASES: dict[str, dict[str, list[str]]] = {
         "cola 7B": shape(*SIZE_7B) + flags(micro_batch=2, global_batch=4),
         "dense 7B": shape(*SIZE_7B, family="dense") + flags(micro_batch=2, global_batch=2),
         **{
-            f"share of TP {tp}, {layout} 7B": shape(*SIZE_7B, family="dense" if layout == "megatron-sp" else "cola")
+            f"share of TP {tp}, {layout} 7B": shape(*SIZE_7B, family="cola" if layout_spec(layout).low_rank else "dense")
             + flags(tp=tp, layout=layout, micro_batch=4, global_batch=4)
             for tp in (2, 4, 8)
             for layout in ("btp", "btp-sp", "vanilla", "megatron-sp")

@@ -4,7 +4,7 @@ Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in wh
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -177,6 +177,6 @@ class Decoder(Stored):
             received = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
         stream = Stream(received[0], received[1:])
         for block in self.blocks:
-            policy = block.policy if torch.is_grad_enabled() else NO_RECOMPUTE
+            policy = cast(Block, block).policy if torch.is_grad_enabled() else NO_RECOMPUTE
             stream = block(layout.with_options(policy=policy), stream, context)
         return stream

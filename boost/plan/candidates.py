@@ -7,11 +7,11 @@ their own. A test holds that up. A choice that the user has fixed is kept.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from boost.config import rules
-from boost.config.layouts import layout_spec, layouts_of
+from boost.config.layouts import layout_spec, layouts_of, spec_of
 from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConfig
 from boost.errors import ConfigError
 from boost.plan.hardware import Hardware
@@ -41,6 +41,8 @@ class Request:
     fixed: frozenset[str] = frozenset()
     """Dotted keys that are not searched for, as 'parallel.tp'."""
 
+    _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, compare=False, repr=False)
+
     def __post_init__(self) -> None:
         assert self.gpus >= 1
 
@@ -50,6 +52,18 @@ class Request:
             return usual
         section, name = key.split(".")
         return (getattr(getattr(self.base, section), name),)
+
+    def under(self, layout: str) -> ParallelConfig | None:
+        """The [parallel] of a layout, with what is fixed; None if an option is fixed that the layout does not have."""
+        if layout not in self._by_layout:
+            base = self.base.parallel
+            of_layout = base.model_copy(update={"layout": layout})
+            fixed = [
+                key.partition(".")[2] for key in self.fixed if key.startswith("parallel.") and key != "parallel.layout"
+            ]
+            lost = any(getattr(of_layout, field) != getattr(base, field) for field in fixed)
+            self._by_layout[layout] = None if lost else of_layout
+        return self._by_layout[layout]
 
 
 def divisors(number: int) -> list[int]:
@@ -82,12 +96,15 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
 
 
 def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    usual = layouts_of(request.base.model)
-    for layout in request.choices("parallel.layout", usual if mesh.tp > 1 else ("single",)):
+    usual = layouts_of(request.base.model) if mesh.tp > 1 else (spec_of(mesh).name,)
+    for layout in request.choices("parallel.layout", usual):
+        of_layout = request.under(layout)
+        if of_layout is None:
+            continue
         for shard, outer in _sharding(request, mesh, layout):
             for schedule, virtual in _schedules(request, mesh):
-                changes = {"layout": layout, "shard": shard, "shard_outer": outer}
-                yield mesh.model_copy(update={**changes, "schedule": schedule, "virtual": virtual})
+                changes: dict[str, Any] = {**mesh.axes, "shard": shard, "shard_outer": outer}
+                yield of_layout.model_copy(update={**changes, "schedule": schedule, "virtual": virtual})
 
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:

@@ -45,8 +45,7 @@ _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
 _MOVES = frozenset(
-    ("add", "clone", "contiguous", "_to_copy", "to", "copy_", "cat", "wait_tensor", "detach", "reduce_scatter")
-    + ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    ["add", "clone", "contiguous", "_to_copy", "to", "copy_", "cat", "wait_tensor", "detach", "reduce_scatter", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
 )
 """Operations after which the residual stream is the residual stream."""
 

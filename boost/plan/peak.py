@@ -49,7 +49,9 @@ class Peak:
 def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> Peak:
     """The worst moment of a step on pipeline process `pp_rank` (of TP process and replica 0, which have the most).
 
-    `fused_norm`: on a device where RMSNorm is one kernel. Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
+    `fused_norm`: on a device where RMSNorm is one kernel.
+
+    Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
     step counts as one with an exact step, where there are any.
     """
     return _Step(config, pp_rank, fused_norm).worst()

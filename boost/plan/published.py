@@ -164,7 +164,6 @@ def configuration(way: Way, row: Row, micro_batch: int = 1, more: Sequence[str] 
         f"--train.seq_len={TOKENS}",
         f"--train.global_batch={SEQUENCES}",
         f"--train.micro_batch={micro_batch}",
-        *(["--parallel.layout=single"] if row.tp == 1 else []),
     ]
     return load(f"boost-{row.size.lower()}", [*overrides, *more])
 

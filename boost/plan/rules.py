@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import boost.parallel.collectives  # noqa: F401  defines torch.ops.boost
-from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
-from boost.plan.sized import RULES, NoRuleError, Shape, Sized, contiguous, make, record
+from boost.plan.sized import NoRuleError, Shape, Sized, contiguous, make, record, rule
 from boost.plan.work import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -29,15 +27,6 @@ from boost.plan.work import (
     SILU_BACKWARD,
     STREAM,
 )
-
-
-def _rule(*functions: Any) -> Any:
-    def register(rule: Any) -> Any:
-        RULES.update(dict.fromkeys(functions, rule))
-        return rule
-
-    return register
-
 
 # Element by element.
 
@@ -88,7 +77,7 @@ def _made(operation: str, operands: Sequence[Sized], kernel: str = STREAM) -> Si
     return make(operands[0], shape, operation, moves, dtype=dtype, inputs=operands, kernel=kernel, strides=strides)
 
 
-@_rule("elementwise")
+@rule("elementwise")
 def elementwise(operation: str, *operands: Any) -> Sized:
     """Of one or more tensors, in hand-written passes only."""
     _require_no_graph(operation, operands)
@@ -100,13 +89,13 @@ def _require_no_graph(operation: str, operands: Sequence[Any]) -> None:
         raise NoRuleError(f"no rule of what '{operation}' saves for its backward pass; add one to boost.plan.rules")
 
 
-@_rule("compare")
+@rule("compare")
 def compare(x: Sized) -> Sized:
     """A mask."""
     return make(x, x.shape, "compare", dtype=torch.bool)
 
 
-@_rule("in_place")
+@rule("in_place")
 def in_place(x: Sized, *operands: Any) -> Sized:
     """x changed."""
     _require_no_graph("in-place operation", (x, *operands))
@@ -116,7 +105,7 @@ def in_place(x: Sized, *operands: Any) -> Sized:
     return x
 
 
-@_rule("exp_")
+@rule("exp_")
 def exp_(x: Sized) -> Sized:
     """x changed, at the speed of a softmax."""
     x.tape.does(LOSS, (x.numel_,), x.dtype, 2)
@@ -132,7 +121,7 @@ def _summed_to(gradient: Sized, like: Sized) -> Sized:
     return make(gradient, like.shape, "sum")
 
 
-@_rule("add", torch.add, torch.Tensor.add)
+@rule("add", torch.add, torch.Tensor.add)
 def add(x: Sized, y: Any) -> Sized:
     """x + y."""
     if not isinstance(y, Sized):
@@ -145,7 +134,7 @@ def add(x: Sized, y: Any) -> Sized:
     )
 
 
-@_rule("mul", torch.mul)
+@rule("mul", torch.mul)
 def mul(x: Sized, y: Any) -> Sized:
     """x * y, which saves each operand that the other's gradient asks for."""
     if not isinstance(y, Sized):
@@ -164,7 +153,7 @@ def mul(x: Sized, y: Any) -> Sized:
     return record(lambda: _made("mul", [x, y]), [x, y], backward, [*([x] if for_y else []), *([y] if for_x else [])])
 
 
-@_rule("div")
+@rule("div")
 def div(x: Sized, y: Any) -> Sized:
     """x / y; in the graph by a number only."""
     if isinstance(y, Sized):
@@ -172,13 +161,13 @@ def div(x: Sized, y: Any) -> Sized:
     return record(lambda: _made("div", [x]), [x], lambda g, s: [_made("div", [g[0]])])
 
 
-@_rule("neg", torch.neg)
+@rule("neg", torch.neg)
 def neg(x: Sized) -> Sized:
     """-x."""
     return record(lambda: _made("neg", [x]), [x], lambda g, s: [_made("neg", [g[0]])])
 
 
-@_rule(torch.rsqrt)
+@rule(torch.rsqrt)
 def rsqrt(x: Sized) -> Sized:
     """x^(-1/2), which saves its result."""
     return record(
@@ -186,7 +175,7 @@ def rsqrt(x: Sized) -> Sized:
     )
 
 
-@_rule(F.silu)
+@rule(F.silu)
 def silu(x: Sized, inplace: bool = False) -> Sized:
     """x sigmoid(x), which saves x."""
     return record(
@@ -194,7 +183,7 @@ def silu(x: Sized, inplace: bool = False) -> Sized:
     )
 
 
-@_rule(torch.addcmul)
+@rule(torch.addcmul)
 def addcmul(bias: Sized, x: Sized, weight: Sized) -> Sized:
     """bias + x * weight, the bias and the weight one a column."""
     few, like = bias.elsewhere(), weight.elsewhere()
@@ -212,7 +201,7 @@ def addcmul(bias: Sized, x: Sized, weight: Sized) -> Sized:
 # Sums.
 
 
-@_rule("reduce")
+@rule("reduce")
 def reduce(x: Sized, dim: int | None = None, kernel: str = REDUCE, dtype: torch.dtype | None = None) -> Sized:
     """A sum over one dimension, or over all."""
     _require_no_graph("sum", (x,))
@@ -222,19 +211,19 @@ def reduce(x: Sized, dim: int | None = None, kernel: str = REDUCE, dtype: torch.
     return make(x, shape, "sum", dtype=dtype)
 
 
-@_rule("logsumexp")
+@rule("logsumexp")
 def logsumexp(x: Sized, dim: int) -> Sized:
     """Over one dimension, at the speed of a softmax."""
     return reduce(x, dim, LOSS)
 
 
-@_rule(torch.linalg.vector_norm)
+@rule(torch.linalg.vector_norm)
 def vector_norm(x: Sized, *, dim: int, dtype: torch.dtype) -> Sized:
     """Over one dimension."""
     return reduce(x, dim, dtype=dtype)
 
 
-@_rule(torch.linalg.vecdot)
+@rule(torch.linalg.vecdot)
 def vecdot(x: Sized, y: Sized) -> Sized:
     """Row by row: a product and its sum."""
     return reduce(mul(x, y), -1)
@@ -243,7 +232,7 @@ def vecdot(x: Sized, y: Sized) -> Sized:
 # Parts put together.
 
 
-@_rule(torch.cat)
+@rule(torch.cat)
 def cat(parts: Sequence[Sized], dim: int = 0) -> Sized:
     """Gradients are views."""
     dim %= parts[0].ndim
@@ -263,7 +252,7 @@ def cat(parts: Sequence[Sized], dim: int = 0) -> Sized:
     return record(made, list(parts), backward)
 
 
-@_rule(torch.stack)
+@rule(torch.stack)
 def stack(parts: Sequence[Sized], dim: int = 0) -> Sized:
     """In hand-written passes only."""
     _require_no_graph("stack", parts)
@@ -272,7 +261,7 @@ def stack(parts: Sequence[Sized], dim: int = 0) -> Sized:
     return make(parts[0], shape, "cat", 2.0 * (not parts[0].is_small), inputs=parts)
 
 
-@_rule("repeat_interleave")
+@rule("repeat_interleave")
 def repeat_interleave(x: Sized, times: int, dim: int) -> Sized:
     """Each slice several times; their gradients are summed."""
     shape = (*x.shape[:dim], x.shape[dim] * times, *x.shape[dim + 1 :])
@@ -282,13 +271,13 @@ def repeat_interleave(x: Sized, times: int, dim: int) -> Sized:
     )
 
 
-@_rule(torch.empty_like)
+@rule(torch.empty_like)
 def empty_like(x: Sized, **_: Any) -> Sized:
     """Nothing is moved."""
     return make(x, x.shape, "empty")
 
 
-@_rule(torch.zeros_like)
+@rule(torch.zeros_like)
 def zeros_like(x: Sized, dtype: torch.dtype | None = None) -> Sized:
     """Written once."""
     return make(x, x.shape, "zeros", 1.0, dtype=dtype)
@@ -304,7 +293,7 @@ def _product(a: Sized, b: Sized, shape: Shape, operation: str, inputs: Sequence[
     return make(a, shape, operation, inputs=inputs)
 
 
-@_rule(F.linear)
+@rule(F.linear)
 def linear(x: Sized, weight: Sized, bias: Sized | None = None) -> Sized:
     """x W^T (+ b), which saves x and W; more than two dimensions are folded first, by a copy where they lie apart."""
     if x.ndim > 2:
@@ -325,7 +314,7 @@ def linear(x: Sized, weight: Sized, bias: Sized | None = None) -> Sized:
     return record(made, [x, weight, *([] if bias is None else [bias])], backward, [x, weight])
 
 
-@_rule("mm", torch.mm)
+@rule("mm", torch.mm)
 def mm(a: Sized, b: Sized, out: Sized | None = None) -> Sized:
     """[m, k] x [k, n]."""
     if out is not None:
@@ -343,14 +332,14 @@ def mm(a: Sized, b: Sized, out: Sized | None = None) -> Sized:
     return record(made, [a, b], backward, [a, b])
 
 
-@_rule("addmm_")
+@rule("addmm_")
 def addmm_(x: Sized, a: Sized, b: Sized) -> Sized:
     """x + a b, in place."""
     a.tape.does(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
     return x
 
 
-@_rule("matmul", torch.matmul)
+@rule("matmul", torch.matmul)
 def matmul(a: Sized, b: Sized) -> Sized:
     """Of matrices, or of a matrix and a stack of them, which torch folds into one product of the transposed stack."""
     if a.ndim == b.ndim == 2:
@@ -365,7 +354,7 @@ def matmul(a: Sized, b: Sized) -> Sized:
 # Norms, attention, embedding.
 
 
-@_rule(F.layer_norm)
+@rule(F.layer_norm)
 def layer_norm(x: Sized, shape: Any, weight: Any = None, bias: Any = None, eps: float = 0.0) -> Sized:
     """Without weight and bias; saves x, and a mean and a deviation a row."""
     assert weight is None and bias is None
@@ -378,7 +367,7 @@ def layer_norm(x: Sized, shape: Any, weight: Any = None, bias: Any = None, eps: 
     )
 
 
-@_rule(F.rms_norm)
+@rule(F.rms_norm)
 def rms_norm(x: Sized, shape: Any, weight: Sized, eps: float) -> Sized:
     """torch's fused kernel; saves x and an inverse deviation a row."""
     wide, few = torch.promote_types(x.dtype, torch.float32), weight.elsewhere()
@@ -394,7 +383,7 @@ def rms_norm(x: Sized, shape: Any, weight: Sized, eps: float) -> Sized:
     return made
 
 
-@_rule(F.scaled_dot_product_attention)
+@rule(F.scaled_dot_product_attention)
 def attention(
     q: Sized, k: Sized, v: Sized, attn_mask: Any = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Sized:
@@ -422,11 +411,11 @@ def attention(
 
 
 def _by_tokens(shape: Shape) -> Shape:
-    batch, heads, length, width = shape
+    _, heads, length, width = shape
     return heads * length * width, width, heads * width, 1
 
 
-@_rule(F.embedding)
+@rule(F.embedding)
 def embedding(tokens: Any, table: Sized, *_: Any, **__: Any) -> Sized:
     """Rows of a table."""
     rows, shape = table.shape[0], (*tokens.shape, table.shape[1])
@@ -437,61 +426,12 @@ def embedding(tokens: Any, table: Sized, *_: Any, **__: Any) -> Sized:
     )
 
 
-@_rule(torch.ops.aten.embedding_dense_backward)
+@rule(torch.ops.aten.embedding_dense_backward)
 def embedding_backward(dy: Sized, tokens: Any, rows: int, padding: int, scaled: bool) -> Sized:
     """Cleared, then added up."""
     table = make(dy, (rows, dy.shape[1]), "embedding_backward", 1.0)
     dy.tape.does(LOOKUP, (dy.numel_,), dy.dtype, 3)
     return table
-
-
-# Collectives: what they send is on the tape; their results have a size.
-
-
-def _sent(kind: str, payload: Shape, made: Shape, x: Sized, processes: int) -> Sized:
-    x.tape.sends(kind, payload, x.dtype, processes)
-    operation = {ALL_GATHER: "all_gather_into_tensor", REDUCE_SCATTER: "reduce_scatter"}.get(kind, "all_reduce")
-    return make(x, made, operation)
-
-
-_ops = torch.ops._c10d_functional
-
-
-@_rule(_ops.all_reduce)
-def all_reduce(x: Sized, op: str, group: str) -> Sized:
-    """A sum."""
-    return _sent(ALL_REDUCE, x.shape, x.shape, x, int(group))
-
-
-@_rule(_ops.all_gather_into_tensor)
-def all_gather(x: Sized, processes: int, group: str) -> Sized:
-    """[n, ...] -> [p n, ...]."""
-    gathered = (x.shape[0] * processes, *x.shape[1:])
-    return _sent(ALL_GATHER, gathered, gathered, x, processes)
-
-
-@_rule(_ops.reduce_scatter_tensor)
-def reduce_scatter(x: Sized, op: str, processes: int, group: str) -> Sized:
-    """[p n, ...] -> [n, ...]."""
-    return all_to_all_and_sum(x, processes, group)
-
-
-@_rule(torch.ops.boost.reduce_scatter, torch.ops.boost.reduce_scatter.default)
-def all_to_all_and_sum(x: Sized, processes: int, group: str) -> Sized:
-    """The same on gloo."""
-    return _sent(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, processes)
-
-
-@_rule(_ops.all_to_all_single)
-def all_to_all(x: Sized, received: Sequence[int], sent: Sequence[int], group: str) -> Sized:
-    """Rows for every process against rows from every process."""
-    return _sent(ALL_TO_ALL, x.shape, x.shape, x, len(sent))
-
-
-@_rule(_ops.wait_tensor)
-def wait_tensor(x: Sized) -> Sized:
-    """In place."""
-    return x
 
 
 def zeros(tape_device: tuple[Any, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Sized:

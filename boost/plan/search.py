@@ -22,6 +22,7 @@ from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batc
 from boost.plan.categories import OPTIMIZER, STATES, WEIGHTS
 from boost.plan.peak import Peak, peak
 from boost.plan.timing import Predictor, StepTime
+from boost.plan.trace import told
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp")
 """Sizes whose product is the number of processes."""
@@ -269,14 +270,14 @@ class Search:
 
     def _cuttable(self, parallel: ParallelConfig, micro_batch: int) -> bool:
         """Whether TP may cut this model so: asked once, not for each mesh around it."""
-        key = parallel.layout, parallel.norm, parallel.tp, micro_batch
+        key = *told(parallel, "parallel"), micro_batch
         if key not in self._cuts:
             self._cuts[key] = legal(self._alone(parallel, micro_batch))
         return self._cuts[key]
 
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Bytes that some process needs beside its states: for one block, or for the loss."""
-        key = parallel.layout, parallel.norm, parallel.tp, micro_batch
+        key = *told(parallel, "parallel"), micro_batch
         if key not in self._floors:
             config, model = self._alone(parallel, micro_batch), self.request.base.model
             ranks = {name: rank for name, rank in model.ranks.items() if not name.startswith("layers.")}
@@ -294,7 +295,7 @@ class Search:
 
 def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
     """Structures that differ in the schedule of the pipeline alone."""
-    return parallel.layout, parallel.norm, parallel.tp, parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
+    return *told(parallel, "parallel"), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
 
 
 def _thrift(config: Config) -> tuple[Any, ...]:

@@ -45,11 +45,11 @@ class Sized:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = RULES.get(function)
-        if rule is None:
+        answer = RULES.get(function)
+        if answer is None:
             name = getattr(function, "__name__", str(function))
             raise NoRuleError(f"no rule of what '{name}' makes, saves and moves; add one to boost.plan.rules")
-        return rule(*args, **(kwargs or {}))
+        return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         raise NoRuleError(
@@ -82,7 +82,10 @@ class Sized:
     @property
     def is_small(self) -> bool:
         """Whether it has one number a token (or one for each of a row's width) at most."""
-        return self.numel_ <= self.tape.small and (len(self.shape) < 2 or self.numel_ == max(self.shape))
+        tape, shape = self.tape, self.shape
+        if len(shape) > 1 and shape[-1] == tape.tokens:
+            return self.numel_ <= tape.statistic
+        return self.numel_ <= tape.small and (len(shape) < 2 or self.numel_ == max(shape))
 
     def is_contiguous(self) -> bool:
         usual = contiguous(self.shape)
@@ -130,7 +133,7 @@ class Sized:
         new = _resolved(self, shape)
         strides = view_strides(self.shape, self.strides, new)
         assert strides is not None, f"{self.shape} with strides {self.strides} cannot be viewed as {new}"
-        return _viewed(self, new, strides, lambda g, s, old=self.shape: [g[0].reshape(*old)])
+        return _viewed(self, new, strides, _reshaped(self.shape))
 
     def view_as(self, other: "Sized") -> "Sized":
         return self.view(*other.shape)
@@ -162,13 +165,13 @@ class Sized:
         dim %= self.ndim + 1
         shape = (*self.shape[:dim], 1, *self.shape[dim:])
         strides = (*self.strides[:dim], 1, *self.strides[dim:])
-        return _viewed(self, shape, strides, lambda g, s, old=self.shape: [g[0].reshape(*old)])
+        return _viewed(self, shape, strides, _reshaped(self.shape))
 
     def squeeze(self, dim: int) -> "Sized":
         dim %= self.ndim
         assert self.shape[dim] == 1
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
-        return _viewed(self, shape, strides, lambda g, s, old=self.shape: [g[0].reshape(*old)])
+        return _viewed(self, shape, strides, _reshaped(self.shape))
 
     def narrow(self, dim: int, start: int, length: int) -> "Sized":
         dim %= self.ndim
@@ -176,7 +179,9 @@ class Sized:
             return self
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
 
-        def backward(gradients: Sequence[Any], _: Sequence[Any], whole: Sized = self.elsewhere()) -> Sequence[Any]:
+        whole = self.elsewhere()
+
+        def backward(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
             full = make(whole, whole.shape, "zeros", 1.0)  # zero elsewhere
             whole.tape.does(STREAM, (gradients[0].numel_,), whole.dtype, 2)
             return [full]
@@ -186,13 +191,15 @@ class Sized:
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> "list[Sized]":
         dim %= self.ndim
         if isinstance(sizes, int):
-            whole, rest = divmod(self.shape[dim], sizes)
-            sizes = [sizes] * whole + [rest] * bool(rest)
+            count, rest = divmod(self.shape[dim], sizes)
+            sizes = [sizes] * count + [rest] * bool(rest)
         shapes = [(*self.shape[:dim], size, *self.shape[dim + 1 :]) for size in sizes]
         if not records(self):
             return [self.at(shape, self.strides) for shape in shapes]
 
-        def backward(gradients: Sequence[Any], _: Sequence[Any], whole: Sized = self.elsewhere()) -> Sequence[Any]:
+        whole = self.elsewhere()
+
+        def backward(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
             return [make(whole, whole.shape, "cat", 2.0)]
 
         node = self.tape.node([self], len(shapes), backward)
@@ -334,6 +341,16 @@ RULES: dict[Any, Any] = {}
 """By torch function, and by name for what methods and operators share; filled by `boost.plan.rules`."""
 
 
+def rule(*functions: Any) -> Any:
+    """Registers what answers these functions."""
+
+    def register(answer: Any) -> Any:
+        RULES.update(dict.fromkeys(functions, answer))
+        return answer
+
+    return register
+
+
 def records(*inputs: Any) -> bool:
     """Whether autograd would make a node of an operation on these."""
     return torch.is_grad_enabled() and any(isinstance(x, Sized) and x.node is not None for x in inputs)
@@ -402,6 +419,11 @@ def _viewed(x: Sized, shape: Shape, strides: Shape, backward: Backward) -> Sized
     if not records(x):
         return x.at(shape, strides)
     return x.at(shape, strides, x.tape.node([x], 1, backward))
+
+
+def _reshaped(shape: Shape) -> Backward:
+    """The backward pass of a view."""
+    return lambda gradients, _: [gradients[0].reshape(*shape)]
 
 
 def _resolved(x: Sized, shape: Any) -> Shape:

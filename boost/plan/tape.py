@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from boost.config.traffic import Collective
+from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Tape:
     """What is alive, what is done and what is sent. Weights, and gradients of weights that were added to those of an earlier
     micro-batch, are not counted among the living."""
 
-    def __init__(self, tokens: int, largest: int) -> None:
+    def __init__(self, tokens: int, largest: int, processes: int = 1) -> None:
         """`tokens` of the micro-batch, and the `largest` width of a vector: what has one number for each is too little to count
-        as work."""
+        as work, and so is the statistic that `processes` exchange."""
         self.live = self.peak = 0
         self.born = 0
         """Gradients of weights so far, where they are the first of a step and stay."""
@@ -118,6 +118,7 @@ class Tape:
         """How often what is done from here on is done."""
         self.collectives: list[Collective] = []
         self.small = max(tokens, largest)
+        self.tokens, self.statistic = tokens, STATISTIC_TERMS * processes * tokens
         self.put_off: list[Any] = []
         """Gradients from which those of weights are still to be made (zero bubble)."""
         self.entering: list[Any] = []
@@ -180,6 +181,8 @@ class Tape:
 
     def save(self, node: Node, saved: Sequence["Sized"]) -> None:
         """What a node asks for in its backward pass, in the order in which it is asked for here."""
+        if not saved:
+            return
         bare = [x.bare() for x in saved]
         frame = self._frame
         if frame is None:
@@ -190,7 +193,7 @@ class Tape:
             for x in bare:
                 frame.found[frame.replayed] = x
                 frame.replayed += 1
-            if frame.replayed == frame.count and bare:
+            if frame.replayed == frame.count:
                 raise _Enough
             return
         node.frame = frame

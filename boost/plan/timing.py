@@ -23,7 +23,7 @@ from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step import as_stored, kinds_of_blocks, step_work
-from boost.plan.trace import trace_block, trace_embedding, trace_loss
+from boost.plan.trace import told, trace_block, trace_embedding, trace_loss
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 GEMMS = "matrix products"
@@ -308,7 +308,7 @@ class Predictor:
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
         # How a group lies on nodes, and how many processes a node has.
         places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
-        shared = (p.norm, p.grouping, p.vanilla, train.micro_batch, train.seq_len, places)
+        shared = (*told(p, "parallel"), *told(train, "train"), places)
         return self._known_or(config, (shared, key), function, arguments)
 
     def _of_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -8,7 +8,8 @@ import torch
 from boost.config import Config
 from boost.config.schema import OptimConfig, RecomputeName
 from boost.measure.memory import Measured, MemoryTracker, measure, measure_step
-from boost.plan.memory import KEPT, STATES, memory
+from boost.plan.categories import KEPT, STATES
+from boost.plan.memory import memory
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import LOCAL
@@ -57,7 +58,7 @@ def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
 def test_every_nth_block_recomputes() -> None:
     config = config_of("cola", {"layout": "btp"}, "low-rank", "float32", layers=5)
     config = config.model_copy(update={"train": config.train.model_copy(update={"recompute_every": 2})})
-    wide = {item.layer for item in memory(config).kept if item.category == "wide activations"}
+    wide = {item.layer for item in memory(config).kept if item.held.category == "wide activations"}
     assert wide == {1, 3}
     assert measure(config).activations == kept(config)
 

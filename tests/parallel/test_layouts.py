@@ -1,7 +1,6 @@
 """Every layout is one function: loss, every gradient, three optimizer steps and generation against one process; collectives
 counted against the table."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config import Config, traffic
-from boost.config.traffic import Collective
 from boost.models.stored import storages
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer
-from boost.plan.collectives import micro_batch_collectives, step_collectives
+from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import (
@@ -29,7 +27,7 @@ from tests.matrices import (
     ids,
     pairwise,
 )
-from tests.trained import Trained, errors_of
+from tests.trained import Trained, errors_of, keeps_table
 
 HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
 """(TP size, key/value heads) of 8 heads: key/value heads as many as heads, as many as processes, fewer, and one."""
@@ -108,14 +106,6 @@ def compare_with_single(config: Config) -> dict[str, float]:
     """Relative errors of this process against the whole model in one process, and whether the table was kept."""
     actual = Trained(config, 3)
     return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
-
-
-def keeps_table(config: Config, counted: list[Collective]) -> bool:
-    """Whether a step issued the collectives of the table: those of micro-batches in order, sums of gradients in any."""
-    table = step_collectives(config)
-    seen, expected = ([c.on_the_wire for c in side if c.phase != "step"] for side in (counted, table))
-    gradients = [Counter(c.on_the_wire for c in side if c.phase == "step") for side in (counted, table)]
-    return seen == expected and gradients[0] == gradients[1]
 
 
 @pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids(EVERY))

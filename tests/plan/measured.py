@@ -16,7 +16,7 @@ from boost.optim.build import build_optimizer
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.pipeline import Pipeline
 from boost.parallel.sharding import last_backward
-from boost.plan.memory import GRADIENTS, OPTIMIZER, WEIGHTS
+from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from tests import toy
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from boost.plan.passes import BlockPasses
+import torch
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -14,11 +14,13 @@ from torch.distributed.pipelining import (
 from boost.config import Config, load
 from boost.config.schema import OptimConfig
 from boost.measure.memory import measure
-from boost.plan import peak as room
-from boost.plan.memory import memory
+from boost.plan import trace
+from boost.plan.collectives import step_collectives
 from boost.plan.peak import STEP, SUM, peak
 from boost.plan.schedules import actions
+from boost.plan.sized import NoRuleError, leaf, make
 from boost.plan.tape import Tape
+from boost.plan.trace import IGNORED_FIELDS, pass_of_block, without_ignored
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import MEMORY_CELLS as CELLS
@@ -44,27 +46,49 @@ def error(config: Config) -> float:
     return peak(config).total / sum(measure(config).peak.values()) - 1
 
 
-def test_a_block_on_the_tape_keeps_what_is_tabled() -> None:
-    """To the byte: the two descriptions of a block have nothing in common but the configuration."""
+def test_a_block_on_sizes_sends_what_its_layout_says() -> None:
+    """In order, with their phases: the trace and the written table have nothing in common but the configuration."""
     wrong = []
     for family, parallel, policy, gates in EVERY:
         for dtype, kv_heads in (("bfloat16", 2), ("float32", 8)):
             config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads, layers=2, **gates)
-            tape = Tape(accumulates=True)
-            block = BlockPasses(config, 1, config.train.recompute, tape)
-            x, carried = block.arriving()
-            carried = tuple(latents.bare() for latents in carried)  # tabled with the block that they are of
-            y, _ = block.forward(x, carried)
-            del x, carried
-            graph = y.bare()  # the result is the next block's affair, the graph is this one's
-            del y, _
-            seen, tabled = tape.live, sum(k.bytes for k in memory(config).kept if k.layer == 1)
-            if seen != tabled:
-                wrong.append((family, dtype, *parallel.values(), policy, gates, seen, tabled, graph.elements))
+            traced = pass_of_block(config, 1).collectives
+            table = [c for c in step_collectives(config) if c.layer == 1 and c.phase != "step"]
+            if [c.on_the_wire for c in traced] != [c.on_the_wire for c in table]:
+                wrong.append((family, dtype, *parallel.values(), policy, gates, traced, table))
     assert wrong == []
 
 
-@pytest.mark.slow
+def test_a_trace_is_remembered_by_everything_it_depends_on() -> None:
+    """What it is remembered without cannot matter: it is traced without that."""
+    config = config_of("cola", {"layout": "btp"}, "low-rank", "bfloat16", kv_heads=2, layers=2)
+    for name, ignored in IGNORED_FIELDS.items():
+        section = getattr(config, name)
+        for field in type(section).model_fields:
+            value = getattr(section, field)
+            other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else f"{value}-"
+            changed_config = (
+                config.model_copy(update={name: section.model_copy(update={field: other})})
+                if field != "layout"
+                else None
+            )
+            if changed_config is not None:
+                forgotten = without_ignored(changed_config) == without_ignored(config)
+                assert forgotten == (field in ignored), f"{name}.{field}"
+
+
+def test_an_operation_without_a_rule_raises() -> None:
+    tape = Tape(8, 8)
+    x = make(leaf(tape, (8, 8), torch.float32, torch.device("cpu"), ""), (8, 8), "")
+    for operation in (
+        lambda: torch.tanh(x),
+        lambda: x.cumsum(0),
+        lambda: torch.ops._c10d_functional.broadcast(x, 0, "2"),
+    ):
+        with pytest.raises(NoRuleError, match="no rule of what"):
+            operation()
+
+
 def test_every_kind_of_cell_peaks_as_predicted() -> None:
     """Every 29th, so that all take turns: one micro-batch, whose gradients are new, or one of several."""
     found = {}
@@ -106,10 +130,10 @@ def test_blocks_that_are_alike_are_computed_once() -> None:
     config = load(
         "boost-7b", ["--train.seq_len", "1024", "--train.recompute", "low-rank", "--train.recompute_every", "2"]
     )
-    before = room._block.cache_info().misses
+    before = len(trace._KNOWN)
     first, again = peak(config), peak(config)
     assert first == again
-    assert room._block.cache_info().misses - before == 3, "with, without, and the last"
+    assert len(trace._KNOWN) - before == 4, "blocks with recomputation and without, loss, embedding"
 
 
 class _Torch:

@@ -17,7 +17,7 @@ from boost.train.metrics import MetricsHook
 from boost.train.rundir import RunDirectory
 from tests import toy
 from tests.distributed import run_distributed
-from tests.train.test_loop import RATE, make_config, make_trainer
+from tests.train.runs import RATE, make_config, make_trainer
 
 EVENTS = [name for name in vars(Hook) if not name.startswith("_") and name != "main_only"]
 

@@ -27,6 +27,7 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
     if spec.name in _specs:
         raise ValueError(f"a layout named '{spec.name}' is registered already, by {type(_specs[spec.name]).__name__}")
     _specs[spec.name] = spec
+    ParallelConfig.choices.setdefault(spec.name, spec.config)
     return spec
 
 

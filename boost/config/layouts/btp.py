@@ -36,7 +36,7 @@ class BTPConfig(ParallelConfig):
 class BTPSpec(LayoutSpec):
     """Hidden-sharded residual, all-reduces of width r."""
 
-    config = BTPConfig
+    config: ClassVar[type[ParallelConfig]] = BTPConfig
     runtime = "boost.parallel.layouts.btp:BTP"
     low_rank = True
     residual = "hidden"

@@ -1,0 +1,214 @@
+"""What runs the decoder on sizes: torch's functions, autograd's hand-written ones, and a layout that says where it is."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from boost.config.schema import Config
+from boost.models.interface import Layout, Pending, Saved, Stream
+from boost.models.stored import Stored
+from boost.parallel import loss
+from boost.parallel.layouts import layout_for
+from boost.parallel.mesh import Axis, Mesh
+from boost.plan import comm_rules, rules
+from boost.plan.categories import RESIDUAL, short_role
+from boost.plan.sized import RULES, Shape, Sized, contiguous, leaf, make, records
+from boost.plan.tape import Node, Tape
+
+__all__ = ["Placed", "Tracer", "comm_rules"]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A process group of which the model asks the name only: its size, for the rules of collectives."""
+
+    group_name: str
+
+
+class Tracer:
+    """One tape, and what runs on it."""
+
+    def __init__(self, config: Config, gathered: bool, fused_norm: bool) -> None:
+        self.config, self.model, self.parallel = config, config.model, config.parallel
+        train, p = config.train, config.parallel.tp
+        self.gathered = gathered
+        self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
+        self.device = torch.device("cuda" if fused_norm else "cpu")
+        self.tokens = train.micro_batch * train.seq_len
+        model = config.model
+        self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
+        axis = Axis(0, p, _Group(str(p)) if p > 1 else None)  # type: ignore[arg-type]
+        self.layout = layout_for(model, config.parallel, Mesh(self.device, {"tp": axis}))
+
+    def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
+        """A tensor that is there."""
+        self.tape.scope = category
+        made = make(Sized(self.tape, None, shape, contiguous(shape), dtype, self.device), shape, "")
+        self.tape.scope = ""
+        return made
+
+    def entering(self, shape: Shape, category: str) -> Any:
+        """What a pass begins with, whose gradient is asked for."""
+        made = self.new(shape, self.dtype, category)
+        made.node = Node(-1, (), 1, None, "")
+        return made
+
+    def weigh(self, module: Stored) -> None:
+        """Gives a module, and those inside it, weights without numbers."""
+        for each in module.modules():
+            if isinstance(each, Stored):
+                for name, parts in each.parts.items():
+                    shape = tuple(each._parameters[name].shape)  # type: ignore[union-attr]
+                    dtype = self.dtype if self.gathered and len(shape) > 1 else self.stored
+                    role = short_role(parts[0].parameter.role)
+                    each._parameters[name] = leaf(self.tape, shape, dtype, self.device, role)  # type: ignore[assignment]
+
+    def gradients(self, results: Sequence[Any]) -> list[Any]:
+        """Of what a pass returned."""
+        return [self.new(each.shape, each.dtype, RESIDUAL) for each in results]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Torch's functions, and those of autograd, on sizes."""
+        usual = torch.autograd.Function.__dict__["apply"], loss.chunks
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+        loss.chunks = self._chunks
+        try:
+            with _Rules(self.tape, self.device):
+                yield
+        finally:
+            torch.autograd.Function.apply, loss.chunks = usual  # type: ignore[method-assign]
+
+    def _chunks(self, tokens: int, step: int) -> Iterator[int]:
+        """One of the chunks that are alike, counted as often as there are."""
+        whole, rest = divmod(tokens, step)
+        for start, times in ((0, whole), (whole * step, int(rest > 0))):
+            self.tape.times = times
+            if times:
+                yield start
+        self.tape.times = 1
+
+
+class _Rules(TorchFunctionMode):
+    """Answers every function of torch, those that make tensors of numbers too."""
+
+    def __init__(self, tape: Tape, device: torch.device) -> None:
+        super().__init__()
+        self._makes = {torch.zeros: functools.partial(rules.zeros, (tape, device))}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = self._makes.get(function) or RULES.get(function)
+        if rule is None:
+            if not any(issubclass(each, Sized) for each in types):
+                return function(*args, **(kwargs or {}))
+            return Sized.__torch_function__(function, types, args, kwargs)
+        return rule(*args, **(kwargs or {}))
+
+
+class _Ctx:
+    """What a hand-written function is given."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.needs_input_grad = tuple(isinstance(x, Sized) and x.node is not None for x in inputs)
+        self.saved_tensors: Any = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+
+_USUAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
+
+
+def _apply(cls: Any, *inputs: Any) -> Any:
+    """torch.autograd.Function.apply: forward without a graph, then one node that saves what the context was given."""
+    sized = [x for x in inputs if isinstance(x, Sized)]
+    if not sized:
+        return _USUAL_APPLY(cls, *inputs)
+    tape, grad = sized[0].tape, records(*inputs)
+    ctx, place = _Ctx(inputs), tape.place
+    if cls.__name__ == "_RMSNorm":
+        tape.place = "norm"
+    with torch.no_grad():
+        results = cls.forward(ctx, *[x.bare() if isinstance(x, Sized) else x for x in inputs])
+    tape.place = place if not grad else tape.place
+    if not grad:
+        return results
+    several = isinstance(results, tuple)
+    made = list(results) if several else [results]
+    saved = [x for x in ctx.saved_tensors if x is not None]
+    pattern = [x is not None for x in ctx.saved_tensors]
+    ctx.saved_tensors = ()
+
+    def backward(gradients: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+        rest = iter(found)
+        ctx.saved_tensors = tuple(next(rest) if there else None for there in pattern)
+        back = cls.backward(ctx, *gradients)
+        ctx.saved_tensors = ()
+        return list(back) if isinstance(back, tuple) else [back]
+
+    node = tape.node([x if isinstance(x, Sized) else None for x in inputs], len(made), backward)
+    outputs = [
+        x if x is None else Sized(tape, x.storage, x.shape, x.strides, x.dtype, x.device, node, i)
+        for i, x in enumerate(made)
+    ]
+    del made, results
+    tape.save(node, saved)
+    tape.place = place
+    return tuple(outputs) if several else outputs[0]
+
+
+class Placed:
+    """A layout that tells the tape where it is."""
+
+    def __init__(self, layout: Layout, tape: Tape) -> None:
+        self._layout, self._tape = layout, tape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layout, name)
+
+    def with_options(self, **options: Any) -> "Placed":
+        return Placed(self._layout.with_options(**options), self._tape)
+
+    def in_proj_comm(self, stream: Stream, gamma: Any, group: Any) -> Pending[tuple[Saved, Stream]]:
+        return self._at(group.shape.name, self._layout.in_proj_comm, stream, gamma, group)
+
+    def in_proj_local(self, saved: Saved, group: Any) -> Any:
+        self._tape.place = group.shape.name
+        found = self._layout.in_proj_local(saved, group)
+        self._tape.place = "attention" if group.shape.name == "qkv" else "product"
+        return found
+
+    def out_proj_local(self, wide: Any, group: Any) -> Any:
+        self._tape.place = group.shape.name
+        return self._layout.out_proj_local(wide, group)
+
+    def out_proj_comm(self, stream: Stream, partial: Any, group: Any) -> Pending[Stream]:
+        return self._at(group.shape.name, self._layout.out_proj_comm, _ResidualStream(*stream), partial, group)
+
+    def _at(self, place: str, function: Callable[..., Pending[Any]], *arguments: Any) -> Pending[Any]:
+        self._tape.place = place
+        pending = function(*arguments)
+
+        def wait() -> Any:
+            self._tape.place = place
+            return pending.wait()
+
+        return Pending(wait)
+
+
+class _ResidualStream(Stream):
+    """A stream whose update has a place of its own."""
+
+    __slots__ = ()
+
+    def add(self, update: Any) -> Stream:
+        tape = update.tape
+        place, tape.place = tape.place, "residual"
+        added = super().add(update)
+        tape.place = place
+        return added

@@ -1,0 +1,32 @@
+"""The runtime of `btp-rsag`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boost.models.group import Group
+from boost.models.interface import Pending, Stream
+from boost.parallel import collectives
+from boost.parallel.collectives import InFlight
+from boost.parallel.layouts.btp import BTP
+from boost.parallel.mesh import Axis
+
+
+class _Sum(torch.autograd.Function):
+    """forward: [T, R] summed over processes, by a reduce-scatter and an all-gather; dgrad: identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return collectives.all_gather(collectives.reduce_scatter(x, axis), axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class RSAG(BTP):
+    """btp with another sum."""
+
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+        return self.finish_out_proj(stream, InFlight(lambda: _Sum.apply(partial, self.axis)), group)

@@ -1,0 +1,30 @@
+"""A layout of another package: `btp` whose out-projections sum by a reduce-scatter and an all-gather. Its torch-free half."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from boost.config.layouts.btp import BTPConfig, BTPSpec
+from boost.config.layouts.spec import SUM_BACKWARD, Comm, GroupContext, PlannedComm
+from boost.config.traffic import ALL_GATHER, REDUCE_SCATTER
+
+
+class RSAGConfig(BTPConfig):
+    """btp, whose sums of out-projections go by reduce-scatter and all-gather."""
+
+    layout: Literal["btp-rsag"] = "btp-rsag"
+
+
+class RSAGSpec(BTPSpec):
+    """As btp but for one sum."""
+
+    config = RSAGConfig
+    runtime = "tests.parallel.rsag_runtime:RSAG"
+
+    def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
+        if context.group.side == "enter":
+            yield from super().group_comms(context)
+            return
+        ranks = list(context.group.ranks)
+        for kind in (REDUCE_SCATTER, ALL_GATHER):
+            yield from context.merged(Comm(kind, None), ranks)
+        yield from context.merged(SUM_BACKWARD, ranks)

@@ -1,0 +1,107 @@
+"""A layout of two files, registered from outside: everything that reads layouts knows it at once."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from boost.cli.inspect import as_json
+from boost.config import Config
+from boost.config.layouts import layout_names, layout_spec, register_layout, unregister_layout
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
+from boost.measure.memory import measure
+from boost.plan.candidates import Request
+from boost.plan.collectives import step_collectives
+from boost.plan.inspection import inspect
+from boost.plan.memory import memory
+from boost.plan.peak import peak
+from boost.plan.picture import block_picture
+from boost.plan.search import Search
+from boost.plan.timing import Predictor
+from boost.plan.trace import trace_block
+from tests import toy
+from tests.distributed import run_distributed
+from tests.matrices import memory_config
+from tests.plan.toys import base, hardware
+from tests.trained import Trained, errors_of, keeps_table
+
+NAME = "btp-rsag"
+
+
+def register() -> None:
+    from tests.parallel.rsag_spec import RSAGSpec
+
+    if NAME not in layout_names():
+        register_layout(RSAGSpec())
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register()
+    yield
+    unregister_layout(NAME)
+
+
+def trains(sections: dict[str, Any]) -> dict[str, float]:
+    register()
+    config = toy.toy_config("float64", **sections)
+    actual = Trained(config, 3)
+    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
+
+
+@pytest.mark.parametrize("model", [{"family": "cola"}, {"family": "lax", "gate": "dense"}], ids=str)
+def test_it_trains_exactly_and_sends_what_its_spec_says(model: dict[str, Any]) -> None:
+    sections = {"model": model, "parallel": {"tp": 2, "layout": NAME}, "train": {"global_batch": 2}}
+    for errors in run_distributed(2, trains, sections):
+        assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
+
+
+def config_of(policy: str = "none") -> Config:
+    return memory_config("cola", {"layout": NAME}, policy, "bfloat16", kv_heads=2, layers=2)
+
+
+@pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
+def test_memory_is_predicted_to_the_byte_and_its_peak_within_a_per_cent(policy: str) -> None:
+    config = config_of(policy)
+    seen = measure(config)
+    predicted = memory(config)
+    assert {c: n for c, n in predicted.by_category.items() if c in seen.activations} == seen.activations
+    assert peak(config).total == pytest.approx(sum(seen.peak.values()), rel=0.01)
+
+
+def test_the_planner_counts_its_collectives() -> None:
+    config = config_of()
+    table = [c for c in step_collectives(config) if c.layer == 1]
+    traced = trace_block(config, 1, "none").collectives
+    assert [c.on_the_wire for c in traced] == [c.on_the_wire for c in table]
+    kinds = {c.kind for c in traced if c.phase == "forward"}
+    assert kinds == {"all-reduce", "reduce-scatter", "all-gather"}
+    btp = config.model_copy(update={"parallel": config.parallel.model_copy(update={"layout": "btp"})})
+    assert sum(c.sent_bytes for c in traced) == sum(c.sent_bytes for c in trace_block(btp, 1, "none").collectives)
+
+
+def test_inspect_draws_and_counts_it() -> None:
+    found = inspect(config_of())
+    assert as_json(found)["layout"] == found.layout == NAME
+    assert "reduce-scatter" in block_picture(found, "toy")
+    assert json.dumps(as_json(found))
+
+
+def test_the_search_considers_it() -> None:
+    search = Search(Request(base(), 2, hardware()))
+    plan = search.fastest(of=lambda parallel: parallel.layout == NAME and parallel.tp == 2)
+    assert plan is not None
+    assert plan.time.seconds == pytest.approx(Predictor(hardware()).predict(plan.config).seconds)
+
+
+def test_unknown_names_raise_everywhere() -> None:
+    with pytest.raises(KeyError, match=r"no layout named 'btq'; there are btp"):
+        layout_spec("btq")
+    with pytest.raises(ConfigError, match=r"parallel.layout = 'btq' is not one of .*btp-rsag.*; did you mean 'btp'\?"):
+        toy.toy_config(parallel={"layout": "btq"})
+    with pytest.raises(ValueError, match="registered already"):
+        register_layout(layout_spec(NAME))
+    assert ParallelConfig.choices[NAME]().norm == "online"  # an option that it has from btp
