@@ -42,7 +42,7 @@ from boost.models.stored import storages
 from boost.parallel.collectives import sum_both, sum_forward
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
-from boost.parallel.norms import inverse_rms, scale, sum_of_squares, sum_with_statistic
+from boost.parallel.norms import SumWithStatistic, inverse_rms, scale, sum_of_squares
 from boost.plan.published import NORM_MS
 from boost.train.model import build_decoder
 
@@ -142,7 +142,7 @@ class NormPart:
 
     def _online(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
         """The statistic travels with the latents, and they are scaled."""
-        u_TR, s_T = sum_with_statistic(u_TR, sum_of_squares(x_TD), self.axis)
+        u_TR, s_T = SumWithStatistic(u_TR, sum_of_squares(x_TD), self.axis).wait()
         return [scale(u_TR, inverse_rms(s_T, self.width, self.eps))]
 
 
