@@ -13,9 +13,8 @@ from typing import Any
 
 from boost.bench.recompute import policies, variants
 from boost.config import Config
-from boost.config.layouts import layout_spec
 from boost.config.load import from_tree
-from boost.config.schema import ParallelConfig, RecomputeName
+from boost.config.schema import RecomputeName
 from boost.measure.document import Goal, Section, Table
 from boost.measure.memory import measure
 from boost.measure.results import Facts, as_markdown, facts_of, save_section
@@ -105,18 +104,12 @@ def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[in
     return fit, size
 
 
-def _has_usual_form(parallel: ParallelConfig) -> bool:
-    """Whether the options that only this layout has are at their defaults."""
-    fields = type(parallel).model_fields
-    return all(getattr(parallel, name) == fields[name].default for name in layout_spec(parallel.layout).options)
-
-
 def fit(config: Config, memory_gb: float, out: Path) -> int:
     """The experiment: every layout in its usual form, under every policy, as `out`.json and .md."""
     work = [
         (name, variant, policy)
         for name, variant in variants(config, [config.train.micro_batch])
-        if _has_usual_form(variant.parallel)  # not the ablations
+        if variant.parallel.norm == "online" and variant.parallel.vanilla == "strong"  # not the ablations
         for policy in policies(variant)
     ]
     rows = [

@@ -5,7 +5,7 @@ Every field carries its documentation as the string below it: `boost config --fi
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializeAsAny
 
@@ -27,6 +27,9 @@ class ParallelConfig(Tagged):
 
     key = "parallel.layout"
     absent: ClassVar[dict[str, Any]] = {"norm": "online", "vanilla": "strong"}
+    if TYPE_CHECKING:  # every layout has a value for these: its own field's, or that of `absent`
+        norm: str = "online"
+        vanilla: str = "strong"
 
     layout: str = "btp"
     """How tensor-parallel processes share each layer. With tp = 1 every layout is single."""

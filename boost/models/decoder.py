@@ -177,6 +177,7 @@ class Decoder(Stored):
             received = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
         stream = Stream(received[0], received[1:])
         for block in self.blocks:
+            assert isinstance(block, Block)
             policy = block.policy if torch.is_grad_enabled() else NO_RECOMPUTE
             stream = block(layout.with_options(policy=policy), stream, context)
         return stream

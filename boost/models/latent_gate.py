@@ -26,8 +26,8 @@ EPS = 1e-6
 class LatentGate(Stored):
     """What acts on the latents of one group that meet those of the previous block: a gate, and a LayerNorm a slot.
 
-    Latents come as one tensor for the whole group or as one a slot. `gated_sum`, `norm_stats` and `apply_norm` are the steps between
-    which a layout that shards latents puts its collectives; `forward` is all of them where latents are whole.
+    Latents come as one tensor for the whole group or as one a slot. `gated_sum`, `norm_stats` and `apply_norm` are the steps
+    between which a layout that shards latents puts its collectives; `forward` is all of them where latents are whole.
     """
 
     norm_weight: Tensor

@@ -18,6 +18,7 @@ from boost.config.layouts.spec import (
     LayoutSpec,
     Placement,
     PlannedComm,
+    ResidualKind,
 )
 from boost.config.schema import ParallelConfig
 
@@ -31,10 +32,10 @@ class MegatronConfig(ParallelConfig):
 class MegatronSpec(LayoutSpec):
     """Replicated residual, all-reduces of width d."""
 
-    config = MegatronConfig
+    config: ClassVar[type[ParallelConfig]] = MegatronConfig
     runtime = "boost.parallel.layouts.megatron:Megatron"
     low_rank = False
-    residual = "replicated"
+    residual: ClassVar[ResidualKind] = "replicated"
     placements: ClassVar[dict[str, Placement]] = {
         "norm": WHOLE,
         "final_norm": WHOLE,
