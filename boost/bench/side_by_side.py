@@ -218,7 +218,8 @@ def shape_of(group: Facts) -> str:
     """Exact dimensions of a group in words."""
     rows = [row for row in group["rows"] if "config" in row]
     model, train = rows[0]["config"]["model"], rows[0]["config"]["train"]
-    rank = next((row["config"]["model"]["rank"] for row in rows if row["config"]["model"]["rank"]), None)
+    ranks = (row["config"]["model"].get("rank") for row in rows)  # a dense model has none
+    rank = next((rank for rank in ranks if rank), None)
     count = train["global_batch"] // train["micro_batch"]
     micro = f"{count} micro-batch{'es' if count > 1 else ''} of {train['micro_batch']} x {train['seq_len']} tokens"
     return (

@@ -27,6 +27,9 @@ class ParallelConfig(Tagged):
 
     key = "parallel.layout"
     absent: ClassVar[dict[str, Any]] = {"norm": "online", "vanilla": "strong"}
+    if TYPE_CHECKING:  # every layout has a value for these: its own field's, or that of `absent`
+        norm: str = "online"
+        vanilla: str = "strong"
 
     if TYPE_CHECKING:  # options of some layouts, at their `absent` values under the others
         norm: str = "online"

@@ -128,9 +128,9 @@ class Layout(Protocol):
     policy: RecomputePolicy
     """How segments run."""
 
-    def with_options(self, *, policy: RecomputePolicy | None = None, inference: bool | None = None) -> "Layout":
-        """The same function on the same weights: its segments run under a policy, or for any number of tokens without
-        gradients."""
+    def with_options(self, *, policy: RecomputePolicy = ..., inference: bool = ..., split: bool = ...) -> "Layout":
+        """The same function on the same weights: its segments run under a policy, for any number of tokens without
+        gradients, or with collectives that are started and waited for by nodes of their own. What is not given stays."""
         ...
 
     def placement(self, role: str) -> Placement:

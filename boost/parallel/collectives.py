@@ -166,15 +166,20 @@ class _Comm(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """forward: starts the forward collective; dgrad: waits for the gradient's, which `_Wait` started."""
+    """forward: starts the forward collective -> (x, what was started); dgrad: waits for the gradient's, which `_Wait` started.
+
+    x is returned for the graph only: its gradient has the shape of x, which that of what was started need not have.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, Tensor]:
         ctx.comm = comm
-        return _forward(comm, x, axis)
+        started = _forward(comm, x, axis)
+        ctx.mark_non_differentiable(started)
+        return x.view_as(x), started
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor, _: Any) -> tuple[Tensor, None, None]:
         return dx if ctx.comm.backward is None else wait(dx), None, None
 
 
@@ -182,15 +187,15 @@ class _Wait(torch.autograd.Function):
     """forward: waits; dgrad: starts the backward collective of what `_Start` sent. The result is a view of what was started."""
 
     @staticmethod
-    def forward(ctx: Any, started: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis) -> Tensor:
         ctx.comm, ctx.axis = comm, axis
         if comm.forward is not None:
             wait(started)
         return started.view_as(started)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(ctx.comm, dy, ctx.axis), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _backward(ctx.comm, dy, ctx.axis), None, None, None
 
 
 class InFlight:
@@ -204,8 +209,8 @@ class InFlight:
 
 def start(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
     """Starts a differentiable collective of the table, to be waited for later, in both passes."""
-    started = _Start.apply(x, comm, axis)
-    return InFlight(lambda: _Wait.apply(started, comm, axis))
+    sent, started = _Start.apply(x, comm, axis)
+    return InFlight(lambda: _Wait.apply(sent, started, comm, axis))
 
 
 def run(comm: Comm, x: Tensor, axis: Axis) -> InFlight:

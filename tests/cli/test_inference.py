@@ -36,7 +36,8 @@ def test_what_one_process_trained_is_cut_as_its_family_allows(family: str, train
 
 
 def test_choices_of_a_layout_that_one_process_never_used_do_not_stand_in_the_way() -> None:
-    assert layout_of({"layout": "btp-sp", "norm": "sync", "vanilla": "published"}, 2) == "btp-sp"
+    assert layout_of({"layout": "btp", "norm": "sync"}, 2, model={"family": "dense"}) == "megatron-sp"
+    assert layout_of({"layout": "vanilla", "vanilla": "published"}, 2, model={"rank": 7}) == "btp"
 
 
 def test_tokens_that_the_processes_cannot_share_take_a_layout_that_does_not_cut_them() -> None:

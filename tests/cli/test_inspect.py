@@ -148,12 +148,12 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of single, megatron, megatron-sp, vanilla, btp, "
-         "btp-sp; did you mean 'btp'?"),
+        (["demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of btp, btp-sp, megatron, megatron-sp, single, "
+         "vanilla; did you mean 'btp'?"),
         (["boost-7b", "--tp", "3"], "parallel.tp = 3 must divide model.dim = 4096"),
         (["demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
         (["demo", "--tp", "0"], "parallel.tp = 0 is too small; the smallest legal value is 1"),
-        (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' cuts dense linears"),
+        (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' shards dense linears; model.family = 'cola' has none"),
         (["boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is none of the 2 pipeline processes; the nearest legal value is 1"),
         (["nope"], "no configuration file and no preset named 'nope'"),
         (["demo", "--model.rnk", "3"], "unknown key 'model.rnk'; did you mean 'model.rank'?"),

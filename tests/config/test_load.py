@@ -70,16 +70,25 @@ BAD = [
     ),
     (
         ["--model.family", "lax", "--model.gate", "tensor", "--model.rank=40", "--parallel.layout", "vanilla", "--parallel.tp=4"],
-        ["model.rank = 40", "5 x 8", "parallel.tp = 4", "nearest legal value is 44"],
+        ["model.rank = 40", "5 x 8", "shards its 5 rows", "parallel.tp = 4", "nearest valid value is 44"],
     ),
     (["--parallel.tp", "3"], ["parallel.tp = 3", "model.heads = 8", "nearest legal value is 4"]),
     (["--parallel.tp", "2", "--model.ffn_dim", "5461"], ["parallel.tp = 2", "model.ffn_dim = 5461", "nearest legal value is 1"]),
     (["--parallel.tp", "2", "--parallel.layout", "single"], ["parallel.layout = 'single'", "parallel.tp = 2"]),
     (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "take 'megatron-sp'"]),
-    (["--parallel.tp", "2", "--parallel.layout", "megatron"], ["layout = 'megatron'", "model.family = 'cola'", "take 'btp-sp'"]),
+    (
+        ["--parallel.tp", "2", "--parallel.layout", "megatron"],
+        ["layout = 'megatron' shards dense linears; model.family = 'cola' has none: take 'btp', 'btp-sp' or 'vanilla'", "'dense'"],
+    ),
     (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
-    (["--parallel.tp", "2", "--parallel.layout", "btp-sp", "--parallel.norm", "sync"], ["norm = 'sync'", "'btp-sp'", "'online'"]),
-    (["--parallel.tp", "2", "--parallel.vanilla", "published"], ["vanilla = 'published'", "'btp'", "'strong'"]),
+    (
+        ["--parallel.tp", "2", "--parallel.layout", "btp-sp", "--parallel.norm", "sync"],
+        ["parallel.norm = 'sync' belongs to parallel.layout = 'btp', not to 'btp-sp'; remove it, or take parallel.layout = 'btp'"],
+    ),
+    (
+        ["--parallel.tp", "2", "--parallel.vanilla", "published"],
+        ["vanilla = 'published' belongs to parallel.layout = 'vanilla', not to 'btp'; remove it", "layout = 'vanilla'"],
+    ),
     (["--parallel.tp", "4", "--model.dim", "30", "--model.heads", "5"], ["tp = 4", "dim = 30", "heads = 5", "legal value is 1"]),
     (["--parallel.tp", "4", "--model.vocab_size", "30"], ["parallel.tp = 4", "model.vocab_size = 30", "nearest legal value is 2"]),
     (

@@ -82,7 +82,7 @@ def all_logits(decoder: Decoder, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of every position."""
     batch, length = tokens_BS.shape
     context = decoder._context(tokens_BS, torch.arange(length))
-    x, _ = decoder._residual(decoder.layout, tokens_BS, context, ())
+    x = decoder._run_blocks(decoder.layout, tokens_BS, context, ()).x
     logits = decoder.layout.logits(x, decoder.final_norm, decoder.head, torch.arange(batch * length))
     return logits.view(batch, length, -1)
 

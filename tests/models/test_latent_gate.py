@@ -1,4 +1,4 @@
-"""Latent crossing in steps, as a layout takes it that cuts latents, against LayerNorm in one."""
+"""Latent crossing in steps, as a layout takes it that shards latents, against LayerNorm in one."""
 
 import torch
 from torch.autograd import gradcheck
@@ -21,14 +21,14 @@ def crossing(**model: object) -> LatentGate:
     return found
 
 
-def test_moments_and_settling_are_layer_norm() -> None:
+def test_norm_stats_and_apply_norm_are_layer_norm() -> None:
     it = crossing()
     mixed = torch.randn(5, sum(it.ranks), dtype=torch.float64) * 3 + 1
     for slots in (range(3), range(1, 2), range(2, 3)):
         start = sum(it.ranks[: slots[0]])
         part = mixed[:, start : start + sum(it.ranks[slot] for slot in slots)]
         whole = it._layer_norm(part, slots)
-        assert torch.allclose(it.settle(part, it.moments(part, slots), slots), whole, rtol=1e-11, atol=1e-12)
+        assert torch.allclose(it.apply_norm(part, it.norm_stats(part, slots), slots), whole, rtol=1e-11, atol=1e-12)
 
 
 def test_their_gradients_are_those_of_finite_differences() -> None:
@@ -44,5 +44,5 @@ def test_a_latent_far_from_zero_that_hardly_varies_stays_finite() -> None:
     it = crossing()
     generator = torch.Generator().manual_seed(0)
     mixed = 100 + 1e-3 * torch.randn(64, sum(it.ranks), generator=generator)
-    found = it.settle(mixed, it.moments(mixed, range(3)), range(3))
+    found = it.apply_norm(mixed, it.norm_stats(mixed, range(3)), range(3))
     assert torch.isfinite(found).all()

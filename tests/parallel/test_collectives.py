@@ -1,11 +1,24 @@
-"""The reduce-scatter of CPUs is one reduce-scatter to whoever counts, and rounds once."""
+"""The reduce-scatter of CPUs is one reduce-scatter to whoever counts, and rounds once. A collective that is started and waited
+for later gives what it gives at once, bit for bit, in both passes."""
 
+import itertools
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch import Tensor
 
+from boost.config.layouts import spec
+from boost.config.layouts.spec import Comm
+from boost.config.traffic import Collective
+from boost.parallel import collectives
 from boost.parallel.collectives import reduce_scatter
 from boost.parallel.counting import CollectiveCounter
+from boost.parallel.mesh import Axis
 from tests import toy
 from tests.distributed import run_distributed
+
+COMMS = {name: value for name, value in vars(spec).items() if isinstance(value, Comm)}
 
 
 def scatter(size: int) -> tuple[bool, bool, list[tuple[str, tuple[int, ...], int]]]:
@@ -28,3 +41,62 @@ def test_rows_are_summed_where_they_belong() -> None:
         sent = 4 * size * 3 * 8 * (size - 1) // size
         expected = (True, True, [("reduce-scatter", (4 * size, 3), sent)])
         assert run_distributed(size, scatter, size) == [expected] * size
+
+
+Seen = tuple[list[Tensor], list[Collective]]
+"""Results and gradients, and the collectives issued for them."""
+
+
+def seen(function: Callable[..., tuple[Tensor, ...]], axis: Axis) -> Seen:
+    """What `function` makes of the two tensors of this process, forward and backward. Results weigh differently by element."""
+    generator = torch.Generator().manual_seed(axis.rank)
+    inputs = [torch.randn(4, 3, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
+    with CollectiveCounter() as counter:
+        results = function(*inputs)
+        counter.phase = "backward"
+        loss = sum((y.sin() * torch.linspace(1 + axis.rank, 2, y.numel()).view_as(y)).sum() for y in results)
+        gradients = torch.autograd.grad(loss, inputs)
+    return [*(y.detach() for y in results), *gradients], counter.collectives
+
+
+def same(one: Seen, other: Seen) -> bool:
+    """Bit for bit, and the same collectives in the same order."""
+    pairs = zip(one[0], other[0], strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and one[1] == other[1] and bool(one[1])
+
+
+def separately(names: tuple[str, str]) -> dict[str, bool]:
+    """Whether two collectives are the same at once and started, with other work before each is waited for."""
+    axis = toy.mesh(tp=2).tp
+    first, second = (COMMS[name] for name in names)
+
+    def at_once(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        y = collectives.run(first, a * 3, axis).wait()
+        return y, collectives.run(second, b * 5, axis).wait(), a.cos() @ b.T
+
+    def one_after_the_other(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        started = collectives.start(first, a * 3, axis)
+        between = a.cos()
+        y = started.wait()
+        started = collectives.start(second, b * 5, axis)
+        between = between @ b.T
+        return y, started.wait(), between
+
+    def interleaved(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        started = collectives.start(first, a * 3, axis), collectives.start(second, b * 5, axis)
+        between = a.cos() @ b.T
+        y = started[0].wait()
+        return y, started[1].wait(), between
+
+    expected = seen(at_once, axis)
+    return {each.__name__: same(seen(each, axis), expected) for each in (one_after_the_other, interleaved)}
+
+
+def test_every_collective_is_named_here() -> None:
+    assert len(COMMS) == 7 and {"SUM_FORWARD", "GATHER", "SCATTER_SUM", "EXCHANGE"} < COMMS.keys()
+
+
+@pytest.mark.parametrize("names", itertools.product(COMMS, repeat=2), ids="-".join)
+def test_started_and_waited_for_is_the_same_as_at_once(names: tuple[str, str]) -> None:
+    for same in run_distributed(2, separately, names):
+        assert same == {"one_after_the_other": True, "interleaved": True}

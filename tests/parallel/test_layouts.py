@@ -225,6 +225,28 @@ def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[st
         assert max(errors.values()) <= 1e-10, errors
 
 
+def split_errors(config: Config) -> tuple[float, float, bool]:
+    """Relative errors of loss and gradients with split collectives against without, and whether any collective differs."""
+    found = []
+    for split in (False, True):
+        decoder, _ = toy.toy_decoder(config)
+        decoder.layout = decoder.layout.with_options(split=split)
+        with CollectiveCounter() as counter:
+            loss = decoder(*toy.toy_tokens(config))
+            counter.phase = "backward"
+            loss.backward()
+        found.append((loss.item(), toy.gradients(decoder), counter.collectives))
+    (loss, gradients, counted), (split_loss, split_gradients, split_counted) = found
+    return abs(split_loss / loss - 1), toy.worst_error(split_gradients, gradients), counted != split_counted
+
+
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_a_layout_that_starts_and_waits_separately_is_the_same(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    for loss, gradients, other in run_distributed(2, split_errors, config_of(model, parallel, 2, "float64")):
+        assert max(loss, gradients) <= 1e-12
+        assert not other
+
+
 def order_of_sums(config: Config) -> list[str]:
     """Phases of the collectives of a step with small buckets, from the first that is not forward."""
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024

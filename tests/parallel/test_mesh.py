@@ -63,7 +63,7 @@ def test_one_process_has_no_group() -> None:
 
 
 def test_the_number_of_processes_must_be_that_of_the_mesh() -> None:
-    with pytest.raises(ConfigError, match=r"1 processes were started, but parallel.tp x pp x dp = 2 x 1 x 1 = 2"):
+    with pytest.raises(ConfigError, match=r"1 processes were started, but parallel.pp x dp x tp = 1 x 1 x 2 = 2"):
         open_mesh(ParallelConfig(tp=2), "cpu")
 
 

@@ -14,6 +14,7 @@ from boost.config import Config
 from boost.config.schema import RecomputeName
 from boost.models.attention import make_context
 from boost.models.decoder import Block, Decoder
+from boost.models.interface import Stream
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -57,11 +58,13 @@ class Stage(nn.Module):
         model, batch = self.config.model, x_BSD.shape[0]
         positions = torch.arange(x_BSD.shape[1])
         context = make_context(batch, positions, model.head_dim, model.rope_theta, torch.float64)
-        x: Tensor = x_BSD.reshape(-1, model.dim)
+        stream = Stream(x_BSD.reshape(-1, model.dim))
         for block in self.blocks:
             assert isinstance(block, Block)
-            x, _ = block(self.layout, x, (), context)
-        return x.view(x_BSD.shape).clone()  # a stage is detached from its output in place, which a view does not allow
+            stream = block(self.layout.with_options(policy=block.policy), stream, context)
+        return stream.x.view(
+            x_BSD.shape
+        ).clone()  # a stage is detached from its output in place, which a view does not allow
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:

@@ -85,16 +85,17 @@ class Base:
     def finish_out_proj(self, stream: Stream, latents: InFlight, group: Group) -> Pending[Stream]:
         """Waits for the latents of a group that projects back, then its update B act(u) of the residual stream."""
 
-        def up(u_TR: Tensor, *prev: Tensor) -> tuple[list[Tensor], Latents]:
-            h, new = group.activate([u_TR], prev)
-            return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
-
         def finish() -> Stream:
             prev, rest = group.take_latents(stream, grouped=True)
-            (update,), new = self.policy.local(up, latents.wait(), *prev)
+            (update,), new = self.policy.local(self._activate_and_up, group, latents.wait(), prev)
             return rest.put(new).add(update)
 
         return Pending(finish)
+
+    # A method: torch.compile does not trace a nested function that is annotated with a tuple.
+    def _activate_and_up(self, group: Group, u_TR: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
+        h, new = group.activate([u_TR], prev)
+        return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
 
     def before_up_proj(self, h_TR: Tensor) -> Tensor:
         """What stands between activated latents and B: nothing, unless B is sharded and its input is not."""

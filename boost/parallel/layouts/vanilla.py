@@ -80,15 +80,18 @@ class Vanilla(Replicated):
             mixed = gate.gated_sum(latents, by_slot)
             return [*mixed, *(gate.norm_stats(v, s) for v, s in zip(mixed, slots, strict=True))]
 
-        def apply_norm(*found: Tensor) -> tuple[list[Tensor], Latents]:
-            pairs = zip(found[: len(slots)], found[len(slots) :], slots, strict=True)
-            h, new = group.act([gate.apply_norm(mixed, stats, s) for mixed, stats, s in pairs])
-            return group.up_proj(h), new
-
         found = self.policy.local(gated_sum, prev, *latents)
         sums = [collectives.sum_both(stats, self.axis) for stats in found[len(slots) :]]
-        outputs, new = self.policy.local(apply_norm, *found[: len(slots)], *sums)
+        outputs, new = self.policy.local(self._norm_act_and_up, group, gate, found[: len(slots)], sums)
         return outputs, stream.put(new)
+
+    # A method: torch.compile does not trace a nested function that is annotated with a tuple.
+    def _norm_act_and_up(
+        self, group: Group, gate: LatentGate, mixed: Sequence[Tensor], sums: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Latents]:
+        each = zip(mixed, sums, gate.slots_of(mixed), strict=True)
+        h, new = group.act([gate.apply_norm(v, stats, slots) for v, stats, slots in each])
+        return group.up_proj(h), new
 
     def _by_slot(self, h: Tensor, gate: LatentGate, slots: range) -> Sequence[Tensor]:
         """Latents of the previous block as a gate takes them: its own part of each, or each whole."""
