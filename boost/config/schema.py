@@ -31,10 +31,6 @@ class ParallelConfig(Tagged):
         norm: str = "online"
         vanilla: str = "strong"
 
-    if TYPE_CHECKING:  # options of some layouts, at their `absent` values under the others
-        norm: str = "online"
-        vanilla: str = "strong"
-
     layout: str = "btp"
     """How tensor-parallel processes share each layer. With tp = 1 every layout is single."""
 

@@ -44,9 +44,8 @@ _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """What the weights of a role make."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
-_MOVES = frozenset(
-    ["add", "clone", "contiguous", "_to_copy", "to", "copy_", "cat", "wait_tensor", "detach", "reduce_scatter", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
-)
+_SENT = "all_reduce all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_to_all_single wait_tensor"
+_MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".split())
 """Operations after which the residual stream is the residual stream."""
 
 

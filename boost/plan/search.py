@@ -219,7 +219,9 @@ class Search:
         node.bound, node.exact = self.predictor.predict(without).seconds, True
 
     def _all_children(self, node: _Node) -> list[Config]:
-        parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
+        return self._variants_of(node.config.parallel, node.config.train.micro_batch)
+
+    def _variants_of(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
         listed = (self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel))
         return [config for config in listed if legal(config)]
 
@@ -240,8 +242,9 @@ class Search:
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW * parallel.stages:
             return False  # recomputing a block may take more than its activations
-        of_mesh = thriftiest.model_copy(update={"parallel": self._thriftiest[_mesh(parallel)]})
-        asked = [(_mesh(parallel), of_mesh)] if legal(of_mesh) else []
+        # A structure may allow fewer policies than the thriftiest of its mesh (zero bubble: none).
+        of_mesh = min(self._variants_of(self._thriftiest[_mesh(parallel)], micro_batch), key=_thrift, default=None)
+        asked = [(_mesh(parallel), of_mesh)] if of_mesh is not None else []
         for place, config in (*asked, (repr(parallel), thriftiest)):
             if micro_batch >= self._full.get(place, micro_batch + 1):
                 return True
