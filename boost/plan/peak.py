@@ -20,7 +20,7 @@ from boost.plan.optimizer import work_bytes
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.schedules import Action, actions, micro_batches
 from boost.plan.shards import END, Shards
-from boost.plan.trace import Pass, pass_of_block, trace_embedding, trace_loss
+from boost.plan.trace import Pass, pass_of_block, remembered, trace_embedding, trace_loss
 
 FORWARD = "forward pass of a block"
 BACKWARD = "backward pass of a block"
@@ -89,14 +89,23 @@ def _stored(config: Config, stage: Stage) -> Iterator[StoredTensor]:
     count = stage.count + 1  # a stage of no blocks, which has an embedding or a head
     if stage.has_embedding:
         yield from stored_tensors(config.model, config.parallel, Stage(0, count))
-    known: dict[int, list[StoredTensor]] = {}
     for n in stage.numbers:
-        like = first_alike(config.model, n)
-        if like not in known:
-            known[like] = list(stored_tensors(config.model, config.parallel, Stage(1, 3, like, 1)))
-        yield from (replace(tensor, unit=n) for tensor in known[like])
+        yield from _tensors_of(config, n)
     if stage.has_head:
         yield from stored_tensors(config.model, config.parallel, Stage(count - 1, count))
+
+
+def _tensors_of(config: Config, layer: int) -> tuple[StoredTensor, ...]:
+    """Stored tensors of a block."""
+    like = first_alike(config.model, layer)
+
+    def compute(bare: Config, _: bool) -> tuple[StoredTensor, ...]:
+        if like != layer:
+            return tuple(replace(tensor, unit=layer) for tensor in _tensors_of(config, like))
+        return tuple(stored_tensors(bare.model, bare.parallel, Stage(1, 3, layer, 1)))
+
+    found: tuple[StoredTensor, ...] = remembered(config, ("tensors", layer))(compute)
+    return found
 
 
 class _Step:

@@ -353,7 +353,9 @@ def rule(*functions: Any) -> Any:
 
 def records(*inputs: Any) -> bool:
     """Whether autograd would make a node of an operation on these."""
-    return torch.is_grad_enabled() and any(isinstance(x, Sized) and x.node is not None for x in inputs)
+    if not torch.is_grad_enabled():
+        return False
+    return any([x.node is not None for x in inputs if isinstance(x, Sized)])
 
 
 def make(

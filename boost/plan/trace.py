@@ -83,12 +83,12 @@ def trace_block(
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
-    traced = _remembered(config, ("block", layer, policy, fused_norm))(
+    traced = remembered(config, ("block", layer, policy, fused_norm))(
         lambda bare, gathered: _trace_block(Tracer(bare, gathered, fused_norm), layer, policy)
     )
     if not puts_off:
         return traced
-    return _remembered(config, ("zero bubble", layer, policy, fused_norm))(
+    return remembered(config, ("zero bubble", layer, policy, fused_norm))(
         lambda bare, gathered: _with_put_off(traced, Tracer(bare, gathered, fused_norm), layer, policy)
     )
 
@@ -106,14 +106,14 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 def trace_loss(config: Config, fused_norm: bool = False) -> Pass:
     """Final norm, head and loss."""
-    return _remembered(config, ("loss", fused_norm))(
+    return remembered(config, ("loss", fused_norm))(
         lambda bare, gathered: _trace_loss(Tracer(bare, gathered, fused_norm))
     )
 
 
 def trace_embedding(config: Config) -> Pass:
     """The embedding."""
-    return _remembered(config, ("embedding",))(lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False)))
+    return remembered(config, ("embedding",))(lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False)))
 
 
 # What is remembered.
@@ -126,7 +126,7 @@ _BLOCKS: dict[Any, Block] = {}
 _MOST = 20_000
 
 
-def _remembered(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
+def remembered(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
     """Computes of a configuration without IGNORED_FIELDS, once for all configurations that differ in those alone."""
     model, gathered = config.model, config.parallel.sharded
     _MODELS.setdefault(id(model), model)
