@@ -355,7 +355,7 @@ def records(*inputs: Any) -> bool:
     """Whether autograd would make a node of an operation on these."""
     if not torch.is_grad_enabled():
         return False
-    return any([x.node is not None for x in inputs if isinstance(x, Sized)])
+    return any(x.node is not None for x in inputs if isinstance(x, Sized))
 
 
 def make(
