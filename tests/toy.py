@@ -12,9 +12,9 @@ from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
+from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.interface import local_slice
-from boost.models.stored import storages
 from boost.parallel.capabilities import require_torch
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.model import Model, build_decoder, build_model, initialize_model
@@ -105,26 +105,30 @@ def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple
 def gradients(model: Model) -> dict[str, Tensor]:
     """What this process keeps of every gradient, by mathematical name."""
     return {
-        piece.parameter.name: piece.view(s.tensor.grad)
-        for s in storages(model)
-        for piece in s.pieces()
+        param_slice.parameter.name: param_slice.view(s.tensor.grad)
+        for s in fused_params(model)
+        for param_slice in s.local_slices()
         if s.tensor.grad is not None
     }
 
 
 def weights(model: Model) -> dict[str, Tensor]:
     """What this process keeps of every weight, by mathematical name."""
-    return {piece.parameter.name: piece.view(s.tensor.detach()) for s in storages(model) for piece in s.pieces()}
+    return {
+        param_slice.parameter.name: param_slice.view(s.tensor.detach())
+        for s in fused_params(model)
+        for param_slice in s.local_slices()
+    }
 
 
 def local_parts(model: Model, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this process should keep of tensors of global shape."""
     return {
-        piece.parameter.name: local_slice(piece.parameter, model.layout, whole[piece.parameter.name]).narrow(
-            0, piece.offset, piece.rows
-        )
-        for s in storages(model)
-        for piece in s.pieces()
+        param_slice.parameter.name: local_slice(
+            param_slice.parameter, model.layout, whole[param_slice.parameter.name]
+        ).narrow(0, param_slice.offset, param_slice.rows)
+        for s in fused_params(model)
+        for param_slice in s.local_slices()
     }
 
 

@@ -12,7 +12,7 @@ from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.config.traffic import Collective
 from boost.data.batches import Batch
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, reduce_step_stats
@@ -27,9 +27,9 @@ class Trained:
     def __init__(self, config: Config, steps: int = 2, seed: int = 0) -> None:
         self.model, self.mesh = toy.toy_model(config, seed)
         self.initial = {name: value.clone() for name, value in toy.weights(self.model).items()}
-        self.config, self.stored = config, list(storages(self.model))
-        self.reducer = GradientReducer(self.stored, self.mesh)
-        self.optimizer = build_optimizer(self.stored, config, self.mesh)
+        self.config, self.fused_params = config, list(fused_params(self.model))
+        self.reducer = GradientReducer(self.fused_params, self.mesh)
+        self.optimizer = build_optimizer(self.fused_params, config, self.mesh)
         self.gradients: list[dict[str, torch.Tensor]] = []
         """After clipping, of each step."""
         self.numbers = [self.step(step) for step in range(steps)]
@@ -37,7 +37,7 @@ class Trained:
 
     def step(self, step: int) -> tuple[float, float]:
         stats = self.passes(step)
-        clip_gradients((s.tensor for s in self.stored), stats, self.config.optim.clip)
+        clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
         self.gradients.append({name: value.clone() for name, value in toy.gradients(self.model).items()})
         self.optimizer.step(step, self.config.optim.lr)
         return stats.loss, stats.gradient_norm
@@ -50,7 +50,7 @@ class Trained:
         loss = backward(self.model, batches, self.config, positions)
         self.reducer.finish()
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        return reduce_step_stats(self.stored, loss, targets, positions, self.mesh)
+        return reduce_step_stats(self.fused_params, loss, targets, positions, self.mesh)
 
     def collectives(self) -> list[Collective]:
         """Those of a step, without its update. Without a pipeline each bears its phase."""

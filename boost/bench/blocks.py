@@ -21,8 +21,8 @@ from boost.errors import ConfigError
 from boost.measure.document import Section
 from boost.measure.results import Facts, as_markdown, save_section
 from boost.models.attention import make_context
-from boost.models.decoder import Block
-from boost.models.group import Group
+from boost.models.decoder import TransformerBlock
+from boost.models.group import LinearGroup
 from boost.models.init import initialize
 from boost.models.interface import Layout, Pending, Saved, Stream
 from boost.parallel.counting import CollectiveCounter
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Contender:
+class BlockVariant:
     """A layout with its switches."""
 
     name: str
@@ -62,18 +62,18 @@ class Contender:
     """What the paper calls it."""
 
 
-MEGATRON = Contender("megatron", {"layout": "megatron"}, dense=True, way="full-rank")
-MEGATRON_SP = Contender("megatron-sp", {"layout": "megatron-sp"}, dense=True)
-VANILLA = Contender("vanilla", {"layout": "vanilla"}, way="vanilla")
-PUBLISHED = Contender("vanilla, published", {"layout": "vanilla", "vanilla": "published"})
-BTP = Contender("btp", {"layout": "btp"}, way="BOOST")
-BTP_SP = Contender("btp-sp", {"layout": "btp-sp"})
+MEGATRON = BlockVariant("megatron", {"layout": "megatron"}, dense=True, way="full-rank")
+MEGATRON_SP = BlockVariant("megatron-sp", {"layout": "megatron-sp"}, dense=True)
+VANILLA = BlockVariant("vanilla", {"layout": "vanilla"}, way="vanilla")
+PUBLISHED = BlockVariant("vanilla, published", {"layout": "vanilla", "vanilla": "published"})
+BTP = BlockVariant("btp", {"layout": "btp"}, way="BOOST")
+BTP_SP = BlockVariant("btp-sp", {"layout": "btp-sp"})
 
 
-def block_config(config: Config, contender: Contender, tp: int, batch: int, **parallel: Any) -> Config:
+def block_config(config: Config, contender: BlockVariant, tp: int, batch: int, **parallel: Any) -> Config:
     """The model of `config` under a layout, `tp` processes and micro-batches of `batch` sequences, nothing recomputed.
 
-    `parallel`: further fields of that section. Raises ConfigError where the cut is not legal, and for a dense model.
+    `parallel`: further fields of that section. Raises ConfigError if the configuration is invalid, and for a dense model.
     """
     if not config.model.low_rank:
         raise ConfigError("model.family = 'dense' has no bottleneck to compare; take cola, svd or lax")
@@ -99,7 +99,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
+class RecordedGemm:
     """One matrix product, as it was issued."""
 
     name: str
@@ -119,13 +119,13 @@ class Product:
         return 2 * self.a.shape[-1] * self.b.shape[-1] * torch.Size(self.a.shape[:-1]).numel()
 
 
-class ProductRecorder(TorchDispatchMode):
+class GemmRecorder(TorchDispatchMode):
     """Records every matrix product while it is active, as the dispatcher sees it. Set `phase`, `half` and `place` to label them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase, self.half, self.place = "forward", "attention", ""
-        self.products: list[Product] = []
+        self.products: list[RecordedGemm] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -133,14 +133,14 @@ class ProductRecorder(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = (Operand(tuple(x.shape), tuple(x.stride())) for x in args[:2])
             place = self.place if self.phase == "forward" else ""
-            self.products.append(Product(name, a, b, self.phase, self.half, place))
+            self.products.append(RecordedGemm(name, a, b, self.phase, self.half, place))
         return func(*args, **(kwargs or {}))
 
 
 class _Labelling:
     """A layout that tells a recorder which group it is at, and whether gradients have come back to the block's first half."""
 
-    def __init__(self, layout: Layout, recorder: ProductRecorder) -> None:
+    def __init__(self, layout: Layout, recorder: GemmRecorder) -> None:
         self._layout, self._recorder = layout, recorder
 
     def __getattr__(self, name: str) -> Any:
@@ -149,16 +149,16 @@ class _Labelling:
     def with_options(self, **options: Any) -> "_Labelling":
         return _Labelling(self._layout.with_options(**options), self._recorder)
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         self._recorder.place = group.shape.name
         self._recorder.half = "attention" if group.shape.name == "qkv" else "MLP"
         if group.shape.name == "gate_up":
             stream.x.register_hook(self._back_at_attention)
         return self._layout.in_proj_comm(stream, gamma, group)
 
-    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         self._recorder.place = group.shape.name
-        return self._layout.out_proj_local(wide, group)
+        return self._layout.out_proj_local(hidden, group)
 
     def _back_at_attention(self, _: Tensor) -> None:
         self._recorder.half = "attention"
@@ -174,7 +174,7 @@ class BlockRun:
         if weights:
             initialize(decoder, config.train.seed)
         self.config, self.layout = config, decoder.layout
-        self.block = cast(Block, decoder.blocks[0])
+        self.block = cast(TransformerBlock, decoder.blocks[0])
         self.weights = list(self.block.parameters())
         train, model = config.train, config.model
         shape, dtype = (train.micro_batch * train.seq_len, model.dim), getattr(torch, train.compute_dtype)
@@ -200,14 +200,14 @@ class BlockRun:
             self._both(self.layout, (counter,))
         return counter.collectives
 
-    def products(self) -> list[Product]:
+    def products(self) -> list[RecordedGemm]:
         """Matrix products of a forward and a backward pass, recorded at the dispatcher."""
-        recorder = ProductRecorder()
+        recorder = GemmRecorder()
         with recorder:
             self._both(cast(Layout, _Labelling(self.layout, recorder)), (recorder,))
         return recorder.products
 
-    def _both(self, layout: Layout, observers: Sequence[CollectiveCounter | ProductRecorder]) -> list[Tensor]:
+    def _both(self, layout: Layout, observers: Sequence[CollectiveCounter | GemmRecorder]) -> list[Tensor]:
         y_TD = self.block(layout, Stream(self.x_TD), self.context).x
         for observer in observers:
             observer.phase = "backward"

@@ -20,7 +20,7 @@ MODELLED = f"modelled, {PROFILE}:"
 
 
 @dataclass(frozen=True)
-class Bar:
+class RangeBar:
     """One bar: a height and what it lies between."""
 
     value: float
@@ -84,10 +84,10 @@ def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(more, less, strict=True)]
 
 
-def ms_bar(seconds: Sequence[float]) -> Bar:
+def ms_bar(seconds: Sequence[float]) -> RangeBar:
     """Milliseconds: median and quartiles."""
     found = spread(seconds)
-    return Bar(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+    return RangeBar(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
 
 
 def middle(seconds: Sequence[float]) -> float:
@@ -100,8 +100,8 @@ def _with_spread(value: float, low: float, high: float) -> str:
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Bar]]], unit: str) -> None:
-    """Panels side by side, by title; in each, by name of a series, bars by name of their group. Whiskers: `Bar`."""
+def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBar]]], unit: str) -> None:
+    """Panels side by side, by title; in each, by name of a series, bars by name of their group. Whiskers: `RangeBar`."""
     pyplot = drawing.pyplot()
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)

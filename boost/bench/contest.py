@@ -36,7 +36,7 @@ Call = Callable[[], Iterable[Tensor]]
 
 
 @dataclass(frozen=True)
-class Turns:
+class InterleavedTimings:
     """What one run of some contenders took. Seconds are the clock's, of one repetition, by contender in order of rounds."""
 
     seconds: dict[str, list[float]]
@@ -72,7 +72,7 @@ def take_turns(
     *,
     least_s: float = 0.0,
     words: str = "rounds",
-) -> Turns:
+) -> InterleavedTimings:
     """Times every contender once a round, all processes of `mesh` at the same time.
 
     A sample begins when every process is ready and ends when the last one is done, device included. A contender that is
@@ -99,7 +99,7 @@ def take_turns(
             if not taken > 0:
                 raise MeasurementError(f"{name} took {taken} s: the clock saw nothing; measure something longer")
             seconds[name].append(taken)
-    return Turns(seconds, repeats, probed)
+    return InterleavedTimings(seconds, repeats, probed)
 
 
 def refuse_zeros(name: str, computed: Iterable[Tensor]) -> None:

@@ -31,7 +31,7 @@ ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24}
 
 
 @dataclass(frozen=True)
-class Contender:
+class LayoutVariant:
     """A layout with its switches."""
 
     name: str
@@ -39,23 +39,23 @@ class Contender:
 
 
 LOW_RANK = (
-    Contender("btp, online", {"layout": "btp", "norm": "online"}),
-    Contender("btp, sync", {"layout": "btp", "norm": "sync"}),
-    Contender("btp, ungrouped", {"layout": "btp", "grouping": False}),
-    Contender("btp-sp", {"layout": "btp-sp"}),
-    Contender("vanilla", {"layout": "vanilla"}),
-    Contender("vanilla, published", {"layout": "vanilla", "vanilla": "published"}),
+    LayoutVariant("btp, online", {"layout": "btp", "norm": "online"}),
+    LayoutVariant("btp, sync", {"layout": "btp", "norm": "sync"}),
+    LayoutVariant("btp, ungrouped", {"layout": "btp", "grouping": False}),
+    LayoutVariant("btp-sp", {"layout": "btp-sp"}),
+    LayoutVariant("vanilla", {"layout": "vanilla"}),
+    LayoutVariant("vanilla, published", {"layout": "vanilla", "vanilla": "published"}),
 )
-DENSE = (Contender("megatron", {"layout": "megatron"}), Contender("megatron-sp", {"layout": "megatron-sp"}))
+DENSE = (LayoutVariant("megatron", {"layout": "megatron"}), LayoutVariant("megatron-sp", {"layout": "megatron-sp"}))
 
 
-def contenders(family: Family) -> Sequence[Contender]:
+def contenders(family: Family) -> Sequence[LayoutVariant]:
     """The layouts that carry a family."""
     return DENSE if family == "dense" else LOW_RANK
 
 
 def configuration(config: Config, family: Family, dtype: str, parallel: dict[str, Any]) -> Config:
-    """The run of `config` with another family, dtype and cut. Raises ConfigError where that is not legal.
+    """The run of `config` with another family, dtype and cut. Raises ConfigError if the configuration is invalid.
 
     bfloat16 is that of products and activations; weights are then float32, as they are trained.
     """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from boost.bench.curves import DENSE, LOW_RANK
-from boost.bench.side_by_side import Group, run_groups
+from boost.bench.side_by_side import TimingGroup, run_groups
 from boost.config import Config, load
 from boost.config.schema import DType, Family
 from boost.errors import ConfigError
@@ -71,9 +71,9 @@ def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
     """What `--device`, `--tp` and `--hardware` mean here. Raises ConfigError."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
-        raise ConfigError("run.device = 'cuda', but torch sees no GPU; the nearest legal value is 'cpu'")
+        raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
     if gpus and tp is not None and tp > gpus:
-        raise ConfigError(f"--tp = {tp} needs as many GPUs, and there are {gpus}; the nearest legal value is {gpus}")
+        raise ConfigError(f"--tp = {tp} needs as many GPUs, and there are {gpus}; nearest valid value: {gpus}")
     processes = tp or (world_size() if under_torchrun() else gpus or 2)
     kind = "cuda" if gpus else "cpu"
     name = hardware or _profile_of(torch.cuda.get_device_name(0) if gpus else "")
@@ -94,7 +94,7 @@ def _profile_of(gpu: str) -> str | None:
     return next((profile for words, profile in _PROFILES.items() if words in gpu), None)
 
 
-def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo") -> list[Group]:
+def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo") -> list[TimingGroup]:
     """All that is measured on a machine. `overrides` hold for every configuration. Raises ConfigError."""
     build = _Builder(machine.device, overrides, source)
     dtypes: tuple[DType, ...] = ("float32", "bfloat16") if machine.device == "cpu" else ("bfloat16",)
@@ -114,42 +114,42 @@ class _Builder:
     def __init__(self, device: str, overrides: Sequence[str], source: str) -> None:
         self.device, self.overrides, self.source = device, overrides, source
 
-    def one_process(self, dtype: DType) -> Group:
+    def one_process(self, dtype: DType) -> TimingGroup:
         """Every family, uncut."""
         families: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
         words = cut_flags({"layout": "single"}, 1)
         found: dict[str, Config] = {
             family: self._load([*size_flags(self.device, 1, dtype, family), *words]) for family in families
         }
-        return Group(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
+        return TimingGroup(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
 
-    def weak_scaling(self, tp: int, dtype: DType) -> Group:
+    def weak_scaling(self, tp: int, dtype: DType) -> TimingGroup:
         """Every layout, of the dense model and of cola, and peers. In bf16 on a CPU, where many take five times as long, the
         four that figures are of; else two micro-batches."""
         few = self.device == "cpu" and dtype == "bfloat16"
         names = (MEGATRON_SP, VANILLA, BTP, BTP_SP) if few else (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
         more = flags(global_batch=8) if self.device == "cpu" and not few else []
         found = {name: self._layout(name, tp, dtype, more=more) for name in names}
-        return Group(f"{WEAK_SCALING}, TP {tp}, {dtype}", WEAK_SCALING, found, peers=not few)
+        return TimingGroup(f"{WEAK_SCALING}, TP {tp}, {dtype}", WEAK_SCALING, found, peers=not few)
 
-    def families(self, tp: int, dtype: DType) -> Group:
+    def families(self, tp: int, dtype: DType) -> TimingGroup:
         """The low-rank families under the paper's two layouts, beside the dense model: half as wide, as there are many."""
         found = {MEGATRON: self._layout(MEGATRON, tp, dtype, width=256)}
         for family in published.FAMILIES:
             for name in (PUBLISHED, BTP):
                 found[f"{family}: {name}"] = self._layout(name, tp, dtype, family, width=256)
-        return Group(f"{FAMILIES}, TP {tp}, {dtype}", FAMILIES, found)
+        return TimingGroup(f"{FAMILIES}, TP {tp}, {dtype}", FAMILIES, found)
 
-    def bound(self, tp: int, dtype: DType) -> Group:
+    def bound(self, tp: int, dtype: DType) -> TimingGroup:
         """Where collectives are most of the time."""
         usual = [*_usual(self.device, dtype), *_BOUND]
         found = {name: self._load([*usual, *cut_flags(_PARALLEL[name], tp)]) for name in (VANILLA, BTP, BTP_SP)}
-        return Group(f"{BOUND}, TP {tp}, {dtype}", BOUND, found)
+        return TimingGroup(f"{BOUND}, TP {tp}, {dtype}", BOUND, found)
 
-    def share(self, tp: int, dtype: DType) -> Group:
+    def share(self, tp: int, dtype: DType) -> TimingGroup:
         """One process of TP by itself."""
         found = {name: self._layout(name, tp, dtype) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
-        return Group(f"share of TP {tp}, {dtype}", SHARES, found, share=True)
+        return TimingGroup(f"share of TP {tp}, {dtype}", SHARES, found, share=True)
 
     def _layout(
         self, name: str, tp: int, dtype: DType, family: str = "cola", width: int = WIDTH, more: Sequence[str] = ()
@@ -182,7 +182,7 @@ def _usual(device: str, dtype: DType) -> list[str]:
     return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
 
 
-def steps(machine: Machine, found: Sequence[Group], rounds: int, out: Path) -> int:
+def steps(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path) -> int:
     """The experiment. Writes `out`.json, .md and its figures."""
     from boost.bench.endtoend_report import section
 

@@ -179,7 +179,7 @@ def _cells(group: Facts, row: Facts, bases: Sequence[str]) -> tuple[str, ...]:
     return *cells, *(f"{row[key] / 1e6:.1f}" if key in row else "" for key in keys)
 
 
-def _paper(tp: int) -> published.Row | None:
+def _paper(tp: int) -> published.PublishedRow | None:
     return next((row for row in published.STEPS if (row.tp, row.pp) == (tp, 1)), None)
 
 

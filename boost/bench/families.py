@@ -41,10 +41,10 @@ from boost.train.rundir import git_state, storage_errors
 __all__ = [
     "CONTENDERS",
     "USUAL",
-    "Contender",
-    "Plan",
+    "FamilyVariant",
+    "FamilyExperiment",
     "Task",
-    "Trained",
+    "FamilyRun",
     "compare",
     "configuration",
     "goals",
@@ -53,7 +53,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Contender:
+class FamilyVariant:
     """A way to make and train the linears, as changes to a configuration."""
 
     linear: str
@@ -71,21 +71,21 @@ RESTART_WARMUP = 5
 """Steps of warm-up behind each, as published."""
 
 CONTENDERS = {
-    "dense": Contender("W x", "dense"),
-    "svd": Contender("B (A x)", "svd"),
-    "cola": Contender("B silu(A x)", "cola"),
-    "lax": Contender("B silu(LN(A x + h before))", "lax", {"over": "cola", "gate": "identity"}),
-    "loro": Contender("B (A x), LORO", "svd", optim=LORO),
-    "svd-spectral": Contender("B (A x), spectral start", "svd", {"factor_init": "spectral"}),
-    "lax-svd": Contender("B LN(A x + h before)", "lax", {"over": "svd", "gate": "identity"}),
-    "lax-tensor": Contender("B silu(LN(A x + R h C))", "lax", {"over": "cola", "gate": "tensor"}),
-    "lax-dense": Contender("B silu(LN(A x + G h + g))", "lax", {"over": "cola", "gate": "dense"}),
+    "dense": FamilyVariant("W x", "dense"),
+    "svd": FamilyVariant("B (A x)", "svd"),
+    "cola": FamilyVariant("B silu(A x)", "cola"),
+    "lax": FamilyVariant("B silu(LN(A x + h before))", "lax", {"over": "cola", "gate": "identity"}),
+    "loro": FamilyVariant("B (A x), LORO", "svd", optim=LORO),
+    "svd-spectral": FamilyVariant("B (A x), spectral start", "svd", {"factor_init": "spectral"}),
+    "lax-svd": FamilyVariant("B LN(A x + h before)", "lax", {"over": "svd", "gate": "identity"}),
+    "lax-tensor": FamilyVariant("B silu(LN(A x + R h C))", "lax", {"over": "cola", "gate": "tensor"}),
+    "lax-dense": FamilyVariant("B silu(LN(A x + G h + g))", "lax", {"over": "cola", "gate": "dense"}),
 }
 USUAL = ("dense", "svd", "cola", "lax", "loro")
 
 
 @dataclass(frozen=True)
-class Plan:
+class FamilyExperiment:
     """What is compared, and how."""
 
     contenders: tuple[str, ...]
@@ -111,7 +111,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Trained:
+class FamilyRun:
     """What one training run gave."""
 
     contender: str
@@ -130,7 +130,7 @@ class Trained:
 
 
 def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -> Config:
-    """The run of `config` as a contender on one process. Raises ConfigError where that is not legal.
+    """The run of `config` as a contender on one process. Raises ConfigError if the configuration is invalid.
 
     Of a run of other length warm-up is the same share.
     """
@@ -153,7 +153,7 @@ def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -
     return from_tree(tree)
 
 
-def train(task: Task) -> Trained:
+def train(task: Task) -> FamilyRun:
     """Trains and evaluates. A run whose loss is no longer finite ends there and has no held-out loss."""
     config, begun = task.config, time.perf_counter()
     trainer = _trainer(config)
@@ -172,14 +172,14 @@ def train(task: Task) -> Trained:
     except TrainingError:
         pass  # it said that several steps in a row were not finite: no held-out loss says the same
     sound = last is not None and math.isfinite(last.loss)
-    return Trained(
+    return FamilyRun(
         task.contender, task.seed, task.lr, losses, on_the_way,
         last.loss if last and sound else None, last.bits_per_byte if last and sound else None,
         round(time.perf_counter() - begun, 1), git_state(),
     )  # fmt: skip
 
 
-def compare(config: Config, plan: Plan, out: Path) -> int:
+def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
     """The experiment: the sweep, the runs, the timing. Writes `out`.json, .md and .svg, the first of them as it goes on.
 
     Raises ConfigError if `out` holds results of other settings, TrainingError if a process of a run is lost.
@@ -245,7 +245,7 @@ def _step(trainer: Trainer, kinds: list[str]) -> list[Tensor]:
     every = trainer.config.optim.exact_every
     kinds.append("exact" if every and (trainer.position.step + 1) % every == 0 else "usual")
     stats = trainer.step(trainer.config.optim.lr / 100)
-    return [torch.tensor(stats.loss), trainer.storages[0].tensor]
+    return [torch.tensor(stats.loss), trainer.fused_params[0].tensor]
 
 
 def _with_frequent_exact_steps(config: Config, rounds: int) -> Config:
@@ -267,7 +267,7 @@ def _rotated(names: Sequence[str], by: int) -> list[str]:
     return [*names[by:], *names[:by]]
 
 
-def _describe(task: Task, plan: Plan) -> Facts:
+def _describe(task: Task, plan: FamilyExperiment) -> Facts:
     contender, config = CONTENDERS[task.contender], task.config
     return {
         **asdict(contender),
@@ -279,7 +279,7 @@ def _describe(task: Task, plan: Plan) -> Facts:
     }
 
 
-def _begin(config: Config, plan: Plan, out: Path) -> Facts:
+def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
     """Facts without a number, or those of an earlier call with the same settings."""
     store = open_fitting_store(config)
     # Where things lie makes no difference, and what lies there is asked for below.
@@ -325,7 +325,7 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
         yield f"{name} is {json.dumps(before)} there and {json.dumps(now)} here"
 
 
-def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: Plan) -> None:
+def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: FamilyExperiment) -> None:
     """Trains what facts[kind] has not yet, and keeps each result as it comes."""
     done = {_key(row) for row in facts[kind]}
     waiting = [task for task in tasks if _key(asdict(task)) not in done]
@@ -353,13 +353,13 @@ def _keep(out: Path, facts: Facts) -> None:
         os.replace(partial, out.with_suffix(".json"))
 
 
-def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], Trained] = train) -> Iterator[Trained]:
+def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], FamilyRun] = train) -> Iterator[FamilyRun]:
     """Results as they come, of `jobs` processes with one thread each. Raises TrainingError if one of them is lost."""
     if not tasks:
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet_single_thread) as pool:
-        futures: list[Future[Trained]] = [pool.submit(work, task) for task in tasks]
+        futures: list[Future[FamilyRun]] = [pool.submit(work, task) for task in tasks]
         try:
             for future in as_completed(futures):
                 yield future.result()

@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from boost.bench.blocks import BTP, BTP_SP, MEGATRON, VANILLA, BlockRun, Contender, Operand, Product, block_config
+from boost.bench.blocks import (
+    BTP,
+    BTP_SP,
+    MEGATRON,
+    VANILLA,
+    BlockRun,
+    BlockVariant,
+    Operand,
+    RecordedGemm,
+    block_config,
+)
 from boost.bench.blocks_report import (
-    Bar,
+    RangeBar,
     as_facts,
     compared_table,
     comparison,
@@ -56,14 +66,14 @@ WHOLE = {True: "dense", False: "low-rank"}
 PAPER_TP = 4
 
 
-def recorded(config: Config) -> list[Product]:
+def recorded(config: Config) -> list[RecordedGemm]:
     """The products of the first block on one process of config.parallel.tp, forward and backward."""
     with FakeTensorMode():
         return BlockRun(config, fake_mesh(config.parallel.tp), weights=False).products()
 
 
 def measure(config: Config, mesh: Mesh, tps: Sequence[int], batch: int, squares: Sequence[int], rounds: int) -> Facts:
-    """Times every layout's products at every TP. Raises ConfigError where a cut is not legal."""
+    """Times every layout's products at every TP. Raises ConfigError if the configuration is invalid."""
     dtype = getattr(torch, config.train.compute_dtype)
     rows, calls, store = [], dict[str, Call](), Operands(dtype, mesh.device)
     for side in squares:
@@ -92,7 +102,7 @@ def measure(config: Config, mesh: Mesh, tps: Sequence[int], batch: int, squares:
         )
 
 
-def at(tp: int) -> list[tuple[str, Contender]]:
+def at(tp: int) -> list[tuple[str, BlockVariant]]:
     """(name, layout) of those that differ over so many processes."""
     if tp > 1:
         return [(each.name, each) for each in CONTENDERS]
@@ -106,7 +116,7 @@ class Operands:
         self.dtype, self.device = dtype, device
         self._made: dict[tuple[Operand, int], Tensor] = {}
 
-    def call(self, products: Sequence[Product]) -> Call:
+    def call(self, products: Sequence[RecordedGemm]) -> Call:
         """Does the products one after the other and keeps what they make, as a block does."""
         uses: Counter[Operand] = Counter()
         pairs: list[tuple[str, Tensor, Tensor]] = []
@@ -123,26 +133,26 @@ class Operands:
         return self._made[key]
 
 
-def _halves(products: Sequence[Product]) -> Iterator[tuple[Facts, list[Product]]]:
+def _halves(products: Sequence[RecordedGemm]) -> Iterator[tuple[Facts, list[RecordedGemm]]]:
     for phase in ("forward", "backward"):
         for half in ("attention", "MLP"):
             yield {"what": half, "phase": phase}, [p for p in products if (p.phase, p.half) == (phase, half)]
 
 
-def _pair(products: Sequence[Product]) -> Iterator[tuple[Facts, list[Product]]]:
+def _pair(products: Sequence[RecordedGemm]) -> Iterator[tuple[Facts, list[RecordedGemm]]]:
     """The factors of the linear `o` one by one, forward; of a dense model it is one product."""
     theirs = [p for p in products if p.place == "o"]
     for factor, product in zip("AB" if len(theirs) == 2 else "W", theirs, strict=True):
         yield {"what": f"o, {factor}", "phase": "forward"}, [product]
 
 
-def _listed(products: Sequence[Product]) -> list[Facts]:
+def _listed(products: Sequence[RecordedGemm]) -> list[Facts]:
     return [asdict(product) | {"count": count} for product, count in Counter(products).items()]
 
 
-def _square(side: int) -> Product:
+def _square(side: int) -> RecordedGemm:
     square = Operand((side, side), (side, 1))
-    return Product("mm", square, square, phase="forward", half="", place="")
+    return RecordedGemm("mm", square, square, phase="forward", half="", place="")
 
 
 @contextlib.contextmanager
@@ -277,14 +287,14 @@ def _against_paper(facts: Facts) -> Iterator[Table]:
     yield Table(caption, ("what", "ours:", "paper, 7B:"), tuple(cells))
 
 
-def _panels(facts: Facts) -> dict[str, dict[str, dict[str, Bar]]]:
-    panels: dict[str, dict[str, dict[str, Bar]]] = {}
+def _panels(facts: Facts) -> dict[str, dict[str, dict[str, RangeBar]]]:
+    panels: dict[str, dict[str, dict[str, RangeBar]]] = {}
     for half in ("attention", "MLP"):
-        series: dict[str, dict[str, Bar]] = {}
+        series: dict[str, dict[str, RangeBar]] = {}
         for row in facts["rows"]:
             if (row["what"], row["phase"]) == (half, "forward"):
                 found = utilisation(facts, row)
-                bar = Bar(100 * found.value, 100 * found.low, 100 * found.high)
+                bar = RangeBar(100 * found.value, 100 * found.low, 100 * found.high)
                 series.setdefault(row["layout"], {})[f"TP {row['tp']}"] = bar
         panels[half] = series
     return panels

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from boost.bench.blocks import BTP, BTP_SP, VANILLA, BlockRun, block_config
 from boost.bench.blocks_report import (
-    Bar,
+    RangeBar,
     as_facts,
     compared_table,
     comparison,
@@ -135,11 +135,11 @@ def _against_paper(facts: Facts) -> Table:
     return Table(caption, ("batch:", "ours:", "paper:", "paper, times:"), tuple(cells))
 
 
-def _panels(facts: Facts) -> dict[str, dict[str, dict[str, Bar]]]:
+def _panels(facts: Facts) -> dict[str, dict[str, dict[str, RangeBar]]]:
     seconds = facts["turns"]["seconds"]
-    panels: dict[str, dict[str, dict[str, Bar]]] = {}
+    panels: dict[str, dict[str, dict[str, RangeBar]]] = {}
     for words in PASSES:
-        series: dict[str, dict[str, Bar]] = {"ungrouped": {}, "grouped": {}}
+        series: dict[str, dict[str, RangeBar]] = {"ungrouped": {}, "grouped": {}}
         for row in facts["rows"]:
             if row["passes"] == words:
                 group = f"{row['layout']}\nbatch {row['batch']}"

@@ -29,7 +29,7 @@ __all__ = ["goals", "ideal_process", "section"]
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """The configuration under each layout, of the family that it carries. Raises ConfigError where a cut is not legal."""
+    """The configuration under each layout, of the family that it carries. Raises ConfigError if the configuration is invalid."""
     return {layout: _under(config, layout, family) for layout, family in families(config).items()}
 
 

@@ -18,7 +18,7 @@ from boost.measure.results import Facts, facts_of, save_section
 from boost.measure.validate import PAPERS_HARDWARE
 from boost.plan.hardware import load_hardware
 from boost.plan.peak import peak
-from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, Row, Way, configuration
+from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
 from boost.plan.timing import TENSOR, Predictor
 
 HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
@@ -66,7 +66,7 @@ class Modelled:
     """Of a device."""
 
 
-def predicted(hardware: str, row: Row, micro_batch: int, more: Sequence[str] = ()) -> Modelled:
+def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence[str] = ()) -> Modelled:
     """Steps of `row` under every layout of STRONG. `more`: overrides."""
     profile = load_hardware(hardware)
     predictor = Predictor(profile)
@@ -85,12 +85,14 @@ def model(hardware: Sequence[str]) -> Facts:
     """All predictions, on these profiles, as a result. Raises ConfigError for a profile that there is none of."""
     seven, thirty = STEPS[2], STEPS[4]
     # Batch 4 in one micro-batch: fewer and larger collectives, and it fits without recomputation.
-    scaled = [predicted(name, Row(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
+    scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
     large = []
     for name in hardware:
         for tp in WIDTHS:
-            row = Row("40B", tp, LARGE_GPUS // tp, {})
-            large += [_large(name, Row(thirty.size, row.tp, row.pp, {}), sequences) for sequences in LARGE_SEQUENCES]
+            row = PublishedRow("40B", tp, LARGE_GPUS // tp, {})
+            large += [
+                _large(name, PublishedRow(thirty.size, row.tp, row.pp, {}), sequences) for sequences in LARGE_SEQUENCES
+            ]
     paper = Comparison(load_hardware(PAPERS_HARDWARE))
     return facts_of(
         "modelled",
@@ -284,7 +286,7 @@ def _memory_words(rows: Sequence[Facts]) -> str:
     return f"All of them fit into memory (the fullest takes {fullest:.0%})."
 
 
-def _large(hardware: str, row: Row, sequences: int) -> Modelled:
+def _large(hardware: str, row: PublishedRow, sequences: int) -> Modelled:
     schedule = "1f1b" if sequences >= row.pp else "gpipe"
     more = [
         f"--model.layers={LARGE_LAYERS}",

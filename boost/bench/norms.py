@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost.bench.blocks import BTP, BlockRun, Contender, block_config
+from boost.bench.blocks import BTP, BlockRun, BlockVariant, block_config
 from boost.bench.blocks_report import (
-    Bar,
+    RangeBar,
     as_facts,
     compared_table,
     comparison,
@@ -36,9 +36,9 @@ from boost.config.load import from_tree
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts, facts_of
 from boost.models.decoder import Decoder
+from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.interface import local_slice
-from boost.models.stored import storages
 from boost.parallel.collectives import sum_both, sum_forward
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
@@ -46,7 +46,7 @@ from boost.parallel.norms import SumWithStatistic, inverse_rms, scale, sum_of_sq
 from boost.plan.published import NORM_MS
 from boost.train.model import build_decoder
 
-CONTENDERS: tuple[Contender, ...] = (BTP,)
+CONTENDERS: tuple[BlockVariant, ...] = (BTP,)
 NORMS = ("sync", "online")
 BARE = "latents alone"
 """The all-reduces of the latents without a norm: what both forms have."""
@@ -165,14 +165,16 @@ def gradient_error(config: Config, mesh: Mesh) -> float:
     for model in (reference, decoder):
         initialize(model, config.train.seed)
         _backward(model, config)
-    GradientReducer(list(storages(decoder)), mesh).finish()
-    wanted = {p.parameter.name: p.view(_gradient(s.tensor)) for s in storages(reference) for p in s.pieces()}
+    GradientReducer(list(fused_params(decoder)), mesh).finish()
+    wanted = {p.parameter.name: p.view(_gradient(s.tensor)) for s in fused_params(reference) for p in s.local_slices()}
     errors = []
-    for storage in storages(decoder):
-        for piece in storage.pieces():
-            parameter = piece.parameter
-            own = local_slice(parameter, decoder.layout, wanted[parameter.name]).narrow(0, piece.offset, piece.rows)
-            errors.append((piece.view(_gradient(storage.tensor)) - own).norm() / own.norm())
+    for fused in fused_params(decoder):
+        for param_slice in fused.local_slices():
+            parameter = param_slice.parameter
+            own = local_slice(parameter, decoder.layout, wanted[parameter.name]).narrow(
+                0, param_slice.offset, param_slice.rows
+            )
+            errors.append((param_slice.view(_gradient(fused.tensor)) - own).norm() / own.norm())
     mean = torch.stack(errors).mean()
     if mesh.size > 1:
         dist.all_reduce(mean)
@@ -300,7 +302,7 @@ def _precision_table(facts: Facts) -> Table:
     return Table(caption, ("seed", "sync:", "online:", "online / sync:"), tuple(cells))
 
 
-def _panels(facts: Facts) -> dict[str, dict[str, dict[str, Bar]]]:
+def _panels(facts: Facts) -> dict[str, dict[str, dict[str, RangeBar]]]:
     return {
         words: {
             form: {f"batch {batch}": ms_bar(_seconds(facts, "norm", form, batch, words)) for batch in _batches(facts)}

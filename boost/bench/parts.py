@@ -11,7 +11,7 @@ from typing import Any
 
 from boost.bench.contest import Ratio, in_words, ratio
 from boost.bench.endtoend import Machine, cut_flags, size_flags
-from boost.bench.side_by_side import Group, in_ms, run_groups, seconds_of, shape_of, spread_of
+from boost.bench.side_by_side import TimingGroup, in_ms, run_groups, seconds_of, shape_of, spread_of
 from boost.config import load
 from boost.config.schema import DType
 from boost.measure import drawing
@@ -23,7 +23,7 @@ LADDER = "ladder"
 
 
 @dataclass(frozen=True)
-class Rung:
+class AblationStep:
     """A configuration, and what it has that the one before has not."""
 
     name: str
@@ -37,21 +37,23 @@ class Rung:
 _BTP = {"layout": "btp", "norm": "online", "grouping": True}
 
 LAYOUTS = (
-    Rung("dense, megatron-sp", "the full-rank model, token-sharded", {"layout": "megatron-sp"}, family="dense"),
-    Rung(
+    AblationStep("dense, megatron-sp", "the full-rank model, token-sharded", {"layout": "megatron-sp"}, family="dense"),
+    AblationStep(
         "vanilla, published",
         "low-rank factors, cut along r; attention and gated product whole on every process, each linear by itself",
         {"layout": "vanilla", "vanilla": "published", "grouping": False},
     ),
-    Rung("vanilla, strong", "attention and gated product cut, linears grouped", {"layout": "vanilla"}),
-    Rung(
+    AblationStep("vanilla, strong", "attention and gated product cut, linears grouped", {"layout": "vanilla"}),
+    AblationStep(
         "btp, sync, ungrouped",
         "cut along d and f: collectives at the bottleneck",
         {**_BTP, "norm": "sync", "grouping": False},
     ),
-    Rung("btp, sync, grouped", "one GEMM and one collective for q,k,v and for gate,up", {**_BTP, "norm": "sync"}),
-    Rung("btp, online", "RMSNorm's statistic rides with the latents", _BTP),
-    Rung(
+    AblationStep(
+        "btp, sync, grouped", "one GEMM and one collective for q,k,v and for gate,up", {**_BTP, "norm": "sync"}
+    ),
+    AblationStep("btp, online", "RMSNorm's statistic rides with the latents", _BTP),
+    AblationStep(
         "btp-sp",
         "token-sharded residual stream: collectives of one phase, no norm across processes",
         {"layout": "btp-sp"},
@@ -59,16 +61,16 @@ LAYOUTS = (
 )
 """Each adds one thing to the one before; vanilla, published, is as the paper has it, so that the next rung takes back two."""
 
-COMPILED = Rung("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
+COMPILED = AblationStep("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
 
 RECOMPUTED = (
-    Rung(
+    AblationStep(
         "btp-sp, full-block",
         "whole blocks are computed again, collectives too",
         {"layout": "btp-sp"},
         {"recompute": "full-block"},
     ),
-    Rung(
+    AblationStep(
         "btp-sp, low-rank",
         "instead, only what latents make is computed again: nothing is sent",
         {"layout": "btp-sp"},
@@ -77,22 +79,22 @@ RECOMPUTED = (
 )
 
 
-def rungs(compiled: bool) -> tuple[Rung, ...]:
+def ablation_steps(compiled: bool) -> tuple[AblationStep, ...]:
     """All of them, in order."""
     return (*LAYOUTS, *((COMPILED,) if compiled else ()), *RECOMPUTED)
 
 
 def ladder(
     machine: Machine, tp: int, dtype: DType, compiled: bool, overrides: Sequence[str], source: str, share: bool = False
-) -> Group:
+) -> TimingGroup:
     """All rungs as one group. Raises ConfigError."""
     found = {}
-    for rung in rungs(compiled):
-        words = size_flags(machine.device, tp, dtype, rung.family)
-        words += cut_flags(rung.parallel, tp)
-        words += [f"--train.{key}={str(value).lower()}" for key, value in rung.train.items()]
-        found[rung.name] = load(source, [*words, *overrides])
-    return Group(f"{f'share of TP {tp}' if share else f'TP {tp}'}, {dtype}", LADDER, found, share)
+    for ablation in ablation_steps(compiled):
+        words = size_flags(machine.device, tp, dtype, ablation.family)
+        words += cut_flags(ablation.parallel, tp)
+        words += [f"--train.{key}={str(value).lower()}" for key, value in ablation.train.items()]
+        found[ablation.name] = load(source, [*words, *overrides])
+    return TimingGroup(f"{f'share of TP {tp}' if share else f'TP {tp}'}, {dtype}", LADDER, found, share)
 
 
 def groups(
@@ -102,19 +104,19 @@ def groups(
     compiled: bool,
     overrides: Sequence[str],
     source: str,
-) -> list[Group]:
+) -> list[TimingGroup]:
     """The ladder in each dtype on all processes, and as shares of other TP sizes in the first one. Raises ConfigError."""
     whole = [ladder(machine, machine.tp, dtype, compiled, overrides, source) for dtype in dtypes if machine.tp > 1]
     return whole + [ladder(machine, tp, dtypes[0], compiled, overrides, source, share=True) for tp in shares]
 
 
-def parts(machine: Machine, found: Sequence[Group], rounds: int, out: Path) -> int:
+def parts(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path) -> int:
     """The experiment. Writes `out`.json, .md and its figures."""
     measured, left_out = run_groups(found, rounds, machine.hardware)
     if os.environ.get("RANK", "0") != "0":
         return 0
     config = next(iter(found[0].contenders.values()))
-    added = {rung.name: rung.added for rung in rungs(compiled=True)}
+    added = {ablation.name: ablation.added for ablation in ablation_steps(compiled=True)}
     facts = facts_of("parts", config, rounds=rounds, groups=measured, left_out=left_out, added=added)
     save_section(out, facts, section(facts))
     print(out.with_suffix(".md").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench.curves import Contender, at_start, configuration, contenders, heldout, losses, shape_words
+from boost.bench.curves import LayoutVariant, at_start, configuration, contenders, heldout, losses, shape_words
 from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import Family
@@ -25,11 +25,11 @@ from boost.train.console import progress
 LIMIT = 0.1
 """Largest difference of a layout's perplexity to that of one process with the same seed, over the standard deviation of seeds."""
 
-SINGLE = Contender("single", {})
+SINGLE = LayoutVariant("single", {})
 
 
 @dataclass(frozen=True)
-class Trained:
+class PerplexityRun:
     """What one training run gave."""
 
     family: Family
@@ -43,7 +43,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Row:
+class PerplexityRow:
     """One layout over its seeds."""
 
     family: Family
@@ -63,13 +63,13 @@ class Row:
         return self.share is None or self.share <= LIMIT
 
 
-def layouts(family: Family) -> list[Contender]:
+def layouts(family: Family) -> list[LayoutVariant]:
     """One process, then every layout that carries the family. (Ungrouped linears are another order of the same products.)"""
     return [SINGLE, *(each for each in contenders(family) if each.parallel.get("grouping", True))]
 
 
-def seeded(config: Config, family: Family, dtype: str, seed: int, contender: Contender) -> Config:
-    """The configuration of a run: equal for all layouts but in `parallel`. Raises ConfigError where a cut is not legal."""
+def seeded(config: Config, family: Family, dtype: str, seed: int, contender: LayoutVariant) -> Config:
+    """The configuration of a run: equal for all layouts but in `parallel`. Raises ConfigError if the configuration is invalid."""
     parallel = {} if contender is SINGLE else {**contender.parallel, "tp": config.parallel.tp}
     tree = configuration(config, family, dtype, parallel).model_dump()
     tree["train"]["seed"] = seed
@@ -84,7 +84,7 @@ def work(config: Config, families: Sequence[Family], dtype: str, seeds: Sequence
                 yield contender.name, seeded(config, family, dtype, seed, contender)
 
 
-def trained(layout: str, config: Config, mesh: Mesh) -> Trained:
+def trained(layout: str, config: Config, mesh: Mesh) -> PerplexityRun:
     """One run, on all processes of the mesh; that of one process on each by itself, so that none waits for another.
 
     Raises TrainingError if its losses are not finite.
@@ -95,7 +95,7 @@ def trained(layout: str, config: Config, mesh: Mesh) -> Trained:
         raise TrainingError(
             f"{config.model.family}, {layout}, seed {config.train.seed}: the loss is not finite; give a lower --optim.lr"
         )
-    return Trained(config.model.family, layout, config.train.seed, curve, found.loss, found.perplexity)
+    return PerplexityRun(config.model.family, layout, config.train.seed, curve, found.loss, found.perplexity)
 
 
 def perplexity_process(
@@ -123,7 +123,7 @@ def perplexity_process(
     return int(not held)
 
 
-def rows(facts: Facts) -> list[Row]:
+def rows(facts: Facts) -> list[PerplexityRow]:
     """One a family and layout, in the order of the runs."""
     by_layout: dict[tuple[Family, str], dict[int, Facts]] = {}
     for run in facts["runs"]:
@@ -137,7 +137,7 @@ def rows(facts: Facts) -> list[Row]:
             share = apart / statistics.stdev(run["perplexity"] for run in alone.values())
         loss = _mean_and_spread([run["losses"][-1] for run in of_seed.values()])
         perplexity = _mean_and_spread([run["perplexity"] for run in of_seed.values()])
-        result.append(Row(family, layout, loss, perplexity, apart, share))
+        result.append(PerplexityRow(family, layout, loss, perplexity, apart, share))
     return result
 
 
@@ -174,7 +174,7 @@ def goals(facts: Facts) -> list[Goal]:
     return []
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: PerplexityRow) -> tuple[str, ...]:
     cells: tuple[str, ...] = (row.family, row.layout, f"{row.loss[0]:.4f} ± {row.loss[1]:.4f}")
     cells += (f"{row.perplexity[0]:.3f} ± {row.perplexity[1]:.3f}",)
     if row.apart is None or row.share is None:

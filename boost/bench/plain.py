@@ -24,7 +24,7 @@ Passes = Callable[[Tensor, Tensor], Tensor]
 """Forward and backward pass: (tokens, targets), [B, S] each -> the mean loss, of which gradients are added."""
 
 
-class Linear(nn.Linear):
+class PlainLinear(nn.Linear):
     """W x without a bias, in the dtype of x. Its weight is set by `fill`."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
@@ -37,14 +37,14 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class Embedding(nn.Embedding):
+class PlainEmbedding(nn.Embedding):
     """Rows of a table. Its weight is set by `fill`."""
 
     def reset_parameters(self) -> None:
         """Draws nothing."""
 
 
-class RMSNorm(nn.Module):
+class PlainRMSNorm(nn.Module):
     """torch's rms_norm, in the dtype of x."""
 
     def __init__(self, width: int, eps: float) -> None:
@@ -55,19 +55,19 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class Linears(nn.Module):
+class PlainLinears(nn.Module):
     """Some linears of one input, dense or low-rank, whose first GEMM is one."""
 
     def __init__(self, model: ModelConfig, slots: Sequence[Slot]) -> None:
         super().__init__()
-        self.slots, self.bends = slots, model.latent_act == "silu"
+        self.slots, self.has_activation = slots, model.latent_act == "silu"
         self.ranks = [slot.rank for slot in slots if slot.rank is not None]
         self.outputs = [slot.d_out for slot in slots]
         if self.ranks:
-            self.A = Linear(slots[0].d_in, sum(self.ranks))
-            self.B = nn.ModuleList(Linear(r, o) for r, o in zip(self.ranks, self.outputs, strict=True))
+            self.A = PlainLinear(slots[0].d_in, sum(self.ranks))
+            self.B = nn.ModuleList(PlainLinear(r, o) for r, o in zip(self.ranks, self.outputs, strict=True))
         else:
-            self.W = Linear(slots[0].d_in, sum(self.outputs))
+            self.W = PlainLinear(slots[0].d_in, sum(self.outputs))
 
     def forward(self, x_BSD: Tensor) -> list[Tensor]:
         """One [B, S, O] a linear."""
@@ -75,7 +75,7 @@ class Linears(nn.Module):
             y_BSO = self.W(x_BSD)
             return [y_BSO] if len(self.slots) == 1 else list(y_BSO.split(self.outputs, dim=-1))
         h_BSR = self.A(x_BSD)
-        if self.bends:
+        if self.has_activation:
             h_BSR = F.silu(h_BSR)
         latents = [h_BSR] if len(self.slots) == 1 else h_BSR.split(self.ranks, dim=-1)
         return [b(h) for b, h in zip(self.B, latents, strict=True)]
@@ -84,38 +84,38 @@ class Linears(nn.Module):
         """Each weight, and the parameters that are stacked in it."""
 
         def of(factor: str) -> tuple[Parameter, ...]:
-            return architecture.Group("", "", tuple(self.slots)).parameters(prefix, factor)
+            return architecture.GroupSpec("", "", tuple(self.slots)).parameters(prefix, factor)
 
         if not self.ranks:
             yield self.W.weight, of("W")
             return
         yield self.A.weight, of("A")
         for b, parameter in zip(self.B, of("B"), strict=True):
-            assert isinstance(b, Linear)
+            assert isinstance(b, PlainLinear)
             yield b.weight, (parameter,)
 
 
-class Group(nn.Module):
+class PlainGroup(nn.Module):
     """The linears of one input: all in one, or each by itself."""
 
-    def __init__(self, model: ModelConfig, shape: architecture.Group, merged: bool) -> None:
+    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, merged: bool) -> None:
         super().__init__()
         together = [shape.slots] if merged else [(slot,) for slot in shape.slots]
-        self.parts = nn.ModuleList(Linears(model, slots) for slots in together)
+        self.parts = nn.ModuleList(PlainLinears(model, slots) for slots in together)
 
     def forward(self, x_BSD: Tensor) -> list[Tensor]:
         return [y for part in self.parts for y in part(x_BSD)]
 
 
-class Block(nn.Module):
+class PlainBlock(nn.Module):
     """Attention and gated MLP."""
 
     def __init__(self, model: ModelConfig, layer: int, merged: bool) -> None:
         super().__init__()
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
-        self.attn_norm, self.mlp_norm = RMSNorm(model.dim, model.norm_eps), RMSNorm(model.dim, model.norm_eps)
+        self.attn_norm, self.mlp_norm = PlainRMSNorm(model.dim, model.norm_eps), PlainRMSNorm(model.dim, model.norm_eps)
         shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, merged) for shape in shapes)
+        self.qkv, self.o, self.gate_up, self.down = (PlainGroup(model, shape, merged) for shape in shapes)
 
     def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
         q, k, v = (self._heads(y_BSO) for y_BSO in self.qkv(self.attn_norm(x_BSD)))
@@ -138,13 +138,13 @@ class PlainDecoder(nn.Module):
     def __init__(self, model: ModelConfig, seq_len: int, dtype: torch.dtype, merged: bool = True) -> None:
         """It computes in `dtype`, on sequences of up to `seq_len` tokens. Raises ValueError for a family with crossings."""
         super().__init__()
-        if model.crosses:
+        if model.has_latent_gates:
             raise ValueError("latent crossing is not written in plain modules")
         self.model, self.dtype = model, dtype
-        self.embed = Embedding(model.vocab_size, model.dim)
-        self.blocks = nn.ModuleList(Block(model, layer, merged) for layer in range(model.layers))
-        self.final_norm = RMSNorm(model.dim, model.norm_eps)
-        self.head = Linear(model.dim, model.vocab_size)
+        self.embed = PlainEmbedding(model.vocab_size, model.dim)
+        self.blocks = nn.ModuleList(PlainBlock(model, layer, merged) for layer in range(model.layers))
+        self.final_norm = PlainRMSNorm(model.dim, model.norm_eps)
+        self.head = PlainLinear(model.dim, model.vocab_size)
         half = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
         angles_SE = torch.outer(torch.arange(seq_len, dtype=torch.float64), model.rope_theta**-half).repeat(1, 2)
         self.register_buffer("cos_SE", angles_SE.cos().to(dtype), persistent=False)
@@ -162,13 +162,13 @@ class PlainDecoder(nn.Module):
         """Each weight, and the parameters of the model that are stacked in it along dim 0."""
         yield self.embed.weight, (architecture.embedding(self.model),)
         for layer, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, PlainBlock)
             for name in ("attn_norm", "mlp_norm"):
                 parameter = Parameter(f"layers.{layer}.{name}", (self.model.dim,), "norm")
                 yield getattr(block, name).weight, (parameter,)
             for group in (block.qkv, block.o, block.gate_up, block.down):
                 for part in group.parts:
-                    assert isinstance(part, Linears)
+                    assert isinstance(part, PlainLinears)
                     yield from part.stored(f"layers.{layer}")
         yield self.final_norm.weight, (architecture.final_norm(self.model),)
         yield self.head.weight, (architecture.head(self.model),)
@@ -251,8 +251,8 @@ def plain_step(config: Config, device: torch.device) -> PlainStep:
 
 def mean_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Mean cross-entropy, nats, in fp32 (fp64 for fp64 logits)."""
-    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-    return F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets_BS.flatten())
+    acc_dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(logits_BSV.flatten(0, 1).to(acc_dtype), targets_BS.flatten())
 
 
 def whole(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.memory import measure_step
 from boost.measure.results import Facts, as_markdown, facts_of, machine, save_section
-from boost.models.decoder import Block, Decoder
+from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.init import initialize
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.recompute import POLICIES
@@ -68,7 +68,7 @@ class Timed:
 def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Config]]:
     """(name, configuration) of every layout that carries a low-rank or dense model, at every batch.
 
-    With one process there is one layout, `single`. Raises ConfigError where a cut is not legal.
+    With one process there is one layout, `single`. Raises ConfigError if the configuration is invalid.
     """
     families: list[Family] = [config.model.family, "dense"] if config.model.low_rank else ["dense"]
     for family in families:
@@ -136,7 +136,7 @@ def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: 
 
 def _choose(decoder: Decoder, policy: RecomputeName) -> None:
     for block in decoder.blocks:
-        cast(Block, block).policy = POLICIES[policy]
+        cast(TransformerBlock, block).policy = POLICIES[policy]
 
 
 def _tokens(config: Config, mesh: Mesh) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """The page and the pictures that stand beside the results."""
 
     html: str
@@ -82,7 +82,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     return sorted(found, key=lambda result: experiments.place(result.experiment))  # stable: folders in their order
 
 
-def make(results: Sequence[Result], out: Path, png: bool = True) -> Report:
+def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
     """The page as it is to lie at `out`. `png`: its pictures in that format, too."""
     pictures: dict[Path, bytes] = {}
     blocks: dict[str, list[dict[str, Any]]] = {}
@@ -112,10 +112,10 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> Report:
         modelled=[section for section in sections if "modelled" in section["kinds"]],
         origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modelled"]],
     )
-    return Report(html, pictures)
+    return BenchReport(html, pictures)
 
 
-def write(report: Report, out: Path) -> None:
+def write(report: BenchReport, out: Path) -> None:
     """The page and its pictures. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def write(report: Report, out: Path) -> None:
             path.write_bytes(content)
 
 
-def stale(report: Report, out: Path) -> list[Path]:
+def stale(report: BenchReport, out: Path) -> list[Path]:
     """The page, and pictures in SVG, that are missing or not what the results give."""
     wanted = {out: report.html.encode()} | {p: content for p, content in report.pictures.items() if p.suffix == ".svg"}
     return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]

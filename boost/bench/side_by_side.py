@@ -34,7 +34,7 @@ from boost.train.rundir import available_cores
 
 
 @dataclass(frozen=True)
-class Group:
+class TimingGroup:
     """Contenders that are timed together. Their configurations have one device, and one TP size, which is the whole mesh."""
 
     name: str
@@ -59,7 +59,9 @@ class Group:
         return 1 if self.share else self.parallel.world_size
 
 
-def run_groups(groups: Sequence[Group], rounds: int, hardware: Hardware | None = None) -> tuple[list[Facts], list[str]]:
+def run_groups(
+    groups: Sequence[TimingGroup], rounds: int, hardware: Hardware | None = None
+) -> tuple[list[Facts], list[str]]:
     """(what was measured of each group, which were left out and why). `hardware` prices the collectives of shares.
 
     Under torchrun all its processes take part, in groups of their number. Raises MeasurementError (`contest.take_turns`).
@@ -74,13 +76,13 @@ def run_groups(groups: Sequence[Group], rounds: int, hardware: Hardware | None =
     return measured, left_out
 
 
-def threads_each(groups: Iterable[Group]) -> int:
+def threads_each(groups: Iterable[TimingGroup]) -> int:
     """Threads of a process, the same in every group: cores over processes, unless the user has said how many."""
     said = os.environ.get("OMP_NUM_THREADS")
     return int(said) if said else max(available_cores() // max(group.processes for group in groups), 1)
 
 
-def _launched(group: Group, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
+def _launched(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
     with tempfile.TemporaryDirectory(prefix="boost-bench-") as folder:
         out = Path(folder) / "group.json"
         code = launch(_measure_into, (group, rounds, threads, hardware, out), group.processes, log_dir=None)
@@ -90,7 +92,7 @@ def _launched(group: Group, rounds: int, threads: int, hardware: Hardware | None
         return measured
 
 
-def _measure_into(group: Group, rounds: int, threads: int, hardware: Hardware | None, out: Path) -> int:
+def _measure_into(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None, out: Path) -> int:
     measured = _measure(group, rounds, threads, hardware)
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(measured), encoding="utf-8")
@@ -98,7 +100,7 @@ def _measure_into(group: Group, rounds: int, threads: int, hardware: Hardware | 
     return 0
 
 
-def _measure(group: Group, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
+def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
     torch.set_num_threads(threads)
     run = next(iter(group.contenders.values())).run
     if not group.share:
@@ -108,7 +110,7 @@ def _measure(group: Group, rounds: int, threads: int, hardware: Hardware | None)
         return measure_group(group, mesh, rounds) | {"priced_by": hardware.title} | _prices(group, hardware)
 
 
-def measure_group(group: Group, mesh: Mesh, rounds: int) -> Facts:
+def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
     """One process of a group. Sizes and bytes are of the busiest process; seconds from when all begin to when all are done."""
     steppers, rows = {}, {}
     for name, config in group.contenders.items():
@@ -136,7 +138,7 @@ def measure_group(group: Group, mesh: Mesh, rounds: int) -> Facts:
     }
 
 
-def _peers(group: Group, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
+def _peers(group: TimingGroup, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
     """(steps of other libraries, why others are not there), each by name."""
     if not group.peers:
         return {}, {}
@@ -161,7 +163,7 @@ def _row(name: str, stepper: Stepper) -> Facts:
 
 
 def sent_in_blocks(config: Config, counted: Sequence[Collective]) -> int:
-    """Bytes that one process sends inside blocks, without embedding, head, gradients and agreement.
+    """Bytes that one process sends inside blocks, without embedding, head, gradients and step stats.
 
     What is seen on the wire has no name: it gets that of the table that was computed of this configuration. Raises
     MeasurementError if the two are not the same collectives.
@@ -179,7 +181,7 @@ def _seen_as(collective: Collective) -> tuple[str, int, str, int]:
     return collective.kind, collective.elements, collective.dtype, collective.processes
 
 
-def _prices(group: Group, hardware: Hardware) -> Facts:
+def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
     """Modelled seconds of a step that each contender waits for its collectives, by name."""
     predictor = Predictor(hardware)
     waits = {name: waited_for(predictor.predict(config)) for name, config in group.contenders.items()}

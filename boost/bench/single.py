@@ -76,7 +76,7 @@ def our_step(config: Config, mesh: Mesh) -> Call:
 
     def step() -> list[Tensor]:
         stepper.step()
-        gradient = stepper.storages[-1].tensor.grad
+        gradient = stepper.fused_params[-1].tensor.grad
         assert gradient is not None
         return [gradient]
 

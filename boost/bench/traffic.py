@@ -24,7 +24,7 @@ from boost.bench.blocks import (
 )
 from boost.bench.blocks_report import (
     PROFILE,
-    Bar,
+    RangeBar,
     as_facts,
     comparison,
     draw_bars,
@@ -244,7 +244,7 @@ def _mb(size: int) -> str:
     return f"{size / 2**20:.2f}" if size < 10 * 2**20 else f"{size / 2**20:.1f}"
 
 
-def _panels(facts: Facts, batches: Sequence[int]) -> dict[str, dict[str, dict[str, Bar]]]:
+def _panels(facts: Facts, batches: Sequence[int]) -> dict[str, dict[str, dict[str, RangeBar]]]:
     return {
         f"batch {batch}": {
             layout: {

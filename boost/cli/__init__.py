@@ -33,7 +33,7 @@ def joined(words: Sequence[str], commands: Sequence[str] = COMMANDS) -> list[str
     return [two, *words[2:]] if two in commands and len(words) > 1 else list(words)
 
 
-class Under:
+class SubcommandGroup:
     """Takes the place of argparse's subparsers where the second word of a command is registered: adds the first one to it."""
 
     def __init__(self, subparsers: Any, first: str) -> None:

@@ -57,22 +57,22 @@ def require_rounds(args: argparse.Namespace) -> None:
 
 
 def require_least(field: str, values: Sequence[int], least: int = 1) -> None:
-    """Raises ConfigError for a number below the smallest legal one."""
+    """Raises ConfigError for a number below the smallest valid one."""
     if min(values) < least:
         what = "is not positive" if least == 1 else "is too small"
-        raise ConfigError(f"{field} = {min(values)} {what}; the smallest legal value is {least}")
+        raise ConfigError(f"{field} = {min(values)} {what}; smallest valid value: {least}")
 
 
 def tp_config(args: argparse.Namespace) -> Config:
     """The configuration of --tp processes. Raises ConfigError."""
     if args.tp < 1:
-        raise ConfigError(f"--tp = {args.tp} is not a number of processes; the smallest legal value is 1")
+        raise ConfigError(f"--tp = {args.tp} is not a number of processes; smallest valid value: 1")
     return load(
         args.config, [*args.overrides, "--parallel.tp", str(args.tp), "--parallel.dp", "1", "--parallel.pp", "1"]
     )
 
 
 def needs_matplotlib() -> None:
-    """Raises ConfigError if there is nothing to draw with, before anything is measured."""
+    """Raises ConfigError before measuring if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")

@@ -9,13 +9,13 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "compare",
         help="two results of one experiment, before and after a change",
-        description="Pairs what both results timed and says what is faster, slower, or not seen to differ, by the ratio of\n"
+        description="Pairs the timings of both results and reports which are faster, slower or indistinguishable, by the ratio of\n"
         "medians with its bootstrap interval. Results of different machines, experiments or dimensions are refused.\n"
-        "The two were not measured in turns: how fast the machine was at either time is in every ratio.",
+        "The two runs were not interleaved: every ratio includes machine noise between them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("old", type=Path, metavar="OLD.json", help="a result from before the change")
-    parser.add_argument("new", type=Path, metavar="NEW.json", help="one from behind it")
+    parser.add_argument("new", type=Path, metavar="NEW.json", help="a result from after the change")
     return parser
 
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     config = tp_config(args)
     needs_matplotlib()
     if args.tp < 2:
-        raise ConfigError(f"--tp = {args.tp} has no layouts to compare; the smallest legal value is 2")
+        raise ConfigError(f"--tp = {args.tp} has no layouts to compare; smallest valid value: 2")
 
     from boost.bench.curves import LIMITS, configuration, contenders, curves_process
     from boost.data.fit import open_fitting_store

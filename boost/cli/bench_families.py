@@ -15,7 +15,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "dense, svd, cola, lax, loro side by side on the same tokens",
         "Trains CONFIG's model as each contender, with several seeds, the same tokens in the same order and the same schedule,\n"
         "and times a step of each in interleaved rounds. A run is one process with one thread. What is finished is kept in\n"
-        "PATH.json: the same command goes on where it stopped, and other settings are refused. Contenders and seeds may be added.",
+        "PATH.json: the same command resumes; different settings are an error. Contenders and seeds may be added.",
         tp=False,
     )
     parser.add_argument(
@@ -32,13 +32,11 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="LR",
-        help="peak learning rates of which each contender takes its best on --sweep-seed (default: optim.lr for all)",
+        help="peak learning rates; each contender uses its best on --sweep-seed (default: optim.lr for all)",
     )
     parser.add_argument("--sweep-seed", type=int, default=1000, metavar="N", help="(default 1000)")
-    parser.add_argument(
-        "--sweep-steps", type=int, metavar="N", help="steps of a run of the sweep (default train.steps)"
-    )
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one a core, on a GPU one)")
+    parser.add_argument("--sweep-steps", type=int, metavar="N", help="steps of a sweep run (default train.steps)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="concurrent runs (default: one per core; 1 on a GPU)")
     add_rounds(parser, 41)
     return parser
 
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         require_least(field, values, least)
         if len(set(values)) < len(values):
-            raise ConfigError(f"{field} = {' '.join(str(v) for v in values)} names one twice; name each once")
+            raise ConfigError(f"{field} = {' '.join(str(v) for v in values)} has a duplicate; name each once")
     if args.sweep_seed in args.seeds:
         raise ConfigError(
             f"--sweep-seed = {args.sweep_seed} is one of --seeds, which rates may not be chosen on; take another"
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if any(not 0 < lr < float("inf") for lr in args.sweep) or len(set(args.sweep)) < len(args.sweep):
         raise ConfigError(f"--sweep = {' '.join(f'{lr:g}' for lr in args.sweep)} must be different rates above 0")
 
-    from boost.bench.families import CONTENDERS, Plan, compare, configuration
+    from boost.bench.families import CONTENDERS, FamilyExperiment, compare, configuration
     from boost.parallel.mesh import choose_device
     from boost.train.rundir import available_cores
 
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         for length in {steps, config.train.steps}:
             configuration(config, name, args.sweep_seed, config.optim.lr, length)
     cores = 1 if choose_device(config.run.device).type == "cuda" else available_cores()
-    plan = Plan(
+    plan = FamilyExperiment(
         contenders=tuple(args.contenders),
         seeds=tuple(args.seeds),
         sweep=tuple(args.sweep),

@@ -12,7 +12,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "gemms",
         "time and FLOP utilisation of a block's matrix products, by layout and TP",
-        "Records the matrix products of one process's share of a block and does them again, all layouts in one interleaved run.\n"
+        "Records the GEMMs of one TP rank's shard of a block and replays them, all layouts in one interleaved run.\n"
         "No other process takes part: TP may be larger than the machine.",
         rounds=9,
         tp=False,

@@ -11,7 +11,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "grouping",
         "a block with linears grouped and not, by layout and batch",
-        "Times one block forward, and forward and backward, with its linears of one input grouped and each by itself, all in one\n"
+        "Times one block forward, and forward and backward, with its linears of one input grouped and ungrouped, all in one\n"
         "interleaved run, and counts its products and collectives.",
         rounds=25,
     )

@@ -31,7 +31,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     require_rounds(args)
     if args.tp < 2:
-        raise ConfigError(f"--tp = {args.tp} has nothing on the wire; the smallest legal value is 2")
+        raise ConfigError(f"--tp = {args.tp} communicates nothing; smallest valid value: 2")
     needs_matplotlib()
 
     from boost.bench.ideal import ideal_process, variants
@@ -43,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
         flags = [*usual, *flags]
     config = load(name, [*flags, "--parallel.tp", str(args.tp), "--parallel.dp", "1", "--parallel.pp", "1"])
     if not config.model.low_rank:
-        raise ConfigError(
-            "model.family = 'dense' has no bottleneck; take cola, svd or lax (dense stands beside it anyway)"
-        )
+        raise ConfigError("model.family = 'dense' has no bottleneck; take cola, svd or lax (dense is measured anyway)")
     variants(config)  # mistakes are answered before a process is started
     work = (config, args.rounds, args.out)
     return ideal_process(*work) if under_torchrun() else launch(ideal_process, work, args.tp, log_dir=None)

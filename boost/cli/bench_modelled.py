@@ -14,7 +14,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
         "modelled",
         help="the paper's step times, and the 7B and 40B on other GPUs, by the performance model",
-        description="Predicts the paper's step times on its hardware beside the published ones, and what the best low-rank layout\n"
+        description="Predicts the paper's step times next to the published ones, and what the best low-rank layout\n"
         "gains for the 7B on 4 and 8 GPUs and for the 40B on 32. Arithmetic: seconds, on any machine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

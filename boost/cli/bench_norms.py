@@ -11,7 +11,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "norms",
         "RMSNorm over a sharded width: sync against online, by batch, and how exact either is",
-        "Times one block under btp with either norm, and the norms' own part of it, all in one interleaved run; then compares the\n"
+        "Times one block under btp with either norm, and the norms alone, all in one interleaved run; then compares the\n"
         "gradients of either in bfloat16 with those of one process in float32.",
         rounds=25,
     )

@@ -22,10 +22,15 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "--dtypes", nargs="+", choices=get_args(DType), default=["bfloat16"], metavar="D", help="(default bfloat16)"
     )
     parser.add_argument(
-        "--shares", type=int, nargs="+", default=[], metavar="N", help="TP sizes of which one process is measured too"
+        "--shares",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="TP sizes to measure by single-rank emulation as well",
     )
     parser.add_argument("--hardware", metavar="FILE|NAME", help="profile that prices the collectives of --shares")
-    parser.add_argument("--compile", action="store_true", help="one rung more: torch.compile")
+    parser.add_argument("--compile", action="store_true", help="one more step: torch.compile")
     add_rounds(parser, 9)
     return parser
 
@@ -47,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
     found = groups(machine, args.dtypes, args.shares, args.compile, args.overrides, args.config)
     if not found:
         raise ConfigError(
-            "--tp = 1 cuts nothing, and there is one GPU; name --shares, such as 2 4 8, or --run.device cpu"
+            "--tp = 1 shards nothing, and there is one GPU; name --shares, such as 2 4 8, or --run.device cpu"
         )
     return parts(machine, found, args.rounds, args.out)

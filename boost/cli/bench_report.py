@@ -15,7 +15,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "report",
         help="one HTML page of all results, and their figures as SVG and PNG",
         description="Makes one self-contained HTML page of all results: the project's goals with what was found, what was\n"
-        "measured where, then every table and figure beside the paper's numbers. Figures are also written beside the results.",
+        "measured where, then every table and figure next to the paper's numbers. Figures are also written next to the results.",
         epilog="examples:\n"
         "  boost bench report\n"
         "  boost bench report --check                             is the page what the results give?\n"
@@ -39,7 +39,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit with 1 if the page or a figure is not what it would be",
+        help="write nothing; exit with 1 if the page or a figure is out of date",
     )
     return parser
 
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         outdated = report.stale(made, args.out)
         for path in outdated:
-            print(f"{path} is not what the results give; 'boost bench report' makes it again", file=sys.stderr)
+            print(f"{path} is out of date; run 'boost bench report'", file=sys.stderr)
         return int(bool(outdated))
     report.write(made, args.out)
-    print(f"{args.out}: {len(results)} results; {len(made.pictures)} pictures beside them")
+    print(f"{args.out}: {len(results)} results; {len(made.pictures)} pictures next to them")
     return 0

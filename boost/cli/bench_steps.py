@@ -11,13 +11,13 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "steps",
         "seconds of an optimizer step under every layout and family, as width grows with TP",
-        "Times whole optimizer steps, dense and low-rank, all contenders of a table in turns, with the bytes that each sends and\n"
+        "Times whole optimizer steps, dense and low-rank, all contenders of a table interleaved, with the bytes each sends and\n"
         "holds. Sizes go with the device and TP; of CONFIG the optimizer counts, and --section.key changes all contenders alike.\n"
-        "What there are no processes for is measured as one process's share, if a hardware profile prices its collectives.",
+        "Larger TP sizes run as single-rank emulation, if a hardware profile models their collectives.",
         tp=False,
     )
     parser.add_argument(
-        "--tp", type=int, metavar="N", help="TP processes (default: one a GPU, 2 on CPUs; 1: no cut models)"
+        "--tp", type=int, metavar="N", help="TP processes (default: one a GPU, 2 on CPUs; 1: no sharded models)"
     )
     parser.add_argument(
         "--hardware",

@@ -11,7 +11,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "traffic",
         "bytes and time of a block's collectives, by layout and batch",
-        "Counts the collectives of a block while it runs, then times them by themselves, all layouts in one interleaved run.",
+        "Counts the collectives of a block while it runs, then times them in isolation, all layouts in one interleaved run.",
         rounds=15,
     )
     add_batches(parser)

@@ -50,7 +50,7 @@ def run_contenders(args: argparse.Namespace, module: str) -> int:
     """Runs `boost.bench.{module}`, which has CONTENDERS, `measure(config, mesh, batches, rounds)` and `section`, over --tp
     processes. Raises ConfigError before any of them is started."""
     if args.tp < 2:
-        raise ConfigError(f"--tp = {args.tp} sends nothing; the smallest legal value is 2")
+        raise ConfigError(f"--tp = {args.tp} communicates nothing; smallest valid value: 2")
     require_rounds(args)
     require_distinct("--batches", args.batches)
     needs_matplotlib()
@@ -68,7 +68,7 @@ def run_contenders(args: argparse.Namespace, module: str) -> int:
 
 
 def require_distinct(field: str, values: Sequence[int]) -> None:
-    """Raises ConfigError for a number that is not positive or stands there twice."""
+    """Raises ConfigError for a number that is not positive or is a duplicate."""
     require_least(field, values)
     if len(set(values)) < len(values):
-        raise ConfigError(f"{field} = {' '.join(map(str, values))} names one twice; name each once")
+        raise ConfigError(f"{field} = {' '.join(map(str, values))} has a duplicate; name each once")

@@ -1,4 +1,4 @@
-"""`boost config`: prints a configuration fully resolved, or says what is wrong with it."""
+"""`boost config`: prints a configuration fully resolved, or explains why it is invalid."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "config",
         help="print a configuration fully resolved, or validate a file",
         description="Prints a preset or a file with every default resolved, as TOML that 'boost train' takes.\n"
-        "A mistake is one line that names the field, its value and the nearest legal one.",
+        "A mistake is one line that names the field, its value and the nearest valid one.",
         epilog="examples:\n"
         "  boost config                       list the presets\n"
         "  boost config demo                  the demo, fully resolved\n"
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; without it, list the presets"
     )
-    parser.add_argument("--check", action="store_true", help="only say whether it is valid")
+    parser.add_argument("--check", action="store_true", help="only check whether it is valid")
     parser.add_argument("--fields", action="store_true", help="list every key with its documentation")
     parser.add_argument("--json", action="store_true", help="print JSON instead of TOML or a table")
     parser.set_defaults(takes_overrides=True)

@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "eval",
         help="evaluate a checkpoint on held-out text",
         description="Mean cross-entropy, perplexity and bits per byte of a checkpoint over every token of a split,\n"
-        "beside the unigram entropy of the same text. Any checkpoint, whatever mesh and layout it was trained on.",
+        "next to the unigram entropy of the same text. Any checkpoint, whatever mesh and layout it was trained on.",
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     for flag, value in (("--batch", args.batch), ("--max-tokens", args.max_tokens)):
         if value < 0:
-            raise ConfigError(f"{flag} = {value} is too small; the smallest legal value is 0 (the default)")
+            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 0 (the default)")
     return run_on_mesh(evaluate_process, args)
 
 

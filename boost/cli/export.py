@@ -40,14 +40,14 @@ def add_file_size(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=5.0,
         metavar="GB",
-        help="largest file of weights, and so the memory needed (default 5)",
+        help="maximum size of a weight file, and so the memory needed (default 5)",
     )
 
 
 def file_bytes(args: argparse.Namespace) -> int:
     """--shard-gb in bytes. Raises ConfigError."""
     if not 0 < args.shard_gb < 1e6:
-        raise ConfigError(f"--shard-gb = {args.shard_gb} is not a size of files; the usual value is 5")
+        raise ConfigError(f"--shard-gb = {args.shard_gb} is not a file size; the usual value is 5")
     return max(int(args.shard_gb * 1e9), 1)
 
 

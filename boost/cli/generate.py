@@ -24,14 +24,22 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_checkpoint_arguments(parser)
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="most new tokens (default 200)")
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token; the same as --temperature 0")
-    parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default 0: all)"
+        "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
     )
     parser.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="only the likeliest that hold P (default 0.95)"
+        "--greedy", action="store_true", help="always take the most likely token; same as --temperature 0"
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default 0: all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="nucleus sampling: the most likely tokens with total probability P (default 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON: prompt, text, tokens")
@@ -41,7 +49,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if not 1 <= args.max_tokens <= MAX_TOKENS:
         bound = 1 if args.max_tokens < 1 else MAX_TOKENS
-        raise ConfigError(f"--max-tokens = {args.max_tokens} is out of range; the nearest legal value is {bound}")
+        raise ConfigError(f"--max-tokens = {args.max_tokens} is out of range; nearest valid value: {bound}")
     try:
         args.prompt.encode("utf-8")
     except UnicodeEncodeError:
@@ -59,11 +67,13 @@ def generate_process(args: argparse.Namespace) -> int:
     checkpoint, config, mesh, decoder = open_model(args)
     checkpoint.require_tokenizer()
     tokenizer, eos = load_tokenizer(checkpoint.tokenizer), checkpoint.data["eos"]
-    start = checkpoint.data.get("bos")  # of imported weights; ours begin a document behind the end of another
+    start = checkpoint.data.get("bos")  # of imported weights; ours start a document after the end of another
     prompt = ([] if start is None else [start]) + tokenizer.encode(args.prompt, add_special_tokens=False).ids
     prompt = prompt or ([] if eos is None else [eos])
     if not prompt:
-        raise ConfigError("--prompt is empty, and how a document begins is not known of these weights; give some text")
+        raise ConfigError(
+            "--prompt is empty, and the start-of-document token of these weights is unknown; give some text"
+        )
     if max(prompt) >= config.model.vocab_size:
         raise ConfigError(f"--prompt has token {max(prompt)}, but the model knows {config.model.vocab_size}; reword it")
     tokens: list[int] = []

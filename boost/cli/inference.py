@@ -34,7 +34,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     Raises ConfigError.
     """
     if tp < 1:
-        raise ConfigError(f"--tp = {tp} is too small; the smallest legal value is 1")
+        raise ConfigError(f"--tp = {tp} is too small; smallest valid value: 1")
     if device == "cuda":
         from boost.parallel.mesh import choose_device
 

@@ -16,10 +16,10 @@ from boost.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from boost.measure.memory import Measured
-    from boost.plan.inspection import Inspection, Row
+    from boost.measure.memory import MeasuredMemory
+    from boost.plan.inspection import CollectiveRow, Inspection
     from boost.plan.memory import Memory
-    from boost.plan.peak import Peak
+    from boost.plan.peak import PeakMemory
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -92,11 +92,11 @@ def _check(config: Config, args: argparse.Namespace) -> None:
     if not 0 <= args.pp_rank < parallel.pp:
         nearest = min(max(args.pp_rank, 0), parallel.pp - 1)
         raise ConfigError(
-            f"--pp-rank = {args.pp_rank} is none of the {parallel.pp} pipeline processes; the nearest legal value is {nearest}"
+            f"--pp-rank = {args.pp_rank} is none of the {parallel.pp} pipeline processes; nearest valid value: {nearest}"
         )
 
 
-def _memory(config: Config, pp_rank: int) -> "tuple[Memory, Peak, Measured | None]":
+def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, MeasuredMemory | None]":
     """Predicted, and measured by running one process's share of a step on tensors without memory, which is possible where it
     has all blocks and shares no weights."""
     from boost.plan.memory import memory
@@ -243,7 +243,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
 
     model = inspection.config.model
     alike = "a block's are the same in every block"
-    if model.crosses:
+    if model.has_latent_gates:
         alike += " but the first, in which no latents arrive"
     if any(name.startswith("layers.") for name in model.ranks):
         alike = f"those of block {inspection.layer}; blocks have linears of other ranks"
@@ -261,7 +261,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     console.print(table)
 
 
-def _print_collectives(console: "Console", rows: "Sequence[Row]", title: str) -> None:
+def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", title: str) -> None:
     """Those of one phase of the whole step, blocks and micro-batches added up."""
     from rich.table import Table
 
@@ -304,7 +304,7 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
         console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
 
 
-def memory_as_json(predicted: "Memory", peak: "Peak", measured: "Measured | None") -> dict[str, Any]:
+def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:
     """Bytes on one process for programs; what was not measured is null."""
     return {
         "predicted": predicted.by_category,
@@ -320,7 +320,7 @@ def memory_as_json(predicted: "Memory", peak: "Peak", measured: "Measured | None
     }  # fmt: skip
 
 
-def print_memory(config: Config, predicted: "Memory", peak: "Peak", measured: "Measured | None") -> None:
+def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> None:
     """What one process holds between forward and backward pass, and at the worst moment."""
     from rich.console import Console
     from rich.table import Table

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from boost import __version__
-from boost.cli import COMMANDS, Under, joined, load_command
+from boost.cli import COMMANDS, SubcommandGroup, joined, load_command
 from boost.errors import BoostError, StorageError
 
 
@@ -17,7 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; `boost COMMAND --help` is written by the command's own file."""
     parser = argparse.ArgumentParser(
         prog="boost",
-        description="Train low-rank bottleneck LLMs (SVD, CoLA) fast, on one laptop or many GPUs.",
+        description="Train low-rank bottleneck LLMs (SVD, CoLA) on one laptop or many GPUs.",
         epilog="A first run: 'boost prepare --stdlib', then 'boost train demo'. Each command has its own --help.",
     )
     parser.add_argument("--version", action="version", version=f"boost {__version__}")
@@ -25,9 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
     for name in COMMANDS:
         command = load_command(name)
         first, _, _ = name.rpartition(" ")
-        subparser = command.add_parser(Under(subparsers, first) if first else subparsers)
+        subparser = command.add_parser(SubcommandGroup(subparsers, first) if first else subparsers)
         subparser.allow_abbrev = False
-        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error, not only its line")
+        subparser.add_argument("--debug", action="store_true", help="show the full traceback of an error")
         subparser.set_defaults(run=command.run)
     return parser
 

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = load_hardware(args.gpu)
     for name in ("per_node", "gpus", "seq", "steps", "top"):
         if (value := getattr(args, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; the smallest legal value is 1")
+            raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
     if args.price is not None and not args.price > 0:
         raise ConfigError(f"--price = {args.price:g} must be more than 0, the price of one GPU and hour")
     if args.per_node is not None:
@@ -125,7 +125,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         dense = _dense(request)
     said = list(notes(search, best, others, dense))
     command = plan_report.command_line(args, best.config, source_of(args.model))
-    report = plan_report.Report(
+    report = plan_report.PlanReport(
         args, request, search, best, others[: args.top], said, command, time.perf_counter() - begun
     )
     if args.write is not None:
@@ -273,7 +273,7 @@ def global_batch(words: str, seq_len: int, gpus: int) -> int:
             f"--global-batch = '{words}' is less than one sequence of {seq_len:,} tokens; the smallest is {seq_len}-tokens"
         )
     if wanted > 2**31:
-        raise ConfigError(f"--global-batch = '{words}' is too large; the largest legal value is {2**31} sequences")
+        raise ConfigError(f"--global-batch = '{words}' is too large; largest valid value: {2**31} sequences")
     reach = range(max(round(wanted * (1 - SLACK)), 1), min(round(wanted * (1 + SLACK)), round(wanted) + 5000) + 1)
 
     def rank(n: int) -> tuple[bool, int, float]:

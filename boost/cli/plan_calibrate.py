@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if args.nproc is not None and args.nproc < 1:
-        raise ConfigError(f"--nproc = {args.nproc} measures nothing; the smallest legal value is 1")
+        raise ConfigError(f"--nproc = {args.nproc} measures nothing; smallest valid value: 1")
     if args.out.suffix != ".toml":
         raise ConfigError(f"--out = '{args.out}' must end in .toml, by which --gpu knows a file from a name")
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from boost.plan.bars import Bar, bars_picture
+from boost.plan.bars import StackedBar, bars_picture
 from boost.plan.categories import CATEGORIES
 from boost.plan.compare import choices, human_seconds, mesh
 from boost.plan.explain import busiest, products, rows_that_matter, sent
@@ -120,12 +120,12 @@ def picture(plan: Plan, name: str, gpu: str) -> str:
     time, held = plan.time, _in_order(plan)
     left = max(-plan.missing, 0)
     bars = [
-        Bar(
+        StackedBar(
             f"A step: {human_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
             time.parts,
             {part: human_seconds(seconds) for part, seconds in time.parts.items()},
         ),
-        Bar(
+        StackedBar(
             f"Memory of a GPU at its worst moment: {human_bytes(plan.memory)}",
             held,
             {category: human_bytes(size) for category, size in held.items()},

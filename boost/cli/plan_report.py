@@ -12,7 +12,7 @@ from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
 from boost.plan.candidates import Request
-from boost.plan.compare import Contender, choices, human_seconds, mesh
+from boost.plan.compare import Alternative, choices, human_seconds, mesh
 from boost.plan.inspection import human_bytes
 from boost.plan.questions import Answer
 from boost.plan.search import Plan, Search
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """Everything that was found out."""
 
     args: argparse.Namespace
     request: Request
     search: Search
     best: Plan
-    others: list[Contender]
+    others: list[Alternative]
     notes: list[str]
     command: list[str]
     """`boost train` and its flags."""
@@ -72,7 +72,7 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def launch(report: Report) -> list[str]:
+def launch(report: PlanReport) -> list[str]:
     """The command that starts it, in lines."""
     parallel, per_node = report.best.config.parallel, report.request.hardware.per_node
     command, gpus = report.command, parallel.world_size
@@ -106,7 +106,7 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
     return [*lines, line]
 
 
-def written(report: Report) -> str:
+def written(report: PlanReport) -> str:
     """The configuration file, with what was asked and predicted as comments."""
     best, args = report.best, report.args
     asked = "boost " + shlex.join(_asked(args))
@@ -150,7 +150,7 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
     }
 
 
-def print_json(report: Report) -> None:
+def print_json(report: PlanReport) -> None:
     """All of it."""
     args, search = report.args, report.search
     train = report.best.config.train
@@ -174,7 +174,7 @@ def print_json(report: Report) -> None:
 # For people.
 
 
-def print_report(report: Report) -> None:
+def print_report(report: PlanReport) -> None:
     """The best, how to run it, the runners-up, and what should be known."""
     from rich.text import Text
 
@@ -243,7 +243,7 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace) -> None:
     out.print(Text(f"  {'of which':<10}{', '.join(shares)}"), soft_wrap=True)
 
 
-def _print_others(out: "Console", report: Report) -> None:
+def _print_others(out: "Console", report: PlanReport) -> None:
     from rich.table import Table
     from rich.text import Text
 

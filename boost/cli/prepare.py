@@ -42,14 +42,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="text, JSONL or Parquet files, or folders of them")
     parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
-    parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset of the Hugging Face hub")
+    parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
     parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="its split to read (default: %(default)s)")
     parser.add_argument("--out", metavar="STORE", help="folder of the token store (default: data/NAME OF THE INPUT)")
     parser.add_argument(
         "--tokenizer",
         default="train:4096",
         metavar="TOKENIZER",
-        help="train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face hub "
+        help="train:SIZE for a new byte-level BPE, a tokenizer.json or its folder, or a name on the Hugging Face Hub "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -62,10 +62,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="field or column that holds the text (default: %(default)s)",
     )
     parser.add_argument(
-        "--heldout", type=float, default=0.02, metavar="FRACTION", help="part to hold out (default: %(default)s)"
+        "--heldout", type=float, default=0.02, metavar="FRACTION", help="fraction to hold out (default: %(default)s)"
     )
     parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made of other input")
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from other input")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
     return parser
 

@@ -14,8 +14,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "train",
         help="train a model",
         usage="boost train [CONFIG] [--nproc N] [--resume auto|PATH] [--start-from CHECKPOINT] [--section.key value ...]",
-        description="Trains a model. CONFIG is a TOML file or the name of a preset; any of its keys can be given after it.\n"
-        "Without torchrun, as many local processes are started as the mesh has: tp x pp x dp.",
+        description="Trains a model. CONFIG is a TOML file or the name of a preset; any of its keys can be overridden after it.\n"
+        "Without torchrun, it starts tp x pp x dp local processes.",
         epilog="examples:\n"
         "  boost train demo                                      a few million parameters, btp on 2 processes\n"
         "  boost train demo --parallel.tp 1 --run.dir runs/one   the same model on one process\n"
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         metavar="auto|PATH",
-        help="auto: go on from the newest complete checkpoint in run.dir, or begin if there is none; "
+        help="auto: resume from the latest complete checkpoint in run.dir, or start if there is none; "
         "PATH: from that checkpoint or run directory",
     )
     parser.add_argument(
@@ -103,7 +103,7 @@ def _check_processes(config: Config, nproc: int | None) -> None:
     parallel = config.parallel
     mesh = f"parallel.tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp} = {parallel.world_size}"
     if nproc is not None and nproc != parallel.world_size:
-        raise ConfigError(f"--nproc = {nproc} must equal {mesh}; the legal value is {parallel.world_size}")
+        raise ConfigError(f"--nproc = {nproc} must equal {mesh}; valid value: {parallel.world_size}")
     started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else str(parallel.world_size)
     if started != str(parallel.world_size):
         raise ConfigError(

@@ -44,7 +44,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSpec:
     """Linears that share one input. side: 'enter' goes from the residual to heads or channels, 'leave' comes back."""
 
     name: str
@@ -67,7 +67,7 @@ class Group:
         return tuple(result)
 
 
-def groups(model: ModelConfig, layer: int) -> tuple[Group, Group, Group, Group]:
+def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
     """The four groups of block `layer`, in the order in which a token meets them."""
     d, f = model.dim, model.ffn_dim
     kv = model.kv_heads * model.head_dim
@@ -76,27 +76,27 @@ def groups(model: ModelConfig, layer: int) -> tuple[Group, Group, Group, Group]:
         return Slot(name, d_in, d_out, model.rank_of(layer, name), kv=name in ("attn.k", "attn.v"))
 
     return (
-        Group("qkv", "enter", (slot("attn.q", d, d), slot("attn.k", d, kv), slot("attn.v", d, kv))),
-        Group("o", "leave", (slot("attn.o", d, d),)),
-        Group("gate_up", "enter", (slot("mlp.gate", d, f), slot("mlp.up", d, f))),
-        Group("down", "leave", (slot("mlp.down", f, d),)),
+        GroupSpec("qkv", "enter", (slot("attn.q", d, d), slot("attn.k", d, kv), slot("attn.v", d, kv))),
+        GroupSpec("o", "leave", (slot("attn.o", d, d),)),
+        GroupSpec("gate_up", "enter", (slot("mlp.gate", d, f), slot("mlp.up", d, f))),
+        GroupSpec("down", "leave", (slot("mlp.down", f, d),)),
     )
 
 
-def crossed(model: ModelConfig, layer: int) -> bool:
+def has_latent_gate(model: ModelConfig, layer: int) -> bool:
     """Whether latents of the block before arrive in block `layer`."""
-    return model.crosses and layer > 0
+    return model.has_latent_gates and layer > 0
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
     """The first block that has linears of the same shapes as block `layer`, and latents arriving like it."""
-    if model.crosses:  # whose ranks are the same in all blocks
+    if model.has_latent_gates:  # whose ranks are the same in all blocks
         return min(layer, 1)
     named = {int(name.split(".")[1]) for name in model.ranks if name.startswith("layers.")}
     return layer if layer in named else next(n for n in range(model.layers) if n not in named)
 
 
-def crossing_parameters(model: ModelConfig, group: Group, prefix: str) -> dict[str, tuple[Parameter, ...]]:
+def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> dict[str, tuple[Parameter, ...]]:
     """What acts on the latents of a group where those of the block before arrive, by the stored tensor that holds it.
 
     LayerNorm's `norm_weight` and `norm_bias`, then the gate's: `gate_weight` [r, r] and `gate_bias` [r] of a dense one; `gate_rows`
@@ -138,8 +138,8 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[Parameter]:
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
             yield from group.parameters(prefix, factor)
-        if crossed(model, layer):
-            for parameters_of_slots in crossing_parameters(model, group, prefix).values():
+        if has_latent_gate(model, layer):
+            for parameters_of_slots in latent_gate_parameters(model, group, prefix).values():
                 yield from parameters_of_slots
 
 
@@ -189,8 +189,8 @@ def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":
             multiplied += sum(parameter.size for parameter in group.parameters("", factor))
-        if crossed(model, layer) and model.gate == "dense":
+        if has_latent_gate(model, layer) and model.gate == "dense":
             multiplied += sum(rank**2 for rank in group.ranks)
-        elif crossed(model, layer) and model.gate == "tensor":
+        elif has_latent_gate(model, layer) and model.gate == "tensor":
             multiplied += sum(rank * sum(tensor_shape(rank)) for rank in group.ranks)
     return 6 * multiplied + 6 * model.dim * seq_len

@@ -17,40 +17,40 @@ from boost.config.traffic import BUCKET_BYTES, bucket_lengths
 class FactorShape:
     """One factor of one linear on one TP process."""
 
-    wide: int
+    rows: int
     """n: d_in of an A, d_out of a B, or this process's part of it."""
     rank: int
     """r, whole, even where the rank is cut."""
-    sharded: Literal["wide", "rank"] | None
+    sharded: Literal["rows", "rank"] | None
     """What TP processes share of it; None: each holds all of it."""
 
     @property
     def elements(self) -> int:
         """n r."""
-        return self.wide * self.rank
+        return self.rows * self.rank
 
     def basis(self, processes: int) -> int:
         """Columns of an orthonormal basis of what the columns of [n, 2 r] span, of all processes together."""
-        return min(self.wide * (processes if self.sharded == "wide" else 1), 2 * self.rank)
+        return min(self.rows * (processes if self.sharded == "rows" else 1), 2 * self.rank)
 
     def triangle(self, processes: int) -> int:
         """Elements that an all-gather of the triangles of the QR of [n, 2 r] gathers: nothing where n is not cut."""
-        return processes * min(self.wide, 2 * self.rank) * 2 * self.rank if self.sharded == "wide" else 0
+        return processes * min(self.rows, 2 * self.rank) * 2 * self.rank if self.sharded == "rows" else 0
 
     @property
     def gram(self) -> int:
         """Elements of the Gram matrix that has to be summed over processes: nothing where n is not cut."""
-        return self.rank**2 if self.sharded == "wide" else 0
+        return self.rank**2 if self.sharded == "rows" else 0
 
 
 def factor_shape(parameter: Parameter, placement: Placement, processes: int) -> FactorShape:
     """Of a parameter that is a factor A (r, d_in) or B (d_out, r)."""
-    wide_dim = 0 if parameter.role.endswith(".B") else 1
-    wide, rank = parameter.shape[wide_dim], parameter.shape[1 - wide_dim]
+    rows_dim = 0 if parameter.role.endswith(".B") else 1
+    rows, rank = parameter.shape[rows_dim], parameter.shape[1 - rows_dim]
     if placement.dim is None:
-        return FactorShape(wide, rank, None)
+        return FactorShape(rows, rank, None)
     return (
-        FactorShape(wide // processes, rank, "wide") if placement.dim == wide_dim else FactorShape(wide, rank, "rank")
+        FactorShape(rows // processes, rank, "rows") if placement.dim == rows_dim else FactorShape(rows, rank, "rank")
     )
 
 

@@ -38,14 +38,14 @@ class ModelConfig(Tagged):
     low_rank: ClassVar[bool] = False
     """Whether the linears are pairs of factors."""
 
-    crosses: ClassVar[bool] = False
-    """Whether latents of each block enter the next."""
+    has_latent_gates: ClassVar[bool] = False
+    """Whether each block's latents pass through a latent gate into the next block."""
 
     recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True}
-    """Defaults that go with the family. Under another family, a preset's values for these fields no longer count."""
+    """The family's defaults. Switching the family resets a preset's values of these fields."""
 
     family: Family = "cola"
-    """Form of the seven linears of a block; embedding and head stay dense."""
+    """Parameterization of the seven linears of a block; embedding and head stay dense."""
 
     vocab_size: Count = 32000
     """V, rows of the embedding and of the head; at least the tokenizer's size, and divisible by parallel.tp."""
@@ -60,19 +60,19 @@ class ModelConfig(Tagged):
     """Number of decoder blocks."""
 
     heads: Width = 8
-    """Attention heads; dim / heads is the width of a head and must be even (rotary pairs)."""
+    """Attention heads; head_dim = dim / heads must be even (rotary embeddings use pairs)."""
 
     kv_heads: Width
     """Key/value heads (GQA); divides heads. Default: heads."""
 
     mlp_silu: bool = True
-    """True keeps SwiGLU's silu on the gate; False is CoLA's down(gate(x) * up(x)) of 350M and up."""
+    """True: SwiGLU, silu on the gate; False: CoLA's down(gate(x) * up(x)), used from 350M up."""
 
     norm_eps: Positive = 1e-6
     """epsilon of RMSNorm, added to the mean square."""
 
     rope_theta: Positive = 10000.0
-    """Base of the rotary position embedding."""
+    """Base of the rotary position embeddings."""
 
     init_std: Positive = 0.02
     """Standard deviation of the embedding, the head and the dense linears. Factors of low-rank linears have their own."""
@@ -107,7 +107,7 @@ class ModelConfig(Tagged):
 
     @property
     def mixes(self) -> bool:
-        """Whether latents that enter the next block pass a gate that needs all of each."""
+        """Whether the latent gate mixes ranks, and so needs whole latents."""
         return self.gate in ("tensor", "dense")
 
     def rank_of(self, layer: int, slot: str) -> int | None:
@@ -135,7 +135,7 @@ def _flat(table: Any, prefix: str = "") -> Any:
 
 
 class LowRankConfig(ModelConfig):
-    """What families with a bottleneck share: y = B act(A x)."""
+    """Base of the low-rank families: y = B act(A x)."""
 
     low_rank: ClassVar[bool] = True
     recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True, "latent_act": "none", "factor_init": "xavier"}
@@ -144,14 +144,14 @@ class LowRankConfig(ModelConfig):
     """r, width of the bottleneck of every low-rank linear. Default: dim / 4."""
 
     ranks: Annotated[dict[str, Width], BeforeValidator(_flat)] = Field(default={})
-    """Linears of another rank than `rank`, as a table: attn, mlp, one linear (attn.q), or one of one block (layers.3.attn.q);
-    the narrower name counts. CoLA's separate ranks are ranks.attn and ranks.mlp."""
+    """Per-linear overrides of `rank`, as a table: attn, mlp, one linear (attn.q), or one linear of one block (layers.3.attn.q);
+    the most specific name wins. CoLA's separate ranks are ranks.attn and ranks.mlp."""
 
     latent_act: Literal["silu", "none"]
     """Activation of the latent, act in y = B act(A x). Default: silu for cola, none otherwise."""
 
     factor_init: Literal["cola", "xavier", "spectral"]
-    """Initial factors. cola: normal of deviation (rank)^(-1/4) (d_in + d_out)^(-1/4); xavier: each factor by itself; spectral: the
+    """Initialization of the factors. cola: normal with std (rank)^(-1/4) (d_in + d_out)^(-1/4); xavier: per factor; spectral: the
     truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd."""
 
     @classmethod
@@ -162,10 +162,10 @@ class LowRankConfig(ModelConfig):
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Ranks that are wider than their linears, or of linears that do not exist."""
+        """Ranks wider than their linears, or of linears that do not exist."""
         narrow = min(self.dim, self.ffn_dim)
         if self.rank > narrow:
-            yield f"model.rank = {self.rank} is wider than the linears it factors; the largest legal value is {narrow}"
+            yield f"model.rank = {self.rank} is larger than the linears it factors; largest valid value: {narrow}"
         numbers = {str(number) for number in range(self.layers)} if self.ranks else set()
         for name, rank in self.ranks.items():
             _, layer, slot = (*name.split(".", 2), "", "")[:3] if name.startswith("layers.") else ("", "", name)
@@ -176,7 +176,7 @@ class LowRankConfig(ModelConfig):
             # Not checked against key/value heads, which may be few: a bottleneck wider than those is no bottleneck, but legal.
             most = self.dim if slot.startswith("attn") else narrow
             if rank > most:
-                yield f"model.ranks.{name} = {rank} is wider than the linears it factors; the largest legal value is {most}"
+                yield f"model.ranks.{name} = {rank} is larger than the linears it factors; largest valid value: {most}"
 
 
 class SVDConfig(LowRankConfig):
@@ -193,17 +193,17 @@ class CoLAConfig(LowRankConfig):
 
 
 class LaXConfig(LowRankConfig):
-    """svd or cola whose latents also enter the next block."""
+    """svd or cola whose latents also feed the next block (LaX)."""
 
-    crosses: ClassVar[bool] = True
+    has_latent_gates: ClassVar[bool] = True
     family: Literal["lax"] = "lax"
 
     over: Literal["svd", "cola"] = "cola"
     """Family of the linears."""
 
     gate: Literal["identity", "tensor", "dense"] = "identity"
-    """What the latents of the previous block pass through. identity: nothing; tensor: two small matrices, one for each of
-    the most balanced factors of the rank; dense: a linear of rank x rank."""
+    """Gate applied to the previous block's latents. identity: none; tensor: two small matrices, one for each of
+    the two most balanced divisors of the rank; dense: a rank x rank linear."""
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> Any:
@@ -216,7 +216,7 @@ class LaXConfig(LowRankConfig):
         return f"lax over {self.over}, {self.gate} gate"
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """A linear's latents enter the same linear of the next block."""
+        """A linear's latents feed the same linear of the next block."""
         for name in self.ranks:
             if name.startswith("layers."):
                 yield (

@@ -39,7 +39,7 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 
     `model` takes the place of a [model] section where `source` has none. `overrides` are the command line's
     `--section.key value` (or `--section.key=value`) words.
-    Raises ConfigError: one line with the field, the value and the nearest legal one.
+    Raises ConfigError: one line with the field, the value and the nearest valid one.
     """
     tree = {} if source is None else read_source(source)
     if model is not None and "model" not in tree:
@@ -202,7 +202,7 @@ def _integers_to_floats(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first of pydantic's findings as one line: field, value, nearest legal value."""
+    """The first of pydantic's findings as one line: field, value, nearest valid value."""
     detail = error.errors()[0]
     known, value, context = dict(fields()), detail["input"], detail.get("ctx", {})
     key = ".".join(str(part) for part in detail["loc"])
@@ -224,7 +224,7 @@ def _explain(error: ValidationError) -> str:
                 "did you mean"
             )
         case "greater_than_equal":
-            return f"{key} = {value} is too small; the smallest legal value is {context['ge']}"
+            return f"{key} = {value} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
             return f"{key} = {value} is too small; it must be more than {context['gt']}"
         case "less_than":
@@ -232,7 +232,7 @@ def _explain(error: ValidationError) -> str:
         case "string_too_short":
             return f"{key} is empty; write a path"
         case "less_than_equal":
-            return f"{key} = {value} is too large; the largest legal value is {context['le']}"
+            return f"{key} = {value} is too large; largest valid value: {context['le']}"
     shown = repr(value)
     if key.startswith(f"{RANKS}."):
         return f"{key} = {shown} is not of type integer; write {key} = integer"

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class LRSchedule(Tagged):
-    """The learning rate after the warm-up."""
+    """The learning rate after warmup."""
 
     key: ClassVar[str] = "optim.schedule"
     absent: ClassVar[Mapping[str, Any]] = {"restart_warmup_steps": 0}
 
     schedule: str = "cosine"
-    """The learning rate after the warm-up."""
+    """The learning rate after warmup."""
 
     @classmethod
     def suits(cls, optimizer: type[Tagged]) -> bool:
@@ -25,7 +25,7 @@ class LRSchedule(Tagged):
 
 
 class Cosine(LRSchedule):
-    """Falls to min_lr_ratio at the last step."""
+    """Decays to min_lr_ratio * lr at the last step."""
 
     schedule: Literal["cosine"] = "cosine"
 
@@ -36,28 +36,28 @@ class Constant(LRSchedule):
     schedule: Literal["constant"] = "constant"
 
     decay_steps: Natural = 0
-    """The last steps, over which the rate falls linearly to min_lr_ratio * lr."""
+    """Number of final steps over which the learning rate decays linearly to min_lr_ratio * lr."""
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Warm-up and decay fit into the run."""
+        """Warmup and decay must fit into the run."""
         warmup, steps = config.optim.warmup_steps, config.train.steps
         if self.decay_steps and warmup + self.decay_steps > steps:
             yield (
                 f"optim.decay_steps = {self.decay_steps} and optim.warmup_steps = {warmup} do not fit into "
-                f"train.steps = {steps}; the largest legal value is {max(steps - warmup, 0)}"
+                f"train.steps = {steps}; largest valid value: {max(steps - warmup, 0)}"
             )
 
 
 class CosineRestarts(LRSchedule):
-    """LORO's cosine, which dips where moments are cleared."""
+    """LORO's cosine, with a warm restart wherever moments are cleared."""
 
     schedule: Literal["cosine-restarts"] = "cosine-restarts"
 
     restart_warmup_steps: Natural = 5
-    """Steps from 0 back to the cosine after every exact step. The published value is the default."""
+    """Steps of warmup from 0 back to the cosine after every exact step. Default: the published value."""
 
     restart_delay: Natural = 0
-    """Steps by which the cosine, and its dips after the warm-up, come later; a multiple of exact_every."""
+    """Steps by which the cosine and its restarts are delayed; a multiple of exact_every."""
 
     @classmethod
     def suits(cls, optimizer: type[Tagged]) -> bool:
@@ -65,7 +65,7 @@ class CosineRestarts(LRSchedule):
         return "exact_every" in optimizer.model_fields
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Restarts are where moments are cleared, and the run has room for them."""
+        """Restarts must coincide with cleared moments and fit into the run."""
         optim, steps, warmup = config.optim, config.train.steps, config.optim.warmup_steps
         if not self.suits(type(optim)):
             yield (
@@ -77,22 +77,22 @@ class CosineRestarts(LRSchedule):
         if self.restart_warmup_steps > every:
             yield (
                 f"optim.restart_warmup_steps = {self.restart_warmup_steps} is longer than the optim.exact_every = {every} "
-                f"steps between restarts; the largest legal value is {every}"
+                f"steps between restarts; largest valid value: {every}"
             )
         most = max(steps - warmup, 0) // every * every
         if self.restart_delay % every:
             best = min(max((2 * self.restart_delay + every) // (2 * every), 1) * every, most)
             yield (
                 f"optim.restart_delay = {self.restart_delay} must be a multiple of optim.exact_every = {every}, or the rate "
-                f"would dip where nothing restarts; the nearest legal value is {best}"
+                f"would dip where nothing restarts; nearest valid value: {best}"
             )
         if self.restart_delay > most:
             yield (
                 f"optim.restart_delay = {self.restart_delay} puts the top of the cosine after the end of train.steps = {steps} "
-                f"with optim.warmup_steps = {warmup}; the largest legal value is {most}"
+                f"with optim.warmup_steps = {warmup}; largest valid value: {most}"
             )
         if warmup >= steps:
             yield (
                 f"optim.warmup_steps = {warmup} leaves nothing of train.steps = {steps} to optim.schedule = "
-                f"'cosine-restarts'; the largest legal value is {steps - 1}"
+                f"'cosine-restarts'; largest valid value: {steps - 1}"
             )

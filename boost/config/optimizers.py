@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class OptimConfig(Tagged):
-    """The optimizer and its schedule. AdamW's settings are here: every optimizer has it for embedding, head and norms."""
+    """Optimizer and schedule. AdamW's settings are here: every optimizer uses AdamW for embedding, head and norms."""
 
     key: ClassVar[str] = "optim.name"
     absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False, "frobenius_decay": 0.0}
@@ -23,16 +23,16 @@ class OptimConfig(Tagged):
         frobenius_decay: float = 0.0
 
     for_factors: ClassVar[bool] = False
-    """Whether it updates the two factors of a bottleneck in a way of their own."""
+    """Whether it has its own update for the factors A and B."""
 
     factor_copies: ClassVar[int] = 1
-    """Tensors of a factor's shape that a step on whole factors works on."""
+    """Number of factor-shaped tensors in the workspace of a step on gathered factors."""
 
     factor_dtype: ClassVar[str] = "float32"
-    """The least dtype in which it works on whole factors."""
+    """Minimum dtype of its math on gathered factors."""
 
     factor_bucket: ClassVar[int] = 1
-    """How many of the buckets of gradients a bucket of whole factors is as large as."""
+    """Size of a bucket of gathered factors, in gradient buckets."""
 
     name: str = "adamw"
     """The optimizer."""
@@ -53,40 +53,40 @@ class OptimConfig(Tagged):
     """Decoupled weight decay."""
 
     decay_on: Literal["all", "matrices"] = "all"
-    """What decays: everything (CoLA's recipe), or the linears' matrices only (not embedding, head, norms)."""
+    """What weight decay applies to: all parameters (CoLA's recipe), or only the linears' matrices (not embedding, head, norms)."""
 
     clip: NonNegative = 0.5
-    """Largest global gradient norm; 0 switches clipping off (the norm is still reported)."""
+    """Maximum global gradient norm; 0 disables clipping (the norm is still logged)."""
 
     warmup_steps: Natural = 0
-    """Steps of linear warm-up from 0 (cosine-restarts: from min_lr_ratio) to lr."""
+    """Steps of linear warmup from 0 (cosine-restarts: from min_lr_ratio) to lr."""
 
     min_lr_ratio: Fraction = 0.1
     """Final learning rate as a fraction of lr."""
 
     lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
-    """The schedule, in a file `schedule` and its own keys."""
+    """Learning-rate schedule; in a file: `schedule` and its own keys."""
 
     @property
     def builder(self) -> str:
-        """module:name of what makes the optimizer from (stored tensors, configuration, mesh); this package has no torch."""
+        """module:name of a function (fused parameters, configuration, mesh) -> optimizer; this package does not import torch."""
         raise NotImplementedError(type(self).__name__)
 
     @property
     def whole_factors(self) -> bool:
-        """Whether every step (not only one of exact_every) looks at whole factors."""
+        """Whether every step (not only one of exact_every) gathers whole factors."""
         return False
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
-        """Another optimizer, which may not have what the schedule follows, takes the default schedule then."""
+        """Falls back to the default schedule if the new optimizer lacks what the schedule depends on."""
         optimizer, schedule = cls.find(changes.get("name")), LRSchedule.find(table.get("schedule"))
         if optimizer and schedule and "schedule" not in changes and not schedule.suits(optimizer):
             changes = {**changes, "schedule": LRSchedule.model_fields["schedule"].default}
         super().switch(table, changes)
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Models that it is not for, and the schedule's rules."""
+        """Unsupported models, and the schedule's constraints."""
         if self.for_factors and not config.model.low_rank:
             yield (
                 f"optim.name = '{self.name}' is for low-rank factors, and model.family = '{config.model.family}' has none; take "
@@ -101,7 +101,7 @@ class AdamWConfig(OptimConfig):
     name: Literal["adamw"] = "adamw"
 
     frobenius_decay: NonNegative = 0.0
-    """Decoupled decay along the gradient of |BA|^2 / 2 of each low-rank linear, instead of weight_decay on its factors (arXiv
+    """Decoupled decay along the gradient of |BA|^2 / 2 of each low-rank linear; replaces weight_decay on its factors (arXiv
     2105.01029)."""
 
     @property
@@ -119,7 +119,7 @@ class AdamWConfig(OptimConfig):
         if self.frobenius_decay and not config.model.low_rank:
             yield (
                 f"optim.frobenius_decay = {self.frobenius_decay} is for low-rank factors, and model.family = "
-                f"'{config.model.family}' has none; the legal value is 0"
+                f"'{config.model.family}' has none; valid value: 0"
             )
         yield from super().problems(config)
 
@@ -134,10 +134,10 @@ class LOROConfig(OptimConfig):
     name: Literal["loro"] = "loro"
 
     exact_every: Count = 500
-    """K: the last of every K steps is the exact one, after which all moments are cleared. Published runs have 500 and 200."""
+    """K: the last of every K steps is exact, and all moments are then cleared. Published runs use 500 and 200."""
 
     refresh_only: bool = False
-    """An ablation: every K steps moments are cleared, but no step is exact. For any low-rank family."""
+    """Ablation: moments are cleared every K steps, but no step is exact. For any low-rank family."""
 
     @property
     def builder(self) -> str:
@@ -149,11 +149,11 @@ class LOROConfig(OptimConfig):
         return (step + 1) % self.exact_every == 0
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """An exact step changes the basis of the latents, and only y = B (A x) stays the same function in every basis."""
+        """An exact step changes the basis of the latents; only y = B (A x) is invariant to it."""
         yield from super().problems(config)
         model = config.model
-        if not self.refresh_only and (model.crosses or model.latent_act != "none"):
-            what = f"model.latent_act = '{model.latent_act}'" if not model.crosses else "model.family = 'lax'"
+        if not self.refresh_only and (model.has_latent_gates or model.latent_act != "none"):
+            what = f"model.latent_act = '{model.latent_act}'" if not model.has_latent_gates else "model.family = 'lax'"
             yield (
                 f"optim.name = 'loro' changes the basis of latents, and {what} is another function in each; take "
                 "model.family = 'svd', or optim.refresh_only = true"
@@ -161,7 +161,7 @@ class LOROConfig(OptimConfig):
 
 
 class MuonConfig(OptimConfig):
-    """Orthogonalised momentum for the factors, AdamW for the rest."""
+    """Orthogonalized momentum for the factors, AdamW for the rest."""
 
     for_factors: ClassVar[bool] = True
     name: Literal["muon"] = "muon"
@@ -170,14 +170,14 @@ class MuonConfig(OptimConfig):
     """Peak learning rate of the factors, on the same schedule; 0: lr."""
 
     muon_momentum: Decay = 0.95
-    """Momentum."""
+    """Momentum coefficient."""
 
     muon_nesterov: bool = True
-    """Nesterov's form of it."""
+    """Use Nesterov momentum."""
 
     muon_adjust: Literal["original", "match_rms_adamw"] = "original"
-    """The rate of a factor of m rows and n columns is multiplied by sqrt(max(1, m / n)), or by 0.2 sqrt(max(m, n)), with which
-    rate and decay tuned for AdamW suit."""
+    """Scale of the learning rate of an m x n factor. original: sqrt(max(1, m / n)); match_rms_adamw: 0.2 sqrt(max(m, n)), so that
+    a rate and decay tuned for AdamW carry over."""
 
     muon_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Newton-Schulz iterations."""
@@ -189,5 +189,5 @@ class MuonConfig(OptimConfig):
 
     @property
     def whole_factors(self) -> bool:
-        """A shard of a factor, orthogonalised by itself, would be another update."""
+        """Orthogonalizing each shard of a factor by itself would be a different update."""
         return True

@@ -1,4 +1,4 @@
-"""What several fields must agree on. Each rule names the field, its value and the nearest legal one."""
+"""What several fields must agree on. Each rule names the field, its value and the nearest valid one."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,20 +27,20 @@ def _model_problems(config: Config) -> Iterator[str]:
     model = config.model
     if model.dim % 2:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
-        yield f"model.dim = {model.dim} must be even, for the pairs of rotary; the nearest legal value is {best}"
+        yield f"model.dim = {model.dim} must be even, for the pairs of rotary; nearest valid value: {best}"
     if model.dim % model.heads:
         best = _nearest_heads(config)
-        yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; the nearest legal value is {best}"
+        yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; nearest valid value: {best}"
     if model.head_dim % 2:
         best = _nearest_heads(config)
         yield (
             f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; "
-            f"the nearest legal value is {best}"
+            f"nearest valid value: {best}"
         )
     if model.heads % model.kv_heads:
         best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
         yield (
-            f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; the nearest legal value is {best}"
+            f"model.kv_heads = {model.kv_heads} must divide model.heads = {model.heads}; nearest valid value: {best}"
         )
     yield from model.problems(config)
 
@@ -117,7 +117,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual > 1:
         yield (
             f"parallel.virtual = {parallel.virtual} is for parallel.schedule = 'interleaved-1f1b' or 'zero-bubble'; under "
-            f"'{parallel.schedule}' the legal value is 1"
+            f"'{parallel.schedule}' valid value: 1"
         )
     if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
         yield "parallel.virtual = 1 leaves parallel.schedule = 'interleaved-1f1b' nothing to interleave; take 2, or '1f1b'"
@@ -126,8 +126,8 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         if layers // parallel.virtual < 2:
             way_out = f"model.layers is {parallel.stages}"
         yield (
-            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages are more than model.layers = {layers}; the "
-            f"nearest legal value of {way_out}"
+            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages are more than model.layers = {layers}; "
+            f"nearest valid value of {way_out}"
         )
     split = list(parallel.split)
     if split and (len(split) != parallel.stages or sum(split) != layers):
@@ -149,7 +149,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     if parallel.sharded and parallel.virtual > 3:
         yield (
             f"parallel.virtual = {parallel.virtual}: torch's schedules keep the shared weights of three stages, and gather "
-            f"those of more again and again; with parallel.shard = '{parallel.shard}' the largest legal value is 3"
+            f"those of more again and again; with parallel.shard = '{parallel.shard}' largest valid value: 3"
         )
     yield from _micro_batch_problems(config)
 
@@ -170,7 +170,7 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
             how += f", and a multiple of their number of rounds of {parallel.pp}"
         yield (
             f"train.global_batch = {train.global_batch} makes {count} micro-batches of {train.micro_batch} for each of "
-            f"{parallel.dp} replicas, and parallel.schedule = '{parallel.schedule}' needs {how}; the nearest legal value is "
+            f"{parallel.dp} replicas, and parallel.schedule = '{parallel.schedule}' needs {how}; nearest valid value: "
             f"{best * chunk}"
         )
 
@@ -196,20 +196,20 @@ def _indivisible(config: Config) -> Iterator[str]:
 
     if odd := [f"{field} = {size}" for field, size in sizes.items() if size % tp]:
         yield (
-            f"parallel.tp = {tp} must divide {' and '.join(odd)}; the nearest legal value is {nearest(tp, model.dim, legal)}"
+            f"parallel.tp = {tp} must divide {' and '.join(odd)}; nearest valid value: {nearest(tp, model.dim, legal)}"
         )
     if not _can_share(config, model.kv_heads):
         best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
         yield (
             f"model.kv_heads = {model.kv_heads} and parallel.tp = {tp}: one must divide the other; "
-            f"the nearest legal value of model.kv_heads is {best}"
+            f"nearest valid value of model.kv_heads: {best}"
         )
     if shards_tokens and tokens % tp:
         best = nearest(train.seq_len, 2 * max(train.seq_len, tp), lambda s: train.micro_batch * s % tp == 0)
         yield (
             f"train.micro_batch x train.seq_len = {train.micro_batch} x {train.seq_len} = {tokens} tokens, which "
             f"parallel.layout = '{spec.name}' shards, must be divisible by parallel.tp = {tp}; "
-            f"the nearest legal value of train.seq_len is {best}"
+            f"nearest valid value of train.seq_len: {best}"
         )
 
 
@@ -225,14 +225,14 @@ def _train_problems(config: Config) -> Iterator[str]:
         best = max(chunk, (2 * train.global_batch + chunk) // (2 * chunk) * chunk)
         yield (
             f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
-            f"{dp} x {train.micro_batch} = {chunk}; the nearest legal value is {best}"
+            f"{dp} x {train.micro_batch} = {chunk}; nearest valid value: {best}"
         )
     yield from _recompute_problems(config)
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}
     if widths[train.param_dtype] < widths[train.compute_dtype]:
         yield (
             f"train.param_dtype = '{train.param_dtype}' is narrower than train.compute_dtype = '{train.compute_dtype}'; "
-            f"the nearest legal value is '{train.compute_dtype}'"
+            f"nearest valid value: '{train.compute_dtype}'"
         )
 
 
@@ -251,6 +251,6 @@ def _recompute_problems(config: Config) -> Iterator[str]:
         )
     if train.recompute_every > config.model.layers:
         yield (
-            f"train.recompute_every = {train.recompute_every} is more than model.layers = {config.model.layers}; the "
-            f"largest legal value is {config.model.layers}"
+            f"train.recompute_every = {train.recompute_every} is more than model.layers = {config.model.layers}; "
+            f"largest valid value: {config.model.layers}"
         )

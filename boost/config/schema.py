@@ -23,7 +23,7 @@ RecomputeName = Literal["none", "low-rank", "low-rank+attention-output", "low-ra
 
 
 class ParallelConfig(Tagged):
-    """How the function is spread over processes. No choice here changes what is computed."""
+    """How the model is parallelized. No choice here changes what is computed."""
 
     key = "parallel.layout"
     absent: ClassVar[dict[str, Any]] = {"norm": "online", "vanilla": "strong"}
@@ -32,39 +32,38 @@ class ParallelConfig(Tagged):
         vanilla: str = "strong"
 
     layout: str = "btp"
-    """How tensor-parallel processes share each layer. With tp = 1 every layout is single."""
+    """How each layer is sharded over TP ranks. With tp = 1, every layout is single."""
 
     tp: Width = 1
-    """Tensor-parallel size: processes that share each layer. Innermost axis of the mesh, best inside one node."""
+    """Tensor-parallel size: TP ranks that shard each layer. Innermost mesh axis; keep it within one node."""
 
     pp: Width = 1
-    """Pipeline-parallel size: processes that hold consecutive blocks and pass the residual stream on."""
+    """Pipeline-parallel size: ranks that hold consecutive blocks and send the residual stream to the next stage."""
 
     dp: Width = 1
     """Data-parallel size: replicas that split the global batch."""
 
     shard: Literal["none", "optimizer", "full"] = "none"
-    """What the replicas share instead of holding it dp times. none: nothing, gradients are all-reduced; optimizer: ZeRO-1,
-    each updates its rows of every weight, which is gathered once a step; full: FSDP, weights are gathered block by block
-    where they are used, gradients are kept in shards too. One replica has nothing to share."""
+    """What is sharded over replicas. none: nothing, gradients are all-reduced; optimizer: ZeRO-1, each replica updates its
+    rows of every weight, weights are gathered once per step; full: FSDP, weights are gathered block by block when used,
+    gradients are sharded too. No effect with one replica."""
 
     shard_outer: bool = False
-    """True: factors that every TP process would hold whole (btp-sp's outer ones) are sharded over dp x tp, not dp alone.
-    Asks for shard = "optimizer" or "full"."""
+    """True: factors replicated over TP (btp-sp's outer ones) are sharded over dp x tp, not dp alone.
+    Requires shard = "optimizer" or "full"."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
-    """Order of micro-batches in the pipeline. gpipe: all forward, then all backward; 1f1b: one forward, one backward, fewer
-    activations; interleaved-1f1b: several stages a process, smaller bubble, more messages; zero-bubble: weight gradients
-    fill the bubble."""
+    """Pipeline schedule. gpipe: all forward, then all backward; 1f1b: one forward, one backward, fewer activations;
+    interleaved-1f1b: several stages per rank, smaller bubble, more messages; zero-bubble: weight gradients fill the bubble."""
 
     virtual: Width = 1
-    """Stages that each pipeline process holds, pp apart. Default: 2 for interleaved-1f1b, else 1."""
+    """Stages per pipeline rank, pp apart. Default: 2 for interleaved-1f1b, else 1."""
 
     split: Annotated[tuple[Width, ...], Field(strict=False)] = ()
-    """Blocks of each of the pp x virtual stages, as [9, 8, 8, 7]. Empty: balanced by cost, embedding and head counted."""
+    """Blocks per stage (pp x virtual numbers), such as [9, 8, 8, 7]. Empty: balanced by cost, including embedding and head."""
 
     grouping: bool = True
-    """True: projections of one input (q,k,v; gate,up) share one GEMM and one collective; False: each has its own."""
+    """True: linears with one input (q,k,v; gate,up) share one GEMM and one collective; False: each has its own."""
 
     @classmethod
     def find(cls, value: object) -> type[Self] | None:
@@ -88,12 +87,12 @@ class ParallelConfig(Tagged):
 
     @property
     def sharded(self) -> bool:
-        """Whether there is anything to shard: with one replica there is not, unless TP processes share outer factors."""
+        """Whether anything is sharded over replicas: not with one replica, unless outer factors are sharded over TP."""
         return self.shard != "none" and (self.dp > 1 or (self.shard_outer and self.tp > 1))
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axes of the mesh and their sizes, the outermost first: TP innermost, so that it stays inside a node."""
+        """Mesh axes and their sizes, outermost first: TP is innermost, so that it stays within a node."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
 
     @property
@@ -103,60 +102,60 @@ class ParallelConfig(Tagged):
 
 
 class TrainConfig(Section):
-    """The loop: how long, in which numbers, and how often it looks up."""
+    """The training loop: length, precision, and intervals."""
 
     steps: Count = 1000
-    """Optimizer steps of the whole run (a resumed run counts from the beginning)."""
+    """Total optimizer steps (a resumed run counts from the start)."""
 
     seed: Natural = 0
-    """Seed of the initial weights (with each parameter's name) and of the order of the data."""
+    """Seed of the initial weights (combined with each parameter's name) and of the data order."""
 
     seq_len: Count = 256
-    """Tokens of one sequence."""
+    """Tokens per sequence."""
 
     global_batch: Count = 32
-    """Sequences of one optimizer step, over all processes."""
+    """Sequences per optimizer step, over all processes."""
 
     micro_batch: Count = 8
-    """Sequences that one replica takes through the model at once; global_batch / (dp * micro_batch) are accumulated."""
+    """Sequences per replica and forward pass; gradients accumulate over global_batch / (dp * micro_batch) micro-batches."""
 
     param_dtype: DType = "float32"
-    """Dtype of the stored (master) weights, gradients and optimizer moments."""
+    """Dtype of master weights, gradients and optimizer state."""
 
     compute_dtype: DType = "float32"
-    """Dtype of activations and GEMMs: weights are cast to it where they are used, gradients accumulate in param_dtype."""
+    """Dtype of activations and GEMMs: weights are cast to it when used, gradients accumulate in param_dtype."""
 
     deterministic: bool = False
-    """True: only deterministic kernels, so that resuming is bitwise on GPUs too, where it costs speed. On CPUs it always is."""
+    """True: deterministic kernels only, so resuming is bitwise exact on GPUs too, at some cost in speed. On CPUs it always is."""
 
     compile: bool = False
-    """True: each block is compiled by torch.compile into fused kernels, a minute or so at the start (on CPUs: needs g++)."""
+    """True: torch.compile each block; adds about a minute at startup (on CPUs: needs g++)."""
 
     recompute: RecomputeName = "none"
-    """Activation checkpointing: what a block computes again in its backward pass. none: nothing. low-rank: all but the
-    latents behind its collectives, with no collective. low-rank+attention-output: that, but for attention's kernel.
-    low-rank-sharded: btp-sp only, latents kept before they are gathered. full-block: everything, collectives included."""
+    """Activation checkpointing: what a block recomputes in its backward pass. none: nothing. low-rank: all but the latents
+    after its collectives, so no collective is repeated. low-rank+attention-output: the same without attention's kernel.
+    low-rank-sharded: btp-sp only, latents are saved before they are gathered. full-block: everything, including collectives."""
 
     recompute_every: Count = 1
-    """Every n-th block recomputes: 1 all of them, 2 half of them."""
+    """Recompute every n-th block: 1 all of them, 2 half of them."""
 
     eval_every: Natural = 0
     """Steps between evaluations on held-out text; 0: only at the end."""
 
     eval_tokens: Natural = 0
-    """Held-out tokens of a periodic evaluation; 0: all of them. The last evaluation always takes all."""
+    """Held-out tokens per periodic evaluation; 0: all of them. The final evaluation always uses all."""
 
     save_every: Natural = 0
     """Steps between checkpoints; 0: only at the end (and on SIGTERM)."""
 
     keep: Count = 3
-    """Complete checkpoints kept; older ones are removed after a newer one is complete."""
+    """Number of complete checkpoints to keep; older ones are removed once a newer one is complete."""
 
     log_every: Count = 10
-    """Steps between plain lines on a console that is not a terminal. metrics.jsonl has every step."""
+    """Steps between log lines when stdout is not a terminal. metrics.jsonl has every step."""
 
     def recompute_by_layer(self, layers: int) -> tuple[RecomputeName, ...]:
-        """What each of `layers` blocks recomputes: every n-th from the first on as `recompute` says, the others nothing."""
+        """The policy of each of `layers` blocks: `recompute` for every n-th, starting with the first, else none."""
         return tuple("none" if layer % self.recompute_every else self.recompute for layer in range(layers))
 
 
@@ -167,23 +166,23 @@ class DataConfig(Section):
     """Token store made by 'boost prepare'."""
 
     isolate_documents: bool = False
-    """True: tokens attend only to earlier tokens of their own document; False: to all of their sequence."""
+    """True: tokens attend only to earlier tokens of their own document; False: to all earlier tokens of their sequence."""
 
 
 class RunConfig(Section):
-    """Where the run lives and who is told about it."""
+    """Run directory, device and experiment trackers."""
 
     dir: Place = "runs/demo"
     """Run directory: resolved configuration, metrics, logs, checkpoints."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPU of this process where there is one."""
+    """auto: the GPU of this process if there is one, else the CPU."""
 
     timeout_s: Count = 600
-    """Seconds after which a collective that hangs ends the run."""
+    """Timeout of a collective in seconds; a hung collective then ends the run."""
 
     peak_tflops: NonNegative = 0.0
-    """Peak of one device in compute_dtype, for MFU, in TFLOP/s; 0: from a table of GPUs, or a GEMM measured on a CPU."""
+    """Peak TFLOP/s of one device in compute_dtype, for MFU; 0: from a table of GPUs, or a measured GEMM on a CPU."""
 
     wandb: bool = False
     """Also report to Weights & Biases (package wandb, its own login)."""
@@ -196,7 +195,7 @@ class RunConfig(Section):
 
 
 class Config(Section):
-    """A whole run. `boost.config.load` builds it and checks what several sections must agree on."""
+    """A whole run. `boost.config.load` builds it and checks constraints across sections."""
 
     model: SerializeAsAny[ModelConfig] = Field(default_factory=lambda: ModelConfig.model_validate({}))
     parallel: SerializeAsAny[ParallelConfig] = Field(default_factory=lambda: ParallelConfig.model_validate({}))

@@ -18,7 +18,7 @@ peaks, and GEMMs reach about two thirds of theirs. Only the embedding, which mul
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks, with the embedding before the first ones and the head behind the last ones."""
+    """Consecutive blocks, with the embedding before the first and the head after the last."""
 
     index: int = 0
     count: int = 1
@@ -47,7 +47,7 @@ def whole(model: ModelConfig) -> Stage:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """All stages of the model, in the order in which a token meets them: parallel.split, or balanced."""
+    """All stages of the model, in forward order: parallel.split, or balanced."""
     parallel = config.parallel
     if parallel.stages == 1:
         return (whole(config.model),)

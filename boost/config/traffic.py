@@ -34,7 +34,7 @@ class Collective:
     dtype: str
     processes: int
     place: str = ""
-    """What it serves: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | agreement."""
+    """What it serves: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | step stats."""
     layer: int | None = None
     """Number of the block, for the four groups and for weights that are gathered with it."""
     axis: str = "tp"

@@ -8,7 +8,7 @@ _WHAT = {
     "llama": "A LLaMA decoder with dense linears: transformers' own `LlamaForCausalLM`.",
     "merged": "Trained as low-rank factors, exported with each pair multiplied to W = B A: transformers' own `LlamaForCausalLM`.",
     "cola": "CoLA, y = B silu(A x), under the names and shapes of the official `ColaForCausalLM`, which reads these weights too.",
-    "boost": "A low-rank decoder, y = B act(A x), with its modelling file beside the weights.",
+    "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
 }
 
 

@@ -72,7 +72,7 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, fi
 
 
 def require_free(out: Path, flag: str) -> None:
-    """Raises ConfigError if something stands where a folder is to be written."""
+    """Raises ConfigError if the output folder exists and is not empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{flag} = '{out}' exists and is not an empty folder; choose another, or remove it")
 
@@ -92,7 +92,7 @@ def _texts(
     model, data = checkpoint.config.model, checkpoint.data
     context = int(data.get("context") or checkpoint.config.train.seq_len)
     eos, bos = data.get("eos"), data.get("bos")
-    bos = eos if bos is None else bos  # a document begins behind the end of the one before
+    bos = eos if bos is None else bos  # a document begins after the end of the previous one
     if len(set(places.values())) > 1:
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": places})
     yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))

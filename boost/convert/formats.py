@@ -30,7 +30,7 @@ MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "bo
 
 @dataclass(frozen=True)
 class Folder:
-    """What the configuration of a folder says of the weights beside it."""
+    """What a folder's configuration says about its weights."""
 
     model: ModelConfig
     form: Form
@@ -97,7 +97,7 @@ def read_folder(path: Path) -> Folder:
     kind = content.get("model_type")
     if kind not in ("llama", "cola", "boost"):
         raise ConfigError(
-            f"model_type = {kind!r} in '{path}/config.json' is not a model that boost imports; the legal values are "
+            f"model_type = {kind!r} in '{path}/config.json' is not a model that boost imports; valid values: "
             "'llama', 'cola' (the official class) and 'boost' (our own exports)"
         )
     where = f"'{path}/config.json'"
@@ -105,9 +105,7 @@ def read_folder(path: Path) -> Folder:
     context = content.get("max_position_embeddings")
     context = 2048 if context is None else context
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
-        raise ConfigError(
-            f"max_position_embeddings = {context!r} in {where} is no length; the legal values are 1, 2, ..."
-        )
+        raise ConfigError(f"max_position_embeddings = {context!r} in {where} is no length; valid values: 1, 2, ...")
     table = _model_table(content, where)
     try:
         table |= {"dense": _dense, "cola": _cola, "boost": _boost}["dense" if kind == "llama" else kind](content, where)
@@ -160,14 +158,10 @@ def _refuse_what_ours_has_not(content: dict[str, Any], where: str) -> None:
     rope = _rope(content)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ConfigError(
-            f"rope_type = {kind!r} in {where}: our decoder has plain rotary only; the legal value is 'default'"
-        )
+        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder has plain rotary only; valid value: 'default'")
     for field in ("attention_bias", "mlp_bias"):
         if content.get(field):
-            raise ConfigError(
-                f"{field} = true in {where}: our decoder's linears have no bias; the legal value is false"
-            )
+            raise ConfigError(f"{field} = true in {where}: our decoder's linears have no bias; valid value: false")
     width, heads = content.get("head_dim"), content.get("num_attention_heads")
     if width and isinstance(heads, int) and (not isinstance(width, int) or width * heads != content.get("hidden_size")):
         legal = f"hidden_size / num_attention_heads = {content.get('hidden_size')!r} / {heads}"

@@ -115,7 +115,7 @@ def import_weights(
 
     `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors are
     float32 or wider).
-    `tokenizer`: a tokenizer.json or its folder, in place of the one beside the weights. The checkpoint appears under its
+    `tokenizer`: a tokenizer.json or its folder, in place of the one next to the weights. The checkpoint appears under its
     name when it is complete. Raises BoostError.
     """
     require_free(out, "--out")
@@ -208,7 +208,7 @@ def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
         "eos": eos,
         "bos": weights.bos
         if weights.bos != eos
-        else None,  # a document then begins behind the end of another, as ours do
+        else None,  # a document then begins after the end of another, as ours do
         "context": weights.context,
     }
 

@@ -1,6 +1,6 @@
 """Low-rank decoders of BOOST for Hugging Face transformers: every linear of a LLaMA block is y = B act(A x).
 
-One file for three families. svd: no activation; cola: silu; lax: the latents of a block meet those of the same linears of the
+One file for three families. svd: no activation; cola: silu; lax: a block's latents are combined with those of the same linears of the
 block before, u = LayerNorm(A x + G(h of the block before)), and G is the identity, two small matrices, or a linear
 (arXiv 2502.10940, 2505.21732). It needs torch and transformers only:
 
@@ -104,15 +104,15 @@ class BoostRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        wide = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * inverse).to(x_BSD.dtype)
+        x_acc_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
+        inverse = torch.rsqrt(x_acc_BSD.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x_acc_BSD * inverse).to(x_BSD.dtype)
 
 
 class BoostBottleneck(nn.Module):
     """y = B act(A x), with A [r, I] and B [O, r]; in CoLA's own format cola_a [I, r] and cola_b [r, O], their transposes.
 
-    Behind the first block of a crossing family, the latents h of the same linear of the block before enter.
+    After the first block of a family with latent gates, the latents h of the same linear of the previous block are added.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -175,7 +175,7 @@ def rotate(x_BHSE: Tensor, cos_BSE: Tensor, sin_BSE: Tensor) -> Tensor:
 
 
 # Not named ...Attention: for such classes transformers 5 looks for a call in this text that 4.56 does not have, and without
-# it lets nobody choose the implementation.
+# it does not allow choosing the implementation.
 class BoostHeads(nn.Module):
     """Rotary causal attention of one block, on whatever implementation transformers was asked for."""
 
@@ -195,7 +195,7 @@ class BoostHeads(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        arrived: tuple[Tensor | None, ...],
+        prev_latents: tuple[Tensor | None, ...],
         rotary: tuple[Tensor, Tensor],
         attention_mask: Any,
         cache: Cache | None,
@@ -203,7 +203,7 @@ class BoostHeads(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """The update [B, S, D], latents of q, k, v, o, and attention's weights where the implementation has them."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        made = [linear(x_BSD, h) for linear, h in zip(projections, arrived[:3], strict=True)]
+        made = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in made)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
@@ -211,7 +211,7 @@ class BoostHeads(nn.Module):
         name = self.config._attn_implementation
         attend = eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         a_BSHE, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
-        update_BSD, h_o = self.o_proj(a_BSHE.flatten(2), arrived[3])
+        update_BSD, h_o = self.o_proj(a_BSHE.flatten(2), prev_latents[3])
         return update_BSD, (*(h for _, h in made), h_o), weights
 
 
@@ -226,15 +226,15 @@ class BoostMLP(nn.Module):
         self.up_proj = BoostBottleneck(config, layer, "mlp.up", d, f)
         self.down_proj = BoostBottleneck(config, layer, "mlp.down", f, d)
 
-    def forward(self, x_BSD: Tensor, arrived: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        gate, h_gate = self.gate_proj(x_BSD, arrived[0])
-        up, h_up = self.up_proj(x_BSD, arrived[1])
-        update_BSD, h_down = self.down_proj((F.silu(gate) if self.silu else gate) * up, arrived[2])
+    def forward(self, x_BSD: Tensor, prev_latents: tuple[Tensor | None, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        gate, h_gate = self.gate_proj(x_BSD, prev_latents[0])
+        up, h_up = self.up_proj(x_BSD, prev_latents[1])
+        update_BSD, h_down = self.down_proj((F.silu(gate) if self.silu else gate) * up, prev_latents[2])
         return update_BSD, (h_gate, h_up, h_down)
 
 
 class BoostDecoderLayer(GradientCheckpointingLayer):
-    """Attention and gated MLP, each behind a norm and added to the residual stream.
+    """Attention and gated MLP, each after a norm and added to the residual stream.
 
     What gradients flow through is positional and in no tuple: reentrant checkpointing sees nothing else.
     """
@@ -246,16 +246,16 @@ class BoostDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_BSD: Tensor, *arrived: Tensor | None, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        """The residual stream behind this block, attention's weights, its seven latents."""
-        update, of_attention, weights = self.self_attn(self.input_layernorm(x_BSD), arrived[:4], **kwargs)
+    def forward(self, x_BSD: Tensor, *prev_latents: Tensor | None, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        """The residual stream after this block, the attention weights, and its seven latents."""
+        update, of_attention, weights = self.self_attn(self.input_layernorm(x_BSD), prev_latents[:4], **kwargs)
         x_BSD = x_BSD + update
-        update, of_mlp = self.mlp(self.post_attention_layernorm(x_BSD), arrived[4:])
+        update, of_mlp = self.mlp(self.post_attention_layernorm(x_BSD), prev_latents[4:])
         return x_BSD + update, weights, *of_attention, *of_mlp
 
 
 class BoostPreTrainedModel(PreTrainedModel):
-    """What transformers asks of every model class."""
+    """What transformers requires of every model class."""
 
     config_class: Any = BoostConfig
     base_model_prefix = "model"
@@ -364,9 +364,9 @@ def _causal_mask(
 def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [B, S, E] in `dtype`. Angles are made from the configuration each time: no buffer to lose on the way."""
     head_dim = config.hidden_size // config.num_attention_heads
-    wide = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=wide) / head_dim
-    angles_BSE = (position_ids_BS[..., None].to(wide) * config.rope_theta**-exponents).repeat(1, 1, 2)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=acc_dtype) / head_dim
+    angles_BSE = (position_ids_BS[..., None].to(acc_dtype) * config.rope_theta**-exponents).repeat(1, 1, 2)
     return angles_BSE.cos().to(dtype), angles_BSE.sin().to(dtype)
 
 

@@ -31,23 +31,23 @@ class Truncation:
     """Where the decompositions are computed."""
 
     def check(self, model: ModelConfig) -> None:
-        """Raises ConfigError naming the flag, its value and the nearest legal one."""
+        """Raises ConfigError naming the flag, its value and the nearest valid one."""
         most = min(model.dim, model.ffn_dim)
         if (self.rank is None) == (self.energy is None):
             raise ConfigError("--family svd needs one of --rank R and --energy SHARE, as --energy 0.95")
         if self.rank is not None and not 1 <= self.rank <= most:
             best = 1 if self.rank < 1 else most
             raise ConfigError(
-                f"--rank = {self.rank} is out of range for linears of {most} and more; the nearest legal value is {best}"
+                f"--rank = {self.rank} is out of range for linears of {most} and more; nearest valid value: {best}"
             )
         if self.energy is not None and not 0 < self.energy <= 1:
             raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; the usual value is 0.95")
         if self.multiple < 1:
-            raise ConfigError(f"--multiple = {self.multiple} is too small; the smallest legal value is 1")
+            raise ConfigError(f"--multiple = {self.multiple} is too small; smallest valid value: 1")
 
 
 @dataclass(frozen=True)
-class Linear:
+class FactoredLinear:
     """What became of one linear."""
 
     name: str
@@ -67,7 +67,7 @@ class Factorizer:
     def __init__(self, dense: ModelConfig, truncation: Truncation) -> None:
         truncation.check(dense)
         self._dense, self._how = dense, truncation
-        self.linears: list[Linear] = []
+        self.linears: list[FactoredLinear] = []
 
     def factor(self, parameter: Parameter, w_OI: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """A and B of a dense weight, named and in `dtype`, on the CPU."""
@@ -78,7 +78,7 @@ class Factorizer:
         # A linear that is one key/value head wide has fewer singular values than a multiple may ask for.
         factors = factorize(w_OI.to(how.device), rank, how.energy, how.multiple)
         energy = 1 - factors.error**2
-        self.linears.append(Linear(name, w_OI.shape[0], w_OI.shape[1], factors.rank, energy, factors.error))
+        self.linears.append(FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], factors.rank, energy, factors.error))
         yield f"{name}.A", factors.a_RI.to("cpu", dtype)
         yield f"{name}.B", factors.b_OR.to("cpu", dtype)
 
@@ -125,7 +125,7 @@ class Summary:
     error_max: float
 
 
-def summaries(linears: list[Linear]) -> list[Summary]:
+def summaries(linears: list[FactoredLinear]) -> list[Summary]:
     """What became of each of the seven linears."""
     result = []
     for slot in SLOTS:

@@ -1,4 +1,4 @@
-"""Tokenizers beside weights: what transformers is told of ours, and what we take of theirs."""
+"""Tokenizers next to weights: what we export to transformers, and what we import."""
 
 import json
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def _post_processor(found: dict[str, Any] | None, name: str | None, start: int |
 
 
 def tokenizer_config(tokenizer: "Tokenizer", eos: int | None, bos: int | None, context: int) -> dict[str, Any]:
-    """`tokenizer_config.json` beside a tokenizer.json: AutoTokenizer needs no more.
+    """`tokenizer_config.json` next to a tokenizer.json: all that AutoTokenizer needs.
 
     Padding is masked, so that any token will do: the end of a document, as is usual where there is no other.
     """

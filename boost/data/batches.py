@@ -1,4 +1,4 @@
-"""Token store to batches: the order of samples is a function of (seed, step) alone, whatever the number of processes.
+"""Token store to batches: the order of samples is a function of (seed, step) alone, independent of the number of processes.
 
 Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets.
 Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.

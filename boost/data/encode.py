@@ -1,4 +1,4 @@
-"""Text to tokens in bounded memory: long texts are cut into pieces, pieces are encoded in batches."""
+"""Text to tokens in bounded memory: long texts are split into pieces, and pieces are encoded in batches."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class Encoder:
     """Turns texts into tokens in batches and hands them to the writer in order."""
 
     def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter, working: Callable[[int], None]) -> None:
-        """`working` is told after every batch how many characters of the present text are left."""
+        """`working` is called after every batch with the number of characters left in the current text."""
         self._tokenizer, self._writer, self._working = tokenizer, writer, working
         self._batch: list[tuple[FileReport, str, str, bool]] = []
         self._chars = 0

@@ -1,4 +1,4 @@
-"""Whether a token store serves a configuration: asked before any process is started, and again by each of them."""
+"""Whether a token store fits a configuration: checked before processes start, and again in each of them."""
 
 from pathlib import Path
 

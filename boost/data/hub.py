@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.data.readers import Document, accept, missing_package
-from boost.data.report import Report
+from boost.data.report import PrepareReport
 from boost.errors import DataError
 
 
@@ -27,7 +27,7 @@ class HubSource:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset) or config.startswith("/"):
             raise DataError(f"--hf {spec}: not the name of a data set; expected OWNER/NAME or OWNER/NAME:CONFIG")
 
-    def documents(self, report: Report) -> Iterator[Document]:
+    def documents(self, report: PrepareReport) -> Iterator[Document]:
         entry = report.source(self.name).file(self.dataset)
         rows = self._rows()
         for number, row in enumerate(rows):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from boost.data.encode import Encoder, cut
 from boost.data.readers import Document
-from boost.data.report import Report
+from boost.data.report import PrepareReport
 from boost.data.sources import Source, open_sources
 from boost.data.split import SplitRule, choose_split
 from boost.data.store import FORMAT, STORE_FILE, TokenStore, read_meta, token_dtype
@@ -71,7 +71,7 @@ class PrepareResult:
 
 
 class Progress:
-    """Is told how a preparation goes; this one keeps silent."""
+    """Progress callbacks of `prepare`; this base class does nothing."""
 
     def phase(self, name: str, total: int | None) -> None:
         """A phase begins; `total` is the bytes of input it will pass, None when unknown."""
@@ -104,7 +104,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     fresh = (out / STORE_FILE).exists() and _is_current(options, fingerprint)
     if not fresh:
         with locked(out):
-            # Looked at again: under the lock an older store may have been put back, or a new one been finished.
+            # Checked again under the lock: another process may have restored an older store or finished a new one.
             fresh = _is_current(options, fingerprint)
             if not fresh:
                 try:
@@ -201,14 +201,14 @@ def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, fol
 
 
 def _notes(
-    options: PrepareOptions, rule: SplitRule, asked: int | None, size: int, unknown: int, report: Report
+    options: PrepareOptions, rule: SplitRule, asked: int | None, size: int, unknown: int, report: PrepareReport
 ) -> list[str]:
-    """What a user should know beside the numbers."""
+    """Notes for the user, in addition to the numbers."""
     notes = []
     if asked is not None and size < asked:
         notes.append(f"the train split holds too few repetitions for {asked} tokens: the vocabulary has {size}")
     if rule.single:
-        notes.append("the corpus is one document: its last part is held out, cut at a line where there is one")
+        notes.append("the corpus is one document: its last part is held out, split at a line break if there is one")
     if unknown:
         notes.append(f"{unknown} tokens are the tokenizer's unknown token: it cannot represent all of this text")
     documents = sum(entry.documents for source in report.sources for entry in source.files)
@@ -222,11 +222,11 @@ class _Reading:
 
     def __init__(self, sources: list[Source], limit: int | None, total: int | None, progress: Progress) -> None:
         self._sources, self._limit, self._total, self._progress = sources, limit, total, progress
-        self.report = Report()
+        self.report = PrepareReport()
         self._taken = 0
 
     def documents(self, phase: str) -> Iterator[Document]:
-        self.report = report = Report()
+        self.report = report = PrepareReport()
         self._progress.phase(phase, self._total)
         everything = (document for source in self._sources for document in source.documents(report))
         self._taken = 0
@@ -236,7 +236,7 @@ class _Reading:
             self._progress.update(report.consumed, self._taken)
 
     def working(self, left: int) -> None:
-        """Shows progress inside a long document, of which about `left` bytes are still to be done."""
+        """Shows progress within a long document with about `left` bytes remaining."""
         self._progress.update(max(self.report.consumed - left, 0), self._taken)
 
 

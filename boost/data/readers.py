@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from boost.data.report import FileReport, Report
+from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
@@ -19,7 +19,7 @@ PARQUET_SUFFIXES = (".parquet",)
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
 
-# Beyond these sizes a file is surely no text document but something to cut first; they bound memory.
+# Larger files are not single documents and must be split first; these limits bound memory.
 MAX_DOCUMENT_BYTES = 4 << 30
 MAX_LINE_BYTES = 1 << 30
 
@@ -47,7 +47,7 @@ class Document:
     entry: FileReport
 
 
-def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: Report) -> Iterator[Document]:
+def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
     """The documents of one file, by its suffix. Raises `Unreadable`, or `DataError` for a wrong `text_field`."""
     name = path.name.lower()
     if name.endswith(REFUSED_SUFFIXES):
@@ -66,7 +66,7 @@ def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: 
 
 
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
-    """A document for the text, or None and a line of the report that says why not."""
+    """A document for the text, or None and an entry in the report with the reason."""
     if not isinstance(text, str):
         entry.skip(NO_STRING, f"{where}: {type(text).__name__}".removeprefix(": "))
     elif not text or text.isspace():
@@ -96,11 +96,11 @@ def decode(data: bytes) -> str:
         raise Unreadable(NOT_UTF8, where, "convert it, for example 'iconv -f latin1 -t utf-8'") from None
 
 
-def _read_text(path: Path, key: str, entry: FileReport, report: Report) -> Iterator[Document]:
+def _read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
     with _open(path) as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise Unreadable(f"longer than {MAX_DOCUMENT_BYTES >> 30} GiB", fix="cut it into several files")
+        raise Unreadable(f"longer than {MAX_DOCUMENT_BYTES >> 30} GiB", fix="split it into several files")
     text = decode(data)
     del data
     document = accept(text, key, "", entry)
@@ -109,7 +109,7 @@ def _read_text(path: Path, key: str, entry: FileReport, report: Report) -> Itera
         yield document
 
 
-def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report: Report) -> Iterator[Document]:
+def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
     compressed = path.name.lower().endswith(".gz")
     with _open(path) as file:
         number = 0
@@ -119,7 +119,7 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
             if not compressed:
                 report.consumed += len(line)
             if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise Unreadable(f"a line longer than {MAX_LINE_BYTES >> 30} GiB", where, "cut it in shorter ones")
+                raise Unreadable(f"a line longer than {MAX_LINE_BYTES >> 30} GiB", where, "split it into shorter lines")
             if not line.strip():
                 entry.skip("blank line", where)
                 continue
@@ -143,7 +143,9 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
         report.consumed += path.stat().st_size
 
 
-def _read_parquet(path: Path, key: str, text_field: str, entry: FileReport, report: Report) -> Iterator[Document]:
+def _read_parquet(
+    path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport
+) -> Iterator[Document]:
     pq = require_parquet()
     import pyarrow
 

@@ -90,7 +90,7 @@ class SourceReport:
 
 
 @dataclass
-class Report:
+class PrepareReport:
     """The whole of one pass over the sources. `consumed` counts bytes of input passed by, for a progress bar."""
 
     sources: list[SourceReport] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Report:
         """For an error line: `3 skipped: 2 empty (a.txt), 1 binary, holds NUL bytes (b.dat: byte 9)`."""
         skips = merge_skips(entry for source in self.sources for entry in source.files)
         if not skips:
-            return "nothing was found to read"
+            return "no input was found"
         reasons = ", ".join(
             f"{skip['count']} {reason}" + (f" ({skip['examples'][0]})" if skip["examples"] else "")
             for reason, skip in skips.items()

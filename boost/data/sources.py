@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from boost.data.readers import Document, Unreadable, read_file
-from boost.data.report import Report, SourceReport
+from boost.data.report import PrepareReport, SourceReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
 from boost.errors import DataError
@@ -24,7 +24,7 @@ class Source(Protocol):
     name: str
     size: int | None
 
-    def documents(self, report: Report) -> Iterator[Document]:
+    def documents(self, report: PrepareReport) -> Iterator[Document]:
         """Yields the documents in a fixed order, each recorded in the report. Raises `DataError`."""
         ...
 
@@ -46,7 +46,7 @@ class InputFile:
 
 
 @dataclass
-class Seen:
+class SeenInputs:
     """What earlier inputs of the same command line have taken: real paths, and document keys."""
 
     paths: set[str] = field(default_factory=set)
@@ -68,10 +68,10 @@ class FilesSource:
     can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus keeps its split.
     """
 
-    def __init__(self, path: str | Path, text_field: str = "text", seen: Seen | None = None) -> None:
+    def __init__(self, path: str | Path, text_field: str = "text", seen: SeenInputs | None = None) -> None:
         self.path, self.name, self.text_field = Path(path), str(path), text_field
         self._passed_over: list[tuple[str, str]] = []
-        self._seen = seen or Seen()
+        self._seen = seen or SeenInputs()
         if not self.path.exists():
             raise DataError(
                 f"{path}: no such file or folder; check the spelling, or use --stdlib for a built-in corpus"
@@ -117,14 +117,14 @@ class FilesSource:
         self._seen.paths.add(real)
         return InputFile(path, self._seen.unique_key(key), explicit, found.st_size, found.st_mtime_ns)
 
-    def documents(self, report: Report) -> Iterator[Document]:
+    def documents(self, report: PrepareReport) -> Iterator[Document]:
         section = report.source(self.name)
         for name, reason in self._passed_over:
             section.file(name).skip(reason)
         for file in self.files:
             yield from self._read(file, section, report)
 
-    def _read(self, file: InputFile, section: SourceReport, report: Report) -> Iterator[Document]:
+    def _read(self, file: InputFile, section: SourceReport, report: PrepareReport) -> Iterator[Document]:
         entry = section.file(file.key)
         try:
             if file.refused:
@@ -160,7 +160,7 @@ def open_sources(
         from boost.data.stdlib import StdlibSource
 
         sources.append(StdlibSource())
-    seen = Seen()
+    seen = SeenInputs()
     sources += [FilesSource(path, text_field, seen) for path in inputs]
     if hf is not None:
         from boost.data.hub import HubSource

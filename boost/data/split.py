@@ -62,7 +62,7 @@ def choose_split(documents: Iterable[Document], heldout: float) -> SplitRule | N
 
 
 def split_position(text: str, heldout: float) -> int:
-    """Where to cut one text (of 2 characters or more) in two non-empty parts: the best place near 1 - heldout.
+    """Where to split one text (of 2 characters or more) into two non-empty parts: the best position near 1 - heldout.
 
     Best is after a newline, then after other white space, then anywhere; near is half of the held-out length away.
     """

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from boost.data.readers import Document, Unreadable, accept, read_file
-from boost.data.report import FileReport, Report
+from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
 # Third-party packages are not the standard library; tests and bundled tools would be half of the text.
@@ -50,7 +50,7 @@ class StdlibSource:
                 if name.endswith(".py") and path.is_file():
                     yield path.relative_to(self.root).as_posix(), path
 
-    def documents(self, report: Report) -> Iterator[Document]:
+    def documents(self, report: PrepareReport) -> Iterator[Document]:
         section = report.source(self.name)
         for key, path in self.files:
             entry = section.file(key)

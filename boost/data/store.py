@@ -170,7 +170,7 @@ class TokenStore:
         return self._tokenizer
 
     def require_tokenizer(self, fingerprint: str, owner: str) -> None:
-        """Raises `DataError` unless the store was made by that tokenizer; `owner` names who asks, as a checkpoint."""
+        """Raises `DataError` unless the store was made by that tokenizer; `owner`: the caller, for the error."""
         if fingerprint != self.fingerprint:
             raise DataError(
                 f"{self.path}: its tokenizer ({self.fingerprint[:12]}) is not the one of {owner} ({fingerprint[:12]}); "

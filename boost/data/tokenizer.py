@@ -70,7 +70,7 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
         try:
             return _as_plain_encoder(Tokenizer.from_file(str(path)))
         except Exception as error:
-            # The Rust side raises plain Exception for whatever it cannot parse.
+            # The Rust side raises a plain Exception for anything it cannot parse.
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
     if str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
         raise DataError(f"--tokenizer {spec}: no such file; give a tokenizer.json, a hub name, or train:4096")
@@ -113,7 +113,7 @@ def vocabulary_size(tokenizer: "Tokenizer") -> int:
 
 
 def find_eos(tokenizer: "Tokenizer", eos: str | None = None, folder: str | Path | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id: `eos` if given, else what `folder` or custom says. Raises `DataError`."""
+    """The end-of-document token and its id: `eos` if given, else from `folder` or by convention. Raises `DataError`."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:
@@ -126,7 +126,7 @@ def find_eos(tokenizer: "Tokenizer", eos: str | None = None, folder: str | Path 
 
 
 def _configured_eos(folder: str | Path | None) -> str:
-    """The eos_token of a `tokenizer_config.json` beside the tokenizer, or an empty string."""
+    """The eos_token of a `tokenizer_config.json` next to the tokenizer, or an empty string."""
     file = Path(folder or os.devnull, "tokenizer_config.json")
     try:
         token: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")

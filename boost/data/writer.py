@@ -1,6 +1,6 @@
 """Writing a token store so that a reader sees the old one, or the new one complete, or none.
 
-All writing goes to `STORE.boost-tmp` beside the store; the last act is a rename. `STORE.boost-lock` is locked
+All writing goes to `STORE.boost-tmp` next to the store; the last act is a rename. `STORE.boost-lock` is locked
 meanwhile, so whatever `.boost-tmp` or `.boost-old` the holder of the lock finds was left by a process that is gone.
 """
 
@@ -25,7 +25,7 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def sibling(store: Path, suffix: str) -> Path:
-    """`STORE.boost-tmp`, `-old` or `-lock`: names that nobody else gives to a folder, since leftovers are deleted."""
+    """`STORE.boost-tmp`, `-old` or `-lock`: reserved names, since leftovers are deleted."""
     return store.with_name(f"{store.name}.boost-{suffix}")
 
 
@@ -59,7 +59,7 @@ def locked(store: Path) -> Iterator[None]:
 
 
 def _recover(store: Path) -> None:
-    """Removes an unfinished store, and puts back an old one whose replacement was cut between its two renames."""
+    """Removes an unfinished store, and restores an old one whose replacement was interrupted between its two renames."""
     old = sibling(store, "old")
     if old.exists():
         if (store / STORE_FILE).exists():
@@ -123,7 +123,7 @@ class TokenWriter:
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._digests = {name: hashlib.sha256() for name in SPLITS}
         self._files = ExitStack()
-        # Unbuffered: a full disk must be met by the write, not again by every close.
+        # Unbuffered: a full disk must fail the write, not every later close.
         self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
         self._documents = {name: self._create(f"{name}.documents") for name in SPLITS}
         for file in self._documents.values():

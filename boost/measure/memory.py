@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config import Config
 from boost.models.decoder import Decoder
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.categories import GRADIENTS, KEPT, LOGITS, OPTIMIZER, WEIGHTS, WORK, category_of, short_role
@@ -40,7 +40,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         """The categories at the moment of the largest sum."""
-        self._known: dict[int, _Storage] = {}
+        self._known: dict[int, _LiveStorage] = {}
         self._total = self._largest = 0
         self._lock = threading.RLock()  # what a collective held may die in a thread of gloo's
 
@@ -51,7 +51,9 @@ class MemoryTracker(TorchDispatchMode):
         with self._lock:
             if key in self._known:
                 self._forget(key)
-            self._known[key] = _Storage(category, role, storage.nbytes(), weakref.finalize(storage, self._forget, key))
+            self._known[key] = _LiveStorage(
+                category, role, storage.nbytes(), weakref.finalize(storage, self._forget, key)
+            )
             self._known[key].finalizer.atexit = False
             self.live[category] += storage.nbytes()
             self._total += storage.nbytes()
@@ -96,7 +98,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 @dataclass
-class _Storage:
+class _LiveStorage:
     category: str
     role: str
     size: int
@@ -104,7 +106,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMemory:
     """Bytes alive on one process."""
 
     kept: dict[str, int]
@@ -119,7 +121,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class _Nobody:
+class _FakeGroup:
     """A process group of which torch asks the name only: fake tensors are sent to nobody."""
 
     group_name: str = "nobody"
@@ -127,11 +129,11 @@ class _Nobody:
 
 def fake_mesh(tp: int) -> Mesh:
     """The first of `tp` processes of which the others are not there: for fake tensors."""
-    axis = Axis(0, tp, _Nobody() if tp > 1 else None)  # type: ignore[arg-type]
+    axis = Axis(0, tp, _FakeGroup() if tp > 1 else None)  # type: ignore[arg-type]
     return Mesh(torch.device("cpu"), {"tp": axis})
 
 
-def measure(config: Config) -> Measured:
+def measure(config: Config) -> MeasuredMemory:
     """One process's share of a training step, run on fake tensors: any model, without its memory and without processes.
 
     Takes one micro-batch, the last one: if the step has several, the gradients of the others are there already. The buckets
@@ -148,18 +150,18 @@ def measure(config: Config) -> Measured:
         return measure_step(decoder, config, (tokens_BS, tokens_BS), mesh)
 
 
-def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> Measured:
+def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> MeasuredMemory:
     """The same of a decoder that is there, on any tensors: a micro-batch, which adds to its gradients, and an update."""
-    stored = list(storages(decoder))
-    optimizer = build_optimizer(stored, config, mesh)
+    params = list(fused_params(decoder))
+    optimizer = build_optimizer(params, config, mesh)
     tracker = MemoryTracker()
-    for storage in stored:
-        tracker.watch(storage.tensor, WEIGHTS, short_role(storage.parts[0].parameter.role))
+    for storage in params:
+        tracker.watch(storage.tensor, WEIGHTS, short_role(storage.slices[0].parameter.role))
         if storage.tensor.grad is not None:
             tracker.watch(storage.tensor.grad, GRADIENTS)
     for value in optimizer.state_tensors():
         tracker.watch(value, OPTIMIZER)
-    hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in stored]
+    hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in params]
     usual = decoder.layout.loss
 
     def loss(*arguments: Any) -> Tensor:
@@ -181,4 +183,4 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
         decoder.layout.loss = usual  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
-    return Measured(kept, dict(tracker.peak))
+    return MeasuredMemory(kept, dict(tracker.peak))

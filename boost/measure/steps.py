@@ -26,7 +26,7 @@ from boost.data.batches import Batch
 from boost.measure.memory import MemoryTracker
 from boost.measure.shares import without_the_others
 from boost.measure.speed import Probe, synchronize
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, clip_gradients, reduce_step_stats
@@ -44,7 +44,7 @@ ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """One configuration: what was predicted of its step and what was seen, on the busiest process."""
 
     name: str
@@ -74,9 +74,9 @@ class Stepper:
         self.config, self.mesh = config, mesh
         self.model = build_model(config, mesh)
         initialize_model(self.model, config.train.seed)
-        self.storages = list(storages(self.model))
-        self.reducer = GradientReducer(self.storages, mesh)
-        self.optimizer = build_optimizer(self.storages, config, mesh)
+        self.fused_params = list(fused_params(self.model))
+        self.reducer = GradientReducer(self.fused_params, mesh)
+        self.optimizer = build_optimizer(self.fused_params, config, mesh)
         self.batches = made_up_batches(config)
 
     def step(self) -> list[Tensor]:
@@ -87,10 +87,10 @@ class Stepper:
         loss = backward(self.model, self.batches, self.config, divisor=tokens)
         self.reducer.finish()
         targets = sum(batch.targets.size for batch in self.batches)
-        stats = reduce_step_stats(self.storages, loss, targets, tokens, self.mesh)
-        clip_gradients((s.tensor for s in self.storages), stats, self.config.optim.clip)
+        stats = reduce_step_stats(self.fused_params, loss, targets, tokens, self.mesh)
+        clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
         self.optimizer.step(0, self.config.optim.lr)
-        return [loss, *(s.tensor.grad for s in self.storages if s.tensor.grad is not None)]
+        return [loss, *(s.tensor.grad for s in self.fused_params if s.tensor.grad is not None)]
 
     def seconds(self) -> float:
         """Of one step, from the moment when all processes begin to that when all are done."""
@@ -121,12 +121,12 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
     return result[2:]
 
 
-def measure(hardware: Hardware) -> list[Step]:
+def measure(hardware: Hardware) -> list[MeasuredStep]:
     """Steps of `cases` on this machine, in interleaved rounds of those with one number of processes.
 
     Raises ConfigError if the machine is not of the profile's kind.
     """
-    found: list[Step] = []
+    found: list[MeasuredStep] = []
     for processes, share, names in _together(hardware.device):
         work = [(name, case(name, hardware.device)) for name in names]
         with tempfile.TemporaryDirectory(prefix="boost-steps-") as folder:
@@ -134,7 +134,9 @@ def measure(hardware: Hardware) -> list[Step]:
             code = launch(_measure_into, (work, hardware, share, out), processes, log_dir=None)
             if code:
                 raise SystemExit(code)
-            found += [Step(**row | {"quartiles_s": tuple(row["quartiles_s"])}) for row in json.loads(out.read_text())]
+            found += [
+                MeasuredStep(**row | {"quartiles_s": tuple(row["quartiles_s"])}) for row in json.loads(out.read_text())
+            ]
     return found
 
 
@@ -145,7 +147,7 @@ def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share:
     return 0
 
 
-def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[Step]:
+def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:
     """One process of the measurement of configurations with one number of processes. Rows on the main one, else []."""
     first = work[0][1]
     _threads(hardware)
@@ -158,7 +160,7 @@ def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, roun
     return rows if mesh.is_main else []
 
 
-def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[Step]:
+def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:
     """The same of one TP process by itself, of groups that are not there. All configurations have one size of TP."""
     parallel, device = work[0][1].parallel, choose_device(work[0][1].run.device)
     _threads(hardware)
@@ -174,7 +176,7 @@ def _threads(hardware: Hardware) -> None:
 
 def _rows(
     names: Sequence[str], steppers: Sequence[Stepper], hardware: Hardware, rounds: int, share: bool
-) -> list[Step]:
+) -> list[MeasuredStep]:
     for stepper in steppers:  # a pipeline's first step makes its buffers, and sends their shapes
         stepper.step()
     seen = [_seen(stepper) for stepper in steppers]
@@ -194,7 +196,7 @@ def _rows(
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedStep:
     """One step of one process, looked at while it ran."""
 
     peak_bytes: int
@@ -208,23 +210,23 @@ class Seen:
         return sum(each.sent_bytes for each in self.collectives)
 
 
-def look_at(stepper: Stepper) -> Seen:
+def look_at(stepper: Stepper) -> ObservedStep:
     """Does one step, slowly, and sees every tensor and every collective of it."""
     tracker, counter = MemoryTracker(), CollectiveCounter()
-    for storage in stepper.storages:
-        tracker.watch(storage.tensor, WEIGHTS)
+    for fused in stepper.fused_params:
+        tracker.watch(fused.tensor, WEIGHTS)
     for value in stepper.optimizer.state_tensors():
         tracker.watch(value, OPTIMIZER)
     hooks = [
         s.parameter.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS))
-        for s in stepper.storages
+        for s in stepper.fused_params
         if s.shard is None
     ]
     with tracker, counter:
         stepper.step()
     for hook in hooks:
         hook.remove()
-    return Seen(sum(tracker.peak.values()), counter.collectives)
+    return ObservedStep(sum(tracker.peak.values()), counter.collectives)
 
 
 def _seen(stepper: Stepper) -> tuple[int, int]:
@@ -249,10 +251,10 @@ def _row(
     timed: Sequence[tuple[float, float]],
     measured_peak: int,
     counted: int,
-) -> Step:
+) -> MeasuredStep:
     times = [seconds / slower for seconds, slower in timed]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Step(
+    return MeasuredStep(
         name=name,
         processes=stepper.config.parallel.world_size,
         config=stepper.config.model_dump(),

@@ -191,7 +191,7 @@ def _measured(name: str, section: Facts | None) -> list[str | Table]:
 
 
 def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[Table]:
-    """Of measured steps (`boost.measure.steps.Step` as dictionaries): the verdicts, and every configuration."""
+    """Of measured steps (`boost.measure.steps.MeasuredStep` as dictionaries): the verdicts, and every configuration."""
     judged = [verdict.__dict__ | {"holds": verdict.holds} for verdict in measured_verdicts(name, rows)]
     headings: tuple[str, ...] = (
         "configuration",

@@ -56,9 +56,9 @@ def make_context(
     Angles are computed in fp32 (fp64 for fp64 activations) whatever `dtype` is. Rotary positions are relative, so documents
     need no positions of their own.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=wide) / head_dim)
-    angles = torch.outer(positions_S.to(wide), frequencies).repeat(1, 2)
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=acc_dtype) / head_dim)
+    angles = torch.outer(positions_S.to(acc_dtype), frequencies).repeat(1, 2)
     mask = None
     if document_ids_BS is not None:
         length = document_ids_BS.shape[1]

@@ -1,6 +1,6 @@
 """The decoder, written once. It knows the mathematics of LLaMA; how it is spread over processes is up to the layout.
 
-Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in whatever shape the layout gives it.
+Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in the shape that the layout gives it.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
 from boost.models.attention import Context, KVCache, attend, make_context
-from boost.models.group import Group
+from boost.models.fused import FusedModule
+from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Layout, RecomputePolicy, Saved, Stream, local_kv_heads
-from boost.models.stored import Stored
 
 
-class Block(Stored):
+class TransformerBlock(FusedModule):
     """Attention and gated MLP, each: project in, do the local work, project out."""
 
     attn_norm: Tensor
@@ -37,9 +37,9 @@ class Block(Stored):
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
-            self.store(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
+            self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
         shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (Group(model, shape, layer, layout) for shape in shapes)
+        self.qkv, self.o, self.gate_up, self.down = (LinearGroup(model, shape, layer, layout) for shape in shapes)
 
     def forward(self, layout: Layout, stream: Stream, context: Context) -> Stream:
         """The stream after this block, run under `layout.policy`."""
@@ -56,8 +56,8 @@ class Block(Stored):
         return stream.next_block()
 
     @property
-    def groups(self) -> tuple[Group, Group, Group, Group]:
-        """In the order in which a token meets them."""
+    def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
+        """In forward order."""
         return self.qkv, self.o, self.gate_up, self.down
 
     def _attention(self, layout: Layout, context: Context, saved: Saved) -> tuple[Tensor, Latents]:
@@ -69,11 +69,11 @@ class Block(Stored):
         return layout.out_proj_local((F.silu(gate) if self.mlp_silu else gate) * up, self.down), latents
 
 
-class Decoder(Stored):
+class Decoder(FusedModule):
     """Embedding, blocks, final norm and head under one layout, or one stage of it: consecutive blocks, with the embedding
-    before the first ones and norm and head behind the last ones. Weights are uninitialised until `init.initialize`.
+    before the first and norm and head after the last. Weights are uninitialized until `init.initialize`.
 
-    `policies` says of each block of the whole model what it keeps for its backward pass; empty: whatever autograd keeps.
+    `policies`: the recomputation policy of each block of the whole model; empty: no recomputation.
     """
 
     embed: Tensor
@@ -93,12 +93,12 @@ class Decoder(Stored):
         self.stage = stage or whole(model)
         policies = policies or [NO_RECOMPUTE] * model.layers
         if self.stage.has_embedding:
-            self.store("embed", (architecture.embedding(model),), layout)
+            self.add_fused_param("embed", (architecture.embedding(model),), layout)
         each = enumerate(self.stage.numbers)
-        self.blocks = nn.ModuleList(Block(model, n, layout, policies[n], index) for index, n in each)
+        self.blocks = nn.ModuleList(TransformerBlock(model, n, layout, policies[n], index) for index, n in each)
         if self.stage.has_head:
-            self.store("final_norm", (architecture.final_norm(model),), layout)
-            self.store("head", (architecture.head(model),), layout)
+            self.add_fused_param("final_norm", (architecture.final_norm(model),), layout)
+            self.add_fused_param("head", (architecture.head(model),), layout)
 
     @property
     def device(self) -> torch.device:
@@ -158,12 +158,12 @@ class Decoder(Stored):
         """The same of what this stage sends to the next."""
         return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.feeds_next])
 
-    def _groups_of(self, index: int) -> tuple[Group, ...]:
+    def _groups_of(self, index: int) -> tuple[LinearGroup, ...]:
         block = self.blocks[index]
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         return block.groups
 
-    def _boundary(self, layout: Layout, tokens: int, groups: Sequence[Group]) -> list[tuple[int, int]]:
+    def _boundary(self, layout: Layout, tokens: int, groups: Sequence[LinearGroup]) -> list[tuple[int, int]]:
         return [layout.residual_shape(tokens), *(s for group in groups for s in group.latent_shapes(layout, tokens))]
 
     def _context(self, tokens_BS: Tensor, positions_S: Tensor, document_ids_BS: Tensor | None = None) -> Context:
@@ -177,6 +177,6 @@ class Decoder(Stored):
             received = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
         stream = Stream(received[0], received[1:])
         for block in self.blocks:
-            policy = cast(Block, block).policy if torch.is_grad_enabled() else NO_RECOMPUTE
+            policy = cast(TransformerBlock, block).policy if torch.is_grad_enabled() else NO_RECOMPUTE
             stream = block(layout.with_options(policy=policy), stream, context)
         return stream

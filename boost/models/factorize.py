@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Factors:
+class Factorization:
     """B A, close to W."""
 
     a_RI: Tensor
@@ -30,7 +30,7 @@ class Factors:
         return float((squares[self.rank :].sum() / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)).sqrt())
 
 
-def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None, multiple: int = 1) -> Factors:
+def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None, multiple: int = 1) -> Factorization:
     """The truncated SVD of W, in fp64 on W's device: B = U_r sqrt(S_r), A = sqrt(S_r) V_r^T, both fp64.
 
     r is `rank`, or the smallest that keeps the share `energy` of the sum of squared singular values, rounded up to a multiple
@@ -38,8 +38,8 @@ def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None
     does not depend on the library's choice of sign.
     """
     assert (rank is None) != (energy is None), "a rank or an energy"
-    wide = w_OI.shape[0] <= w_OI.shape[1]
-    w_MN = (w_OI if wide else w_OI.T).double()
+    is_wide = w_OI.shape[0] <= w_OI.shape[1]
+    w_MN = (w_OI if is_wide else w_OI.T).double()
     # By the eigenvectors of the smaller Gram matrix, in half the time of an SVD. What squaring loses are directions of singular
     # values below 1e-8 of the largest; the factors' product is a projection of W, as exact as eigenvectors are orthogonal.
     q_MM = torch.linalg.eigh(w_MN @ w_MN.T).eigenvectors
@@ -51,11 +51,11 @@ def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None
     root = s[: len(order)].sqrt()
     thin_MR = q_MM[:, order] * root
     long_RN = projected_MN[order] / torch.where(root > 0, root, 1)[:, None]
-    u_OR = thin_MR if wide else long_RN.T
+    u_OR = thin_MR if is_wide else long_RN.T
     sign = u_OR.gather(0, u_OR.abs().argmax(dim=0, keepdim=True)).sign()
     sign = torch.where(sign == 0, 1, sign)
-    a_RI, b_OR = (long_RN, thin_MR) if wide else (thin_MR.T, long_RN.T)
-    return Factors((a_RI * sign.T).contiguous(), (b_OR * sign).contiguous(), s)
+    a_RI, b_OR = (long_RN, thin_MR) if is_wide else (thin_MR.T, long_RN.T)
+    return Factorization((a_RI * sign.T).contiguous(), (b_OR * sign).contiguous(), s)
 
 
 def rank_for(values: Tensor, energy: float, multiple: int = 1) -> int:

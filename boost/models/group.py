@@ -1,4 +1,4 @@
-"""Linears with one input, dense or low-rank: the mathematics, on whatever shard the layout made of the weights.
+"""Linears with one input, dense or low-rank: the math, on the layout's shards of the weights.
 
 Legend: T tokens; I input width, O output width, R latent width of the group, all of them as held by this process.
 """
@@ -13,43 +13,43 @@ from torch import Tensor
 from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
+from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
-from boost.models.stored import Stored
 
 
-class Group(Stored):
+class LinearGroup(FusedModule):
     """The linears of one group of one block. Families differ by data: whether there is a bottleneck, and its activation.
 
-    The factors A of all slots are one stored tensor [sum of ranks, I], so that they can share one GEMM and one
+    The factors A of all slots are one fused parameter [sum of ranks, I], so that they can share one GEMM and one
     collective without a copy; factors B have one tensor a slot; dense weights are one tensor [sum of outputs, I], or two
     where key and value are not sharded like the query.
     """
 
     A: Tensor
 
-    def __init__(self, model: ModelConfig, shape: architecture.Group, layer: int, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Layout) -> None:
         super().__init__()
         self.shape = shape
         prefix = f"layers.{layer}"
         self.low_rank = model.low_rank
         self.latent_act = model.latent_act
         if self.low_rank:
-            self.store("A", shape.parameters(prefix, "A"), layout)
+            self.add_fused_param("A", shape.parameters(prefix, "A"), layout)
             self._outer = [self._store_outer("B", (parameter,), layout) for parameter in shape.parameters(prefix, "B")]
         else:
             alike = itertools.groupby(shape.parameters(prefix, "W"), lambda each: layout.placement(each.role))
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
-        whole = [self.placements[name].dim is None for name in self._outer for _ in self.parts[name]]
+        whole = [self.placements[name].dim is None for name in self._outer for _ in self.slices[name]]
         self._own_heads = [
             _own_head(model, layout) if slot.kv and held_whole else None
             for slot, held_whole in zip(shape.slots, whole, strict=True)
         ]
-        crossed = architecture.crossed(model, layer)
-        self.latent_gate = LatentGate(model, shape, prefix, layout) if crossed else None
-        """Where latents of the previous block meet these."""
-        self.feeds_next = model.crosses and layer + 1 < model.layers
+        has_latent_gate = architecture.has_latent_gate(model, layer)
+        self.latent_gate = LatentGate(model, shape, prefix, layout) if has_latent_gate else None
+        """Combines these latents with those of the previous block."""
+        self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         """Whether the next block takes these latents."""
 
     # Low-rank linears: down_proj, activate, up_proj.
@@ -62,7 +62,7 @@ class Group(Stored):
         """A (or something of its shape) as one matrix for the whole group, or one a slot."""
         if grouped or len(self.shape.slots) == 1:
             return [a_RI]
-        return a_RI.split([part.rows for part in self.parts["A"]])
+        return a_RI.split([param_slice.rows for param_slice in self.slices["A"]])
 
     def activate(self, latents: Sequence[Tensor], prev_latents: Latents = ()) -> tuple[list[Tensor], Latents]:
         """Latents A x as one [T, R] or one a slot -> act of each, and those that the next block takes."""
@@ -78,7 +78,7 @@ class Group(Stored):
     def up_proj(self, h: Sequence[Tensor]) -> list[Tensor]:
         """Activated latents -> one [T, O] a slot."""
         if len(h) == 1 and len(self.shape.slots) > 1:
-            h = h[0].split([part.rows for part in self.parts["A"]], dim=-1)
+            h = h[0].split([param_slice.rows for param_slice in self.slices["A"]], dim=-1)
         return [linear(h_Tr, b) for h_Tr, b in zip(h, self.outer_weights(h[0].dtype), strict=True)]
 
     def activate_and_project(
@@ -108,31 +108,31 @@ class Group(Stored):
             inputs = saved.tensors if len(saved.tensors) > 1 else [x_TI] * len(self.shape.slots)
             return [linear(x, w_OI) for x, w_OI in zip(inputs, self.outer_weights(x_TI.dtype), strict=True)]
         if len(self._outer) == 1 and self._own_heads == [None] * len(self._own_heads):
-            rows = [part.rows for part in self.parts[self._outer[0]]]
+            rows = [param_slice.rows for param_slice in self.slices[self._outer[0]]]
             y_TO = linear(x_TI, getattr(self, self._outer[0]))
             # Split into one part, its gradient would be copied.
             return [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
         weights = self.outer_weights(x_TI.dtype)
         return list(linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
 
-    def dense_out(self, wide: Tensor) -> Tensor:
+    def dense_out(self, hidden: Tensor) -> Tensor:
         """W x of a group with one slot."""
-        (y_TO,) = self.dense(Saved((wide,)), grouped=True)
+        (y_TO,) = self.dense(Saved((hidden,)), grouped=True)
         return y_TO
 
     def outer_weights(self, dtype: torch.dtype) -> list[Tensor]:
         """The weights that make this process's heads or channels (B, or W of a dense group), one a slot, in `dtype`."""
         whole = [
-            (part.view(getattr(self, name)) if len(self.parts[name]) > 1 else getattr(self, name)).to(dtype)
+            (param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else getattr(self, name)).to(dtype)
             for name in self._outer
-            for part in self.parts[name]
+            for param_slice in self.slices[name]
         ]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(whole, self._own_heads, strict=True)]
 
     def _store_outer(self, factor: str, parameters: Sequence[Parameter], layout: Layout) -> str:
         """Stores parameters as `{factor}_{names of their slots}` and returns that name."""
         name = "_".join((factor, *(parameter.name.split(".")[-2] for parameter in parameters)))
-        self.store(name, parameters, layout)
+        self.add_fused_param(name, parameters, layout)
         return name
 
 

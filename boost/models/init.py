@@ -12,21 +12,21 @@ from boost.config.architecture import Parameter, Slot, groups
 from boost.config.schema import ModelConfig
 from boost.models.decoder import Decoder
 from boost.models.factorize import factorize
+from boost.models.fused import FusedParam, fused_params
 from boost.models.interface import local_slice
-from boost.models.stored import Storage, storages
 
 
 @torch.no_grad()
-def initialize(decoder: Decoder, seed: int, over: Callable[[list[Storage]], Iterable[Storage]] = iter) -> None:
-    """Fills every weight of a decoder in place. `over` passes the stored tensors on one by one, and may say so.
+def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], Iterable[FusedParam]] = iter) -> None:
+    """Fills every weight of a decoder in place. `over` iterates over the fused parameters and may show progress.
 
-    Each whole parameter is drawn on the CPU in fp32 and cut afterwards: a draw per shard would depend on the mesh.
+    Each whole parameter is drawn on the CPU in fp32 and sharded afterwards: a draw per shard would depend on the mesh.
     """
-    for storage in over(list(storages(decoder))):
-        for piece in storage.pieces():
-            whole = initial_value(piece.parameter, decoder.model, seed)
-            own = local_slice(piece.parameter, decoder.layout, whole)
-            piece.view(storage.tensor).copy_(own.narrow(0, piece.offset, piece.rows))
+    for fused in over(list(fused_params(decoder))):
+        for param_slice in fused.local_slices():
+            whole = initial_value(param_slice.parameter, decoder.model, seed)
+            own = local_slice(param_slice.parameter, decoder.layout, whole)
+            param_slice.view(fused.tensor).copy_(own.narrow(0, param_slice.offset, param_slice.rows))
 
 
 def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor:
@@ -47,7 +47,7 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
 
 def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Factors A and B, fp32, of the linear that `parameter` is one of: the closest to the dense linear's own initial weight
-    that their rank allows (spectral initialisation: Khodak et al., arXiv 2105.01029)."""
+    that their rank allows (spectral initialization: Khodak et al., arXiv 2105.01029)."""
     slot = _linear_of(parameter.name, model)
     assert slot.rank is not None
     name = f"{parameter.name.rpartition('.')[0]}.W"

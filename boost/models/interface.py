@@ -1,11 +1,11 @@
-"""What the decoder asks of a layout. `boost.parallel.layouts` implements it, one file a layout.
+"""The layout interface that the decoder calls. `boost.parallel.layouts` implements it, one file per layout.
 
 A block is two pairs of linears: qkv and gate_up project from the residual stream to heads or channels, o and down project back.
 Each pair runs as
 
     saved, stream = layout.in_proj_comm(stream, gamma, group).wait()    norm, local work, the collective (started, waited for)
     outputs, latents = layout.in_proj_local(saved, group)               no collective
-    partial = layout.out_proj_local(wide, group)                        no collective
+    partial = layout.out_proj_local(hidden, group)                      no collective
     stream = layout.out_proj_comm(stream, partial, group).wait()        the collective, local work, the residual update
 
 What lies between two collectives is a segment: it can be recomputed without communication. Because a collective is started
@@ -23,16 +23,16 @@ from boost.config.architecture import Parameter
 from boost.config.layouts import LayoutSpec, Placement
 
 if TYPE_CHECKING:
-    from boost.models.group import Group
+    from boost.models.group import LinearGroup
 
 Latents = tuple[Tensor, ...]
-"""Latents that cross from one block to the next, one tensor a group or one a slot; empty for families without a crossing."""
+"""Latents passed from one block to the next, one tensor per group or per slot; empty for families without latent gates."""
 
 T = TypeVar("T")
 
 
 class Stream(NamedTuple):
-    """What runs through the blocks of a micro-batch. A tuple, so that torch finds the tensors in it."""
+    """What flows through the blocks of a micro-batch. A tuple, so that torch finds the tensors in it."""
 
     x: Tensor
     """The residual stream, in the shape that the layout gives it."""
@@ -56,20 +56,20 @@ class Stream(NamedTuple):
         return self._replace(x=self.x + update)
 
     def next_block(self) -> "Stream":
-        """As the next block meets it."""
+        """The stream as the next block receives it."""
         return Stream(self.x, self.latents)
 
 
 class Saved(NamedTuple):
-    """What enters the segment after an in-projection's collective; a block that recomputes keeps this and nothing else of it."""
+    """What enters the segment after an in-projection's collective; a recomputing block saves only this."""
 
     tensors: Latents
     prev_latents: Latents = ()
-    """Those that still have to meet the latents in `tensors`."""
+    """Those still to be combined with the latents in `tensors`."""
 
 
 class Pending(Generic[T]):
-    """A collective that was started, and the work after it: `wait` does it and returns the result."""
+    """A started collective and the work after it: `wait` finishes both and returns the result."""
 
     __slots__ = ("wait",)
 
@@ -77,7 +77,7 @@ class Pending(Generic[T]):
         self.wait = wait
 
 
-class Runner(Protocol):
+class SegmentRunner(Protocol):
     """Calls a function; decides what the backward pass finds of it.
 
     The function may be called again, much later, with the same arguments: what it reads beside them must not change.
@@ -95,21 +95,21 @@ def call(function: Callable[..., Any], /, *arguments: Any) -> Any:
 class RecomputePolicy:
     """How one block runs."""
 
-    block: Runner = call
+    block: SegmentRunner = call
     """All of it."""
-    local: Runner = call
+    local: SegmentRunner = call
     """Its segments except attention's."""
-    attention: Runner = call
+    attention: SegmentRunner = call
     """The segment from the latents of q, k, v to what leaves attention."""
     sharded_latents: bool = False
-    """Latents are saved before they are gathered: least memory, and the all-gather is issued again."""
+    """Latents are saved before they are gathered: least memory, but the all-gather is repeated."""
 
 
 NO_RECOMPUTE = RecomputePolicy()
 
 
 class Layout(Protocol):
-    """One way to spread the decoder over TP processes: `spec` says where weights lie and what is sent, this does it.
+    """One way to shard the decoder over TP ranks: `spec` describes placements and communication, this implements them.
 
     T is the number of tokens of the micro-batch; what `in_proj_local` returns always has all T tokens, and 1/num_shards of
     the heads or channels. Collectives stand in `in_proj_comm` and `out_proj_comm` (and, of latents that are saved sharded, in
@@ -149,19 +149,19 @@ class Layout(Protocol):
         """The residual stream of tokens (int64), in `dtype`: that of activations, so nothing wider is sent."""
         ...
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: "Group") -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: "LinearGroup") -> Pending[tuple[Saved, Stream]]:
         """norm(x) into a group, up to its last collective."""
         ...
 
-    def in_proj_local(self, saved: Saved, group: "Group") -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: "LinearGroup") -> tuple[Sequence[Tensor], Latents]:
         """The rest of the group: one [T, d_out / num_shards] a slot, and its latents for the next block if they arise here."""
         ...
 
-    def out_proj_local(self, wide: Tensor, group: "Group") -> Tensor:
+    def out_proj_local(self, hidden: Tensor, group: "LinearGroup") -> Tensor:
         """Heads or channels [T, d_in / num_shards] into a group, up to its first collective."""
         ...
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: "Group") -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: "LinearGroup") -> Pending[Stream]:
         """The rest of the group, and its update of the residual stream."""
         ...
 

@@ -1,4 +1,4 @@
-"""Latent crossing (LaX, arXiv 2505.21732): latents of a block meet those of the same linears of the previous block.
+"""Latent gates (LaX, arXiv 2505.21732): a block's latents are combined with those of the same linears of the previous block.
 
     u = A x;  u = LayerNorm(u + G(h of the previous block));  h = act(u);  y = B h
 
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from boost.config import architecture
 from boost.config.schema import ModelConfig
+from boost.models.fused import FusedModule
 from boost.models.interface import Layout
 from boost.models.linear import linear
-from boost.models.stored import Stored
 
 EPS = 1e-6
 """Added to the variance by the latents' LayerNorm."""
 
 
-class LatentGate(Stored):
-    """What acts on the latents of one group that meet those of the previous block: a gate, and a LayerNorm a slot.
+class LatentGate(FusedModule):
+    """Combines the latents of one group with those of the previous block: a gate, and a LayerNorm per slot.
 
     Latents come as one tensor for the whole group or as one a slot. `gated_sum`, `norm_stats` and `apply_norm` are the steps
     between which a layout that shards latents puts its collectives; `forward` is all of them where latents are whole.
@@ -33,16 +33,16 @@ class LatentGate(Stored):
     norm_weight: Tensor
     norm_bias: Tensor
 
-    def __init__(self, model: ModelConfig, shape: architecture.Group, prefix: str, layout: Layout) -> None:
+    def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, prefix: str, layout: Layout) -> None:
         super().__init__()
         self.gate = model.gate
         self.mixes = model.mixes
         """Whether the gate needs whole latents."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
-        for name, parameters in architecture.crossing_parameters(model, shape, prefix).items():
-            self.store(name, parameters, layout)
-        self.ranks = tuple(part.rows for part in self.parts["norm_weight"])
+        for name, parameters in architecture.latent_gate_parameters(model, shape, prefix).items():
+            self.add_fused_param(name, parameters, layout)
+        self.ranks = tuple(param_slice.rows for param_slice in self.slices["norm_weight"])
 
     def forward(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
         """LayerNorm(u + G(h)), tensor by tensor, where this process holds latents whole."""
@@ -93,7 +93,7 @@ class LatentGate(Stored):
         return matrix
 
     def _vector(self, name: str, slot: int) -> Tensor:
-        return self.parts[name][slot].view(getattr(self, name))
+        return self.slices[name][slot].view(getattr(self, name))
 
     def _layer_norm(self, mixed: Tensor, slots: range) -> Tensor:
         ranks = [self.ranks[slot] for slot in slots]

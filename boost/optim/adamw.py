@@ -8,7 +8,7 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.factors import is_factor
 from boost.config.optimizers import OptimConfig
-from boost.models.stored import Storage
+from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -17,28 +17,28 @@ State = dict[Tensor, dict[str, Tensor]]
 """Moments of each kept tensor, of its shape, by name."""
 
 
-def decays(storage: Storage, optim: OptimConfig) -> bool:
+def decays(fused: FusedParam, optim: OptimConfig) -> bool:
     """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms too if
     optim.decay_on = 'all'. Frobenius decay takes its place on factors."""
-    role = storage.parts[0].parameter.role
+    role = fused.slices[0].parameter.role
     if is_factor(role) and optim.frobenius_decay:
         return False
     return optim.decay_on == "all" or role.startswith(("enter.", "kv.", "leave."))
 
 
-def build_adamw(storages: Sequence[Storage], optim: OptimConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW over what is kept of stored tensors."""
-    decaying = [decays(storage, optim) for storage in storages]
+def build_adamw(fused_params: Sequence[FusedParam], optim: OptimConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW over the local shards of fused parameters."""
+    decaying = [decays(fused, optim) for fused in fused_params]
     groups = [
         {
-            "params": [s.tensor for s, each in zip(storages, decaying, strict=True) if each == which],
+            "params": [s.tensor for s, each in zip(fused_params, decaying, strict=True) if each == which],
             "weight_decay": decay,
         }
         for which, decay in ((True, optim.weight_decay), (False, 0.0))
     ]
     optimizer = fused_adamw([group for group in groups if group["params"]], optim)
-    for storage in storages:
-        optimizer.state[storage.tensor] = fresh_state(storage.tensor, zeros(storage.tensor, MOMENTS))
+    for fused in fused_params:
+        optimizer.state[fused.tensor] = fresh_state(fused.tensor, zeros(fused.tensor, MOMENTS))
     return optimizer
 
 
@@ -102,6 +102,6 @@ class Optimizer:
             yield state["step"]
 
 
-def plain_adamw(storages: Sequence[Storage], config: Config, mesh: Mesh) -> Optimizer:
+def plain_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
     """AdamW for every parameter. It needs nothing from other processes."""
-    return Optimizer(build_adamw(storages, config.optim))
+    return Optimizer(build_adamw(fused_params, config.optim))

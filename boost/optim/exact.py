@@ -35,7 +35,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
     for factor in factors:
         t_NR2 = tall[factor.name]
         found[factor.name] = torch.linalg.qr(t_NR2.transpose(1, 2).flatten(1))
-    cut = [f.name for f in factors if f.shape.sharded == "wide" and axis.size > 1]
+    cut = [f.name for f in factors if f.shape.sharded == "rows" and axis.size > 1]
     if cut:
         flat = torch.cat([found[name][1].flatten() for name in cut])
         gathered = all_gather(flat, axis).view(axis.size, -1)
@@ -50,7 +50,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
 def retract_all(
     pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
 ) -> list[tuple[Tensor, Tensor]]:
-    """`retract` of every pair, of which all processes of an axis know all: dealt out to them in turn, each solves its own.
+    """`retract` of every pair, replicated over an axis: pairs are assigned to its processes round-robin, each solves its own.
 
     One all-gather over the axis, to which each process gives as much as the one with the most; none for one process.
     """

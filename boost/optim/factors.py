@@ -14,7 +14,7 @@ from torch import Tensor
 from boost.config.architecture import Parameter
 from boost.config.factors import FactorShape, factor_buckets, factor_shape, is_factor
 from boost.config.optimizers import OptimConfig
-from boost.models.stored import Part, Storage
+from boost.models.fused import FusedParam, ParamSlice
 from boost.parallel.collectives import all_gather, all_reduce
 from boost.parallel.mesh import Mesh
 
@@ -23,16 +23,16 @@ from boost.parallel.mesh import Mesh
 class Factor:
     """One factor of one linear, a part of a stored tensor."""
 
-    storage: Storage
-    part: Part
+    fused: FusedParam
+    param_slice: ParamSlice
     shape: FactorShape
     first: int
-    """Where this process's columns of the rank begin; 0 where it is not cut."""
+    """First column of the rank on this process; 0 if it is not sharded."""
 
     @property
     def parameter(self) -> Parameter:
         """The mathematical parameter."""
-        return self.part.parameter
+        return self.param_slice.parameter
 
     @property
     def name(self) -> str:
@@ -41,22 +41,22 @@ class Factor:
 
     def tall(self, stored: Tensor) -> Tensor:
         """[rows, columns, K] of the whole stored tensor -> [N, local rank, K], a view."""
-        own = self.part.view(stored)
+        own = self.param_slice.view(stored)
         return own if self.parameter.role.endswith(".B") else own.transpose(0, 1)
 
     def own(self, kept: Tensor, tall_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(view of a kept tensor, what it is of a tall matrix [N, R] of this factor): one pair, or none where replicas keep
         all of its rows."""
-        columns = self.part.rows if self.parameter.role.endswith(".A") else kept.shape[1]
+        columns = self.param_slice.rows if self.parameter.role.endswith(".A") else kept.shape[1]
         mine = tall_NR.narrow(1, self.first, columns)
         mine = mine if self.parameter.role.endswith(".B") else mine.transpose(0, 1)
-        for piece in self.storage.pieces():
-            if piece.parameter == self.parameter:
-                yield piece.view(kept), mine.narrow(0, piece.offset, piece.rows)
+        for param_slice in self.fused.local_slices():
+            if param_slice.parameter == self.parameter:
+                yield param_slice.view(kept), mine.narrow(0, param_slice.offset, param_slice.rows)
 
 
 @dataclass(frozen=True)
-class Unit:
+class FactorUnit:
     """The linears of one input: their factors A are one stored tensor, so that they are gathered together."""
 
     pairs: tuple[tuple[Factor, Factor], ...]
@@ -68,36 +68,36 @@ class Unit:
         return (*(a for a, _ in self.pairs), *(b for _, b in self.pairs))
 
     @property
-    def storages(self) -> tuple[Storage, ...]:
+    def fused_params(self) -> tuple[FusedParam, ...]:
         """Their stored tensors."""
-        return (self.pairs[0][0].storage, *(b.storage for _, b in self.pairs))
+        return (self.pairs[0][0].fused, *(b.fused for _, b in self.pairs))
 
 
-class Factors:
-    """Every pair that this process holds, in buckets of a bounded size."""
+class FactorBuckets:
+    """Every factor pair on this process, in buckets of bounded size."""
 
-    def __init__(self, storages: Sequence[Storage], optim: OptimConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, fused_params: Sequence[FusedParam], optim: OptimConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         self.mesh, self.dtype = mesh, dtype
-        units = list(_units(storages, mesh))
-        self.buckets: list[list[Unit]] = []
+        units = list(_units(fused_params, mesh))
+        self.buckets: list[list[FactorUnit]] = []
         shapes = [[factor.shape for factor in unit.factors] for unit in units]
         for length in factor_buckets(shapes, optim, dtype.itemsize):
             self.buckets.append(units[:length])
             units = units[length:]
 
-    def tall(self, bucket: Sequence[Unit], value: Callable[[Storage], Tensor]) -> dict[str, Tensor]:
+    def tall(self, bucket: Sequence[FactorUnit], value: Callable[[FusedParam], Tensor]) -> dict[str, Tensor]:
         """[N, R, K] of every factor of a bucket, by name, from [kept rows, columns, K] of each of its stored tensors.
 
         At most one all-gather over each of: the replicas that share weights, replicas and TP processes that share outer
         factors, and TP processes among which the rank is cut. None where each process holds what it needs.
         """
-        stored = [storage for unit in bucket for storage in unit.storages]
-        whole = _from_replicas(stored, [value(storage).to(self.dtype) for storage in stored], self.mesh)
-        by_name = {_key(storage): each for storage, each in zip(stored, whole, strict=True)}
+        stored = [fused for unit in bucket for fused in unit.fused_params]
+        whole = _from_replicas(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
+        by_name = {_key(fused): each for fused, each in zip(stored, whole, strict=True)}
         factors = [factor for unit in bucket for factor in unit.factors]
-        return self._whole_ranks(factors, {f.name: f.tall(by_name[_key(f.storage)]) for f in factors})
+        return self._whole_ranks(factors, {f.name: f.tall(by_name[_key(f.fused)]) for f in factors})
 
-    def grams(self, tall: Mapping[str, Tensor], bucket: Sequence[Unit]) -> dict[str, Tensor]:
+    def grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
         """T^T T [R, R] of every tall factor T [N, R] of a bucket, over all processes: at most one all-reduce over TP."""
         grams = {name: t_NR.mT @ t_NR for name, t_NR in tall.items()}
         summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
@@ -118,20 +118,20 @@ class Factors:
         return tall
 
 
-def _units(storages: Sequence[Storage], mesh: Mesh) -> Iterator[Unit]:
+def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUnit]:
     factors = {}
-    for storage in storages:
-        for part in storage.parts if is_factor(storage.parts[0].parameter.role) else ():
-            shape = factor_shape(part.parameter, storage.placement, mesh.tp.size)
+    for fused in fused_params:
+        for param_slice in fused.slices if is_factor(fused.slices[0].parameter.role) else ():
+            shape = factor_shape(param_slice.parameter, fused.placement, mesh.tp.size)
             first = mesh.tp.rank * (shape.rank // mesh.tp.size) if shape.sharded == "rank" else 0
-            factors[part.parameter.name] = Factor(storage, part, shape, first)
-    for storage in storages:
-        names = [part.parameter.name for part in storage.parts]
+            factors[param_slice.parameter.name] = Factor(fused, param_slice, shape, first)
+    for fused in fused_params:
+        names = [param_slice.parameter.name for param_slice in fused.slices]
         if names[0] in factors and names[0].endswith(".A"):
-            yield Unit(tuple((factors[name], factors[f"{name.removesuffix('.A')}.B"]) for name in names))
+            yield FactorUnit(tuple((factors[name], factors[f"{name.removesuffix('.A')}.B"]) for name in names))
 
 
-def _from_replicas(stored: Sequence[Storage], kept: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+def _from_replicas(stored: Sequence[FusedParam], kept: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     """All rows of each stored tensor, from the rows that this process keeps of it."""
     whole = list(kept)
     for over, axis in (("dp", mesh.dp), ("replicas", mesh.replicas)):
@@ -140,16 +140,16 @@ def _from_replicas(stored: Sequence[Storage], kept: Sequence[Tensor], mesh: Mesh
             continue
         shares, padded = {}, []
         for i in shared:
-            rows = sum(part.rows for part in stored[i].parts)
+            rows = sum(param_slice.rows for param_slice in stored[i].slices)
             shares[i] = -(-rows // axis.size)
             missing = shares[i] - kept[i].shape[0]
             padded.append(torch.cat((kept[i], kept[i].new_zeros(missing, *kept[i].shape[1:]))).flatten())
         gathered = all_gather(torch.cat(padded), axis).view(axis.size, -1)
         for i, parts in zip(shared, gathered.split([x.numel() for x in padded], dim=1), strict=True):
-            rows = sum(part.rows for part in stored[i].parts)
+            rows = sum(param_slice.rows for param_slice in stored[i].slices)
             whole[i] = parts.reshape(axis.size * shares[i], *kept[i].shape[1:])[:rows]
     return whole
 
 
-def _key(storage: Storage) -> str:
-    return storage.parts[0].parameter.name
+def _key(fused: FusedParam) -> str:
+    return fused.slices[0].parameter.name

@@ -10,32 +10,32 @@ from collections.abc import Sequence
 import torch
 
 from boost.config import Config
-from boost.models.stored import Storage
+from boost.models.fused import FusedParam
 from boost.optim.adamw import Optimizer, build_adamw
-from boost.optim.factors import Factors
+from boost.optim.factors import FactorBuckets
 from boost.parallel.mesh import Mesh
 
 
 class FrobeniusAdamW(Optimizer):
     """AdamW whose factors decay along the gradient of |BA|^2 / 2."""
 
-    def __init__(self, storages: Sequence[Storage], config: Config, mesh: Mesh) -> None:
+    def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
         optim = config.optim
-        super().__init__(build_adamw(storages, optim))
+        super().__init__(build_adamw(fused_params, optim))
         self.decay = optim.frobenius_decay
-        dtype = torch.float64 if storages[0].tensor.dtype == torch.float64 else torch.float32
-        self.factors = Factors(storages, optim, mesh, dtype)
+        dtype = torch.float64 if fused_params[0].tensor.dtype == torch.float64 else torch.float32
+        self.factors = FactorBuckets(fused_params, optim, mesh, dtype)
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
         """Decay of both factors of each pair, from what both are before it, then AdamW."""
         for bucket in self.factors.buckets:
-            tall = self.factors.tall(bucket, lambda storage: storage.tensor.detach().unsqueeze(-1))
+            tall = self.factors.tall(bucket, lambda fused: fused.tensor.detach().unsqueeze(-1))
             tall = {name: x[..., 0] for name, x in tall.items()}
             grams = self.factors.grams(tall, bucket)
             for a, b in (pair for unit in bucket for pair in unit.pairs):
                 for factor, other in ((a, b), (b, a)):
                     gradient_NR = tall[factor.name] @ grams[other.name]
-                    for view, value in factor.own(factor.storage.tensor, gradient_NR):
+                    for view, value in factor.own(factor.fused.tensor, gradient_NR):
                         view.sub_(value, alpha=rate * self.decay)
         super().step(number, rate)

@@ -17,10 +17,10 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.factors import is_factor, rate_scale
 from boost.config.optimizers import LOROConfig
-from boost.models.stored import Piece, Storage
+from boost.models.fused import FusedParam, ParamSlice
 from boost.optim.adamw import MOMENTS, Optimizer, State, decays, fresh_state, fused_adamw, zeros
 from boost.optim.exact import bases, retract_all
-from boost.optim.factors import Factors
+from boost.optim.factors import FactorBuckets
 from boost.parallel.mesh import Mesh
 
 
@@ -29,33 +29,33 @@ class Loro(Optimizer):
 
     name = "loro"
 
-    def __init__(self, storages: Sequence[Storage], config: Config, mesh: Mesh) -> None:
+    def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
         assert isinstance(config.optim, LOROConfig)
         self.optim = optim = config.optim
-        self._parts: list[tuple[Tensor, Storage, Piece]] = []
+        self._slices: list[tuple[Tensor, FusedParam, ParamSlice]] = []
         """Views that are updated by themselves: of a stored tensor whose linears have different ranks."""
-        moments: State = {storage.tensor: zeros(storage.tensor, MOMENTS) for storage in storages}
+        moments: State = {fused.tensor: zeros(fused.tensor, MOMENTS) for fused in fused_params}
         groups: dict[tuple[bool, float], list[Tensor]] = {}
         states: State = {}
-        for storage in storages:
-            for scale, piece in _scales(storage, config.model.dim):
-                kept: Tensor = storage.tensor
-                state = moments[storage.tensor]
-                if piece is not None:
-                    kept = piece.view(storage.tensor.detach())
-                    state = {name: piece.view(value) for name, value in state.items()}
-                    self._parts.append((kept, storage, piece))
-                groups.setdefault((decays(storage, optim), scale), []).append(kept)
+        for fused in fused_params:
+            for scale, param_slice in _scales(fused, config.model.dim):
+                kept: Tensor = fused.tensor
+                state = moments[fused.tensor]
+                if param_slice is not None:
+                    kept = param_slice.view(fused.tensor.detach())
+                    state = {name: param_slice.view(value) for name, value in state.items()}
+                    self._slices.append((kept, fused, param_slice))
+                groups.setdefault((decays(fused, optim), scale), []).append(kept)
                 states[kept] = fresh_state(kept, state)
         adamw = fused_adamw([{"params": params, "place": key} for key, params in groups.items()], optim)
         adamw.state.update(states)
         super().__init__(adamw)
         self.moments = moments
-        self.factors = Factors(storages, optim, mesh, torch.float64)
+        self.factors = FactorBuckets(fused_params, optim, mesh, torch.float64)
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """Approximate, or exact and then cleared, as `number` says."""
+        """An approximate step, or an exact one followed by clearing the moments, depending on `number`."""
         optim = self.optim
         refresh = optim.refreshes(number)
         exact = refresh and not optim.refresh_only
@@ -67,12 +67,12 @@ class Loro(Optimizer):
             # Decay is at the rate itself, and torch would scale it too.
             group["weight_decay"] = optim.weight_decay / abs(scale) if decaying else 0.0
             group["eps"] = optim.eps / math.sqrt(second)
-        for view, storage, piece in self._parts:
-            assert storage.tensor.grad is not None, "every parameter takes part in every step"
-            view.grad = piece.view(storage.tensor.grad)
+        for view, fused, param_slice in self._slices:
+            assert fused.tensor.grad is not None, "every parameter takes part in every step"
+            view.grad = param_slice.view(fused.tensor.grad)
         self.adamw.step()
         self._updates += 1
-        for view, _, _ in self._parts:
+        for view, _, _ in self._slices:
             view.grad = None
         if exact:
             self._exact(rate * math.sqrt(second) / first, 1 - rate * optim.weight_decay)
@@ -89,13 +89,13 @@ class Loro(Optimizer):
             solved = retract_all(small, rate, decay, self.factors.mesh.replicas)
             for (a, b), new in zip(pairs, solved, strict=True):
                 for factor, x_KR in zip((b, a), new, strict=True):
-                    for view, value in factor.own(factor.storage.tensor, found[factor.name][0] @ x_KR):
+                    for view, value in factor.own(factor.fused.tensor, found[factor.name][0] @ x_KR):
                         view.copy_(value)
 
-    def _with_direction(self, storage: Storage) -> Tensor:
+    def _with_direction(self, fused: FusedParam) -> Tensor:
         """A stored tensor and m / (sqrt(v) + eps), side by side, fp64."""
-        m, v = (self.moments[storage.tensor][name].double() for name in MOMENTS)
-        return torch.stack((storage.tensor.double(), m / (v.sqrt() + self.optim.eps)), dim=-1)
+        m, v = (self.moments[fused.tensor][name].double() for name in MOMENTS)
+        return torch.stack((fused.tensor.double(), m / (v.sqrt() + self.optim.eps)), dim=-1)
 
     def _clear(self) -> None:
         for moments in self.moments.values():
@@ -104,14 +104,14 @@ class Loro(Optimizer):
         self.updates = 0
 
 
-def _scales(storage: Storage, dim: int) -> Iterator[tuple[float, Piece | None]]:
+def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:
     """(r / d, the piece that it is for) of the factors in a stored tensor; None: for all of it. -1: no factor, the whole rate."""
-    if not is_factor(storage.parts[0].parameter.role):
+    if not is_factor(fused.slices[0].parameter.role):
         yield -1.0, None
         return
-    scales = {rate_scale(part.parameter, dim) for part in storage.parts}
+    scales = {rate_scale(param_slice.parameter, dim) for param_slice in fused.slices}
     if len(scales) == 1:
         yield scales.pop(), None
         return
-    for piece in storage.pieces():
-        yield rate_scale(piece.parameter, dim), piece
+    for param_slice in fused.local_slices():
+        yield rate_scale(param_slice.parameter, dim), param_slice

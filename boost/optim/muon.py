@@ -1,4 +1,4 @@
-"""Muon for the factors: momentum, orthogonalised by Newton-Schulz iterations; AdamW for everything else.
+"""Muon for the factors: momentum, orthogonalized by Newton-Schulz iterations; AdamW for everything else.
 
 The function is torch.optim.Muon's, with its coefficients, of each WHOLE factor: not of a shard, nor of the stack in which
 factors A of one input are stored. torch's own class would take either for a matrix by itself, and iterates in bf16, which is
@@ -17,9 +17,9 @@ from torch import Tensor
 from boost.config import Config
 from boost.config.factors import is_factor
 from boost.config.optimizers import MuonConfig
-from boost.models.stored import Storage
+from boost.models.fused import FusedParam
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
-from boost.optim.factors import Factor, Factors
+from boost.optim.factors import Factor, FactorBuckets
 from boost.parallel.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -32,19 +32,19 @@ MOMENTUM = "momentum_buffer"
 
 
 class Muon(Optimizer):
-    """Orthogonalised momentum for factors, torch's fused AdamW for the rest."""
+    """Orthogonalized momentum for factors, torch's fused AdamW for the rest."""
 
     name = "muon"
 
-    def __init__(self, storages: Sequence[Storage], config: Config, mesh: Mesh) -> None:
+    def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
         assert isinstance(config.optim, MuonConfig)
         self.optim = optim = config.optim
-        pairs = [s for s in storages if is_factor(s.parts[0].parameter.role)]
-        super().__init__(build_adamw([s for s in storages if not is_factor(s.parts[0].parameter.role)], optim))
+        pairs = [s for s in fused_params if is_factor(s.slices[0].parameter.role)]
+        super().__init__(build_adamw([s for s in fused_params if not is_factor(s.slices[0].parameter.role)], optim))
         self._decaying: list[Tensor] = [s.tensor for s in pairs if decays(s, optim)]
         self.moments |= {s.tensor: zeros(s.tensor, (MOMENTUM,)) for s in pairs}
         dtype = torch.float64 if pairs[0].tensor.dtype == torch.float64 else torch.float32
-        self.factors = Factors(storages, optim, mesh, dtype)
+        self.factors = FactorBuckets(fused_params, optim, mesh, dtype)
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
@@ -59,12 +59,12 @@ class Muon(Optimizer):
             grams = self.factors.grams(tall, bucket)
             for factor in (factor for unit in bucket for factor in unit.factors):
                 x_NR = tall[factor.name] @ newton_schulz(grams[factor.name], optim.muon_steps)
-                for view, value in factor.own(factor.storage.tensor, x_NR):
+                for view, value in factor.own(factor.fused.tensor, x_NR):
                     view.sub_(value, alpha=rate * _adjusted(factor, optim))
 
-    def _update(self, storage: Storage) -> Tensor:
-        """The momentum of a stored tensor, moved on and not yet orthogonalised, [rows, columns, 1]."""
-        gradient, momentum = storage.tensor.grad, self.moments[storage.tensor][MOMENTUM]
+    def _update(self, fused: FusedParam) -> Tensor:
+        """The updated momentum of a fused parameter, before orthogonalization, [rows, columns, 1]."""
+        gradient, momentum = fused.tensor.grad, self.moments[fused.tensor][MOMENTUM]
         assert gradient is not None, "every parameter takes part in every step"
         momentum.lerp_(gradient, 1 - self.optim.muon_momentum)
         update = gradient.lerp(momentum, self.optim.muon_momentum) if self.optim.muon_nesterov else momentum

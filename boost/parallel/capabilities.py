@@ -1,4 +1,4 @@
-"""What this torch cannot do yet, of what a configuration may ask for: said before anything starts."""
+"""Features that a configuration may request but this torch lacks: checked before anything starts."""
 
 from typing import Any
 

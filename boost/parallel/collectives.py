@@ -214,7 +214,7 @@ def start(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
 
 
 def run(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
-    """A differentiable collective of the table, waited for at once in both passes: one node of the graph instead of two."""
+    """A differentiable collective of the table, waited for immediately in both passes: one autograd node instead of two."""
     y = _Comm.apply(x, comm, axis)
     return InFlight(lambda: y)
 

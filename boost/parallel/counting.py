@@ -1,4 +1,4 @@
-"""What collectives really ran, seen at the dispatcher. For tests and inspection: the table says what ought to."""
+"""Records the collectives that actually ran, at the dispatcher. For tests and inspection: the table lists the expected ones."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from boost.config.traffic import bucket_lengths
-from boost.models.stored import Storage
+from boost.models.fused import FusedParam
 from boost.parallel.collectives import all_reduce, finish_all_reduce, start_all_reduce
 from boost.parallel.mesh import Axis, Mesh
 
@@ -26,11 +26,11 @@ class StepFlags(enum.Flag):
 
     NONE = 0
     SIGNAL = enum.auto()
-    """A stop signal arrived: save and stop."""
+    """A stop signal was received: save and stop."""
     STOP = enum.auto()
-    """A hook asked to save and stop."""
+    """A hook requested to save and stop."""
     SAVE = enum.auto()
-    """A hook asked for a checkpoint after this step."""
+    """A hook requested a checkpoint after this step."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class GradientReducer:
     (zero bubble) call no gradient hooks; `finish` then launches every bucket.
     """
 
-    def __init__(self, storages: Sequence[Storage], mesh: Mesh) -> None:
-        trainable = [s for s in storages if s.parameter.requires_grad]
+    def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh) -> None:
+        trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._trainable = trainable
@@ -75,33 +75,33 @@ class GradientReducer:
 
     def begin(self, micro_batches: int = 1) -> None:
         """Clears all gradients and prepares for one backward pass per micro-batch."""
-        for storage in self._trainable:
-            storage.parameter.grad = storage.tensor.grad = None
+        for fused in self._trainable:
+            fused.parameter.grad = fused.tensor.grad = None
         for queue in self._queues:
             queue.prepare_for_backward(micro_batches)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Launches the remaining buckets and waits for all of them. Gradients of stored tensors then hold the sums."""
-        for storage in self._trainable:
-            if storage.shard is not None:
-                _set_local_gradient(storage)
+        for fused in self._trainable:
+            if fused.shard is not None:
+                _set_local_gradient(fused)
         for queue in self._queues:
             queue.launch_until(len(queue.buckets))
         for queue in self._queues:
             queue.wait()
 
 
-def _set_local_gradient(storage: Storage) -> None:
+def _set_local_gradient(fused: FusedParam) -> None:
     """Puts the local shard of a DTensor's gradient where the optimizer looks for it."""
-    assert isinstance(storage.parameter, DTensor)
-    local, gradient = storage.parameter.to_local(), storage.parameter.grad
-    assert local.data_ptr() == storage.tensor.data_ptr(), "the updated shard must be the one that is gathered"
+    assert isinstance(fused.parameter, DTensor)
+    local, gradient = fused.parameter.to_local(), fused.parameter.grad
+    assert local.data_ptr() == fused.tensor.data_ptr(), "the updated shard must be the one that is gathered"
     assert isinstance(gradient, DTensor), "every parameter takes part in every step"
-    storage.tensor.grad = gradient.to_local()
+    fused.tensor.grad = gradient.to_local()
 
 
-class _Bucket:
+class _GradBucket:
     """Parameters whose gradients share one all-reduce."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -137,10 +137,10 @@ class _BucketQueue:
 
     def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
         self.axis, self.active, self.next_bucket = axis, False, 0
-        self.buckets: list[_Bucket] = []
+        self.buckets: list[_GradBucket] = []
         rest = list(parameters)[::-1] if axis.size > 1 else []
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
-            self.buckets.append(_Bucket(rest[:length]))
+            self.buckets.append(_GradBucket(rest[:length]))
             rest = rest[length:]
         queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
         for index, bucket in enumerate(self.buckets):
@@ -184,7 +184,7 @@ def _gradient_hook(reference: "weakref.ref[_BucketQueue]", index: int, parameter
 
 @torch.no_grad()
 def reduce_step_stats(
-    storages: Sequence[Storage],
+    fused_params: Sequence[FusedParam],
     loss: Tensor,
     targets: int,
     tokens: int,
@@ -199,9 +199,9 @@ def reduce_step_stats(
     """
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    for storage in storages:
-        if storage.tensor.grad is not None:
-            by_copies[_num_copies(storage, mesh)].append(storage.tensor.grad)
+    for fused in fused_params:
+        if fused.tensor.grad is not None:
+            by_copies[_num_copies(fused, mesh)].append(fused.tensor.grad)
     for copies, gradients in by_copies.items():  # each of `copies` processes adds its fraction
         squares += _sum_of_squares(gradients) / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
@@ -219,7 +219,7 @@ _FLAG_BITS = 16
 
 
 def _encode(flags: StepFlags) -> int:
-    """Flags as a number whose sum over processes still tells which were raised: one digit per flag."""
+    """Flags as a number whose sum over processes shows which were raised: one digit per flag."""
     return sum(1 << _FLAG_BITS * i for i, flag in enumerate(StepFlags) if flag in flags)
 
 
@@ -240,12 +240,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], stats: StepStats, max_nor
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
-def _num_copies(storage: Storage, mesh: Mesh) -> int:
+def _num_copies(fused: FusedParam, mesh: Mesh) -> int:
     """Number of processes that hold the same rows of a stored tensor."""
-    tp = mesh.tp.size if storage.placement.dim is None else 1
-    if storage.shard is None:
+    tp = mesh.tp.size if fused.placement.dim is None else 1
+    if fused.shard is None:
         return tp * mesh.dp.size
-    return tp if storage.shard.over == "dp" else 1
+    return tp if fused.shard.over == "dp" else 1
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:

@@ -28,8 +28,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor]:
         (tokens_T,) = ctx.saved_tensors
-        wide = dy_TD.to(statistic_dtype(dy_TD.dtype))
-        return None, torch.ops.aten.embedding_dense_backward(wide, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
+        dy_acc_TD = dy_TD.to(statistic_dtype(dy_TD.dtype))
+        return None, torch.ops.aten.embedding_dense_backward(dy_acc_TD, tokens_T, ctx.rows, -1, False).to(ctx.dtype)
 
 
 def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that may be cut over processes, in chunks of tokens.
+"""Cross-entropy over a vocabulary that may be sharded over processes, in chunks of tokens.
 
 Legend: T tokens, D hidden width, V vocabulary rows held by this process, N tokens of one chunk.
 """
@@ -19,8 +19,8 @@ from boost.parallel.norms import statistic_dtype
 
 class _CrossEntropy(torch.autograd.Function):
     """forward: x [T, D], W [V, D], targets [T] -> sum over tokens of logsumexp(x W^T) - (x W^T)[target], nats;
-    one all-gather of (logsumexp, target logit) [N, 2] a chunk if the vocabulary is cut, none otherwise.
-    dgrad: dx = (softmax - onehot) W [T, D], this process's term of a sum if cut; wgrad: dW = (softmax - onehot)^T x [V, D].
+    one all-gather of (logsumexp, target logit) [N, 2] a chunk if the vocabulary is sharded, none otherwise.
+    dgrad: dx = (softmax - onehot) W [T, D], this process's term of a sum if sharded; wgrad: dW = (softmax - onehot)^T x [V, D].
 
     The gradients are formed chunk by chunk in the forward pass, so that no logits are kept and none is computed twice;
     backward scales them by the gradient of the (scalar) loss.
@@ -28,16 +28,16 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
-        wide = statistic_dtype(x_TD.dtype)
+        acc_dtype = statistic_dtype(x_TD.dtype)
         first = axis.rank * w_VD.shape[0]
         needs_gradient = any(ctx.needs_input_grad)
         dx_TD = torch.empty_like(x_TD) if needs_gradient else None
-        dw_VD = torch.zeros_like(w_VD, dtype=wide) if needs_gradient else None
-        total = torch.zeros((), dtype=wide, device=x_TD.device)
+        dw_VD = torch.zeros_like(w_VD, dtype=acc_dtype) if needs_gradient else None
+        total = torch.zeros((), dtype=acc_dtype, device=x_TD.device)
         step = chunk_tokens(w_VD.shape[0])
         for start in chunks(x_TD.shape[0], step):
             x_ND, targets_N = x_TD[start : start + step], targets_T[start : start + step]
-            logits_NV = gemm(x_ND, w_VD.t()).to(wide)
+            logits_NV = gemm(x_ND, w_VD.t()).to(acc_dtype)
             local_N = (targets_N - first).clamp(0, w_VD.shape[0] - 1)
             mine_N = (targets_N >= first) & (targets_N < first + w_VD.shape[0])
             counted_N = targets_N != IGNORED
@@ -46,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
             if dx_TD is None or dw_VD is None:
                 continue
             d_NV = logits_NV.sub_(logsumexp_N.unsqueeze(-1)).exp_()
-            d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(wide).unsqueeze(-1))
+            d_NV.scatter_add_(1, local_N.unsqueeze(-1), -mine_N.to(acc_dtype).unsqueeze(-1))
             d_NV = d_NV.mul_(counted_N.unsqueeze(-1)).to(x_TD.dtype)
             torch.mm(d_NV, w_VD, out=dx_TD[start : start + step])
             if dw_VD.dtype == x_TD.dtype:
@@ -70,7 +70,7 @@ def chunks(tokens: int, step: int) -> Iterable[int]:
 def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
     """Differentiable sum of the cross-entropy over targets that are not IGNORED: fp32 (or fp64) scalar, equal everywhere.
 
-    `axis` is the one over which the vocabulary is cut in equal contiguous rows (of size 1 if it is not). The gradient of x
+    `axis` is the one over which the vocabulary is sharded in equal contiguous rows (of size 1 if it is not). The gradient of x
     is this process's term of a sum over it.
     """
     if not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from boost.errors import ConfigError, TrainingError
 
 @dataclass(frozen=True)
 class Axis:
-    """This process's place on one axis of the mesh. `group` is None where the axis has one process: nothing is sent."""
+    """This process's rank on one axis of the mesh. `group` is None if the axis has one process: no communication."""
 
     rank: int = 0
     size: int = 1
@@ -26,13 +26,13 @@ class Axis:
     @property
     def name(self) -> str:
         """What torch calls the group of this axis."""
-        assert self.group is not None, "an axis of one process sends nothing"
+        assert self.group is not None, "an axis of one process does not communicate"
         return self.group.group_name
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands. A run of one process has no process group at all."""
+    """This process's coordinates in the mesh. A single-process run has no process group."""
 
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for the run."""
+        """Whether this is the main process of the run."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -85,7 +85,7 @@ def choose_device(device: str) -> torch.device:
     Raises ConfigError if a GPU is asked for and missing.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = 'cuda', but torch sees no GPU; the nearest legal value is 'cpu'")
+        raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
@@ -138,7 +138,7 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
 
 
 def _replicas(device_mesh: DeviceMesh, timeout_s: int) -> Axis:
-    """This process's dp x tp axis. Every process makes the groups of all pipeline stages, as torch asks."""
+    """This process's dp x tp axis. Every process creates the groups of all pipeline stages, as torch requires."""
     place = Axis()
     for stage in device_mesh.mesh.flatten(1).tolist():
         group = dist.new_group(stage, timeout=datetime.timedelta(seconds=timeout_s)) if len(stage) > 1 else None
@@ -158,7 +158,7 @@ def close_mesh() -> None:
 
 
 def _join(device: torch.device, timeout_s: int) -> None:
-    """Gloo on CPU, NCCL on GPUs (with gloo beside it where CPU tensors are sent)."""
+    """Gloo on CPU, NCCL on GPUs (plus gloo where CPU tensors are communicated)."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     attempt = agree_on_attempt(store, rank, size, timeout_s)

@@ -1,7 +1,7 @@
 """RMSNorm across shards of the hidden dimension.
 
 Legend: T tokens, D = d/p hidden width held here, R latent width. The statistic s = sum of x^2 over the whole width commutes
-with the linear map behind the norm, A (gamma * x) / sqrt(s/d + eps), so its terms can travel with the partial sums A x.
+with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so its terms can travel with the partial sums A x.
 """
 
 from typing import Any

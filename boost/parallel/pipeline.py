@@ -2,7 +2,7 @@
 
 Stages exchange the residual stream as one process of the layout holds it (a shard of it under btp and btp-sp), and the latents
 that cross blocks. Training follows a schedule; evaluation and generation, which have no backward pass and other shapes, are
-handed on from stage to stage.
+sent from stage to stage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ _MULTI: dict[str, Any] = {
 }
 
 
-class Part(nn.Module):
-    """A stage as torch's schedules call it: what arrives as arguments, what all stages know by keyword."""
+class StageModule(nn.Module):
+    """A stage as torch's schedules call it: received tensors as positional arguments, batch inputs as keywords."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class Part(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """The stages that one process holds, behind the interface of a whole decoder."""
+    """The pipeline stages of one process, with the interface of a whole decoder."""
 
-    def __init__(self, parts: Sequence[Part], axis: Axis) -> None:
-        """`axis`: the processes of this pipeline. Stages are in the order in which a token meets them."""
+    def __init__(self, stage_modules: Sequence[StageModule], axis: Axis) -> None:
+        """`axis`: the processes of this pipeline. Stages are in forward order."""
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.stage_modules = nn.ModuleList(stage_modules)
         self.axis = axis
-        self.decoders = [part.decoder for part in parts]
+        self.decoders = [module.decoder for module in stage_modules]
         self._schedule: Any = None
         self._divisor = 1
         self._sending: list[dist.Work] = []
@@ -95,10 +95,10 @@ class Pipeline(nn.Module):
         """Makes the schedule of a training step of `micro_batches` micro-batches of (sequences, tokens of each)."""
         batch, length = micro_batch
         stages = []
-        for part, decoder in zip(self.parts, self.decoders, strict=True):
-            part.sent_is_detached = parallel.schedule == "zero-bubble"  # type: ignore[assignment]
+        for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
+            module.sent_is_detached = parallel.schedule == "zero-bubble"  # type: ignore[assignment]
             stage = decoder.stage
-            # On no device: what is to be received, said in advance, so that no stage has to ask the one before.
+            # Meta tensors declare the received shapes in advance, so that stages need not exchange them.
             arriving, leaving = (
                 tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
                 for shapes in (
@@ -108,7 +108,7 @@ class Pipeline(nn.Module):
             loss = torch.empty((), dtype=statistic_dtype(decoder.compute_dtype), device="meta")
             stages.append(
                 PipelineStage(
-                    part,
+                    module,
                     stage.index,
                     stage.count,
                     self.device,
@@ -130,7 +130,7 @@ class Pipeline(nn.Module):
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
         """Forward and backward pass of all micro-batches of a step, one below the other.
 
-        Returns the sum of the losses over `divisor`, of which the gradients are; 0 on processes that do not predict.
+        Returns the sum of the losses over `divisor`, of which the gradients are; 0 on processes without the head.
         """
         losses: list[Tensor] = []
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
@@ -149,11 +149,11 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
-        """Sum of the cross-entropy without gradients, as of a whole decoder; 0 on processes that do not predict."""
+        """Sum of the cross-entropy without gradients, as of a whole decoder; 0 on processes without the head."""
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
         result = torch.zeros((), device=self.device)
-        for part, decoder in zip(self.parts, self.decoders, strict=True):
-            out = part(*self._receive(decoder, decoder.layout, tokens_BS.numel()), **inputs)
+        for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
+            out = module(*self._receive(decoder, decoder.layout, tokens_BS.numel()), **inputs)
             if decoder.stage.has_head:
                 result = out
             else:
@@ -167,10 +167,10 @@ class Pipeline(nn.Module):
         logits = torch.empty(tokens_BS.shape[0], self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
         logits = logits.to(self.device)
         rest = list(caches)
-        for part, decoder in zip(self.parts, self.decoders, strict=True):
+        for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             own, rest = rest[: len(decoder.blocks)], rest[len(decoder.blocks) :]
-            assert isinstance(part, Part)
-            out = part.next_logits(tokens_BS, tuple(own), *self._receive(decoder, layout, tokens_BS.numel()))
+            assert isinstance(module, StageModule)
+            out = module.next_logits(tokens_BS, tuple(own), *self._receive(decoder, layout, tokens_BS.numel()))
             if decoder.stage.has_head:
                 logits = out.contiguous()
             else:
@@ -183,7 +183,7 @@ class Pipeline(nn.Module):
         return tuple(cache for decoder in self.decoders for cache in decoder.make_caches(batch, capacity))
 
     def _receive(self, decoder: Decoder, layout: Layout, tokens: int) -> Iterator[Tensor]:
-        """What the stage before hands on."""
+        """Receives from the previous stage."""
         if decoder.stage.has_embedding:
             return
         for shape in decoder.received_shapes(layout, tokens):
@@ -191,16 +191,16 @@ class Pipeline(nn.Module):
             dist.recv(x, group=self.axis.group, group_src=(decoder.stage.index - 1) % self.axis.size)
             yield x
 
-    def _send(self, crossing: Sequence[Tensor], decoder: Decoder) -> None:
-        """Hands on to the next stage, without waiting until it has taken it."""
+    def _send(self, tensors: Sequence[Tensor], decoder: Decoder) -> None:
+        """Sends to the next stage, without waiting until it has received."""
         for work in self._sending:
             work.wait()
         peer = (decoder.stage.index + 1) % self.axis.size
-        sent = [dist.isend(x.contiguous(), group=self.axis.group, group_dst=peer) for x in crossing]
+        sent = [dist.isend(x.contiguous(), group=self.axis.group, group_dst=peer) for x in tensors]
         self._sending = [work for work in sent if work is not None]
 
 
 def _by_keyword(tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None) -> dict[str, Tensor]:
-    """What every stage is told. Schedules cut tensors into micro-batches, and know no None."""
+    """Inputs of every stage. Schedules split tensors into micro-batches and do not accept None."""
     inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
     return inputs if document_ids_BS is None else inputs | {"document_ids_BS": document_ids_BS}

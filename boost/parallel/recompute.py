@@ -2,7 +2,7 @@
 
 A block is a chain of local parts between collectives. Under the low-rank policies each part is a segment of its own: what
 goes into it, the latents after a collective or the residual stream, is saved; what it makes on the way is not. No segment
-holds a collective, so recomputation issues none, and it ends before the last GEMM of a segment, whose result nobody needs.
+holds a collective, so recomputation issues none, and it ends before the last GEMM of a segment, whose result is not needed.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
-from boost.models.interface import NO_RECOMPUTE, RecomputePolicy, Runner
+from boost.models.interface import NO_RECOMPUTE, RecomputePolicy, SegmentRunner
 
 _aten = torch.ops.aten
 _ATTENTION = {
@@ -29,7 +29,7 @@ _ATTENTION = {
 
 
 def recompute(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """The arguments; everything inside is recomputed when the backward pass first asks for it."""
+    """The arguments; everything inside is recomputed when the backward pass first needs it."""
     return _checkpoint(function, *arguments)
 
 
@@ -40,7 +40,7 @@ def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) ->
     )
 
 
-def policies(all_of_it: Runner, all_but_attention: Runner) -> dict[RecomputeName, RecomputePolicy]:
+def policies(all_of_it: SegmentRunner, all_but_attention: SegmentRunner) -> dict[RecomputeName, RecomputePolicy]:
     """What each policy recomputes, by what recomputes a segment."""
     return {
         "none": NO_RECOMPUTE,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from boost.config.schema import ParallelConfig
 from boost.models.decoder import Decoder
-from boost.models.stored import Shard, Stored, storages
+from boost.models.fused import FusedModule, ParamShard, fused_params
 from boost.parallel.mesh import Mesh
 
 
@@ -28,10 +28,10 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
     the dtype of activations, sums of gradients in that of weights.
     """
     assert mesh.device_mesh is not None
-    stored = list(storages(decoder))
-    norms = {s.parameter for s in stored if s.parameter.ndim == 1}
+    params = list(fused_params(decoder))
+    norms = {s.parameter for s in params if s.parameter.ndim == 1}
     outer = (
-        {s.parameter for s in stored if s.placement.partial} - norms
+        {s.parameter for s in params if s.placement.partial} - norms
         if parallel.shard_outer and parallel.tp > 1
         else set()
     )
@@ -64,9 +64,9 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
 
 
 def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> None:
-    """Says before a backward pass whether it is the last of its step. Does nothing for a module that is not sharded.
+    """Declares before a backward pass whether it is the last of its step. Does nothing for a module that is not sharded.
 
-    ZeRO-1 sums gradients once, behind the last one, and lets go of the gathered weights then; FSDP does both each time.
+    ZeRO-1 reduces gradients once, after the last one, and then frees the gathered weights; FSDP does both each time.
     """
     if isinstance(module, FSDPModule):
         every_time = last or parallel.shard == "full"
@@ -86,7 +86,7 @@ def _over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:
 def _remember(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
     """Tells a module which rows of a parameter are kept here."""
     parameter = getattr(module, name)
-    assert isinstance(parameter, DTensor) and isinstance(module, Stored)
+    assert isinstance(parameter, DTensor) and isinstance(module, FusedModule)
     local = parameter.to_local().detach()
     size, rank = mesh.dp.size, mesh.dp.rank
     if over == "replicas":
@@ -94,4 +94,4 @@ def _remember(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
     rows = -(-parameter.shape[0] // size)  # as torch.chunk deals them out: the last processes may have fewer
     first = min(rank * rows, parameter.shape[0])
     assert local.shape[0] == min(rows, parameter.shape[0] - first)
-    module.shards[name] = Shard(nn.Parameter(local), first, over)
+    module.shards[name] = ParamShard(nn.Parameter(local), first, over)

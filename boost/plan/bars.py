@@ -13,7 +13,7 @@ WIDTH, MARGIN, BAR, ROW = 900, 26, 30, 22
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """One bar, whole = all of its parts, and room that is left."""
 
     title: str
@@ -25,7 +25,7 @@ class Bar:
     room_words: str = ""
 
 
-def bars_picture(title: str, subtitle: str, bars: Sequence[Bar]) -> str:
+def bars_picture(title: str, subtitle: str, bars: Sequence[StackedBar]) -> str:
     """The document. The same words and numbers make the same bytes."""
     lines: list[str] = []
     y = _heading(lines, title, subtitle)
@@ -47,7 +47,7 @@ def _heading(lines: list[str], title: str, subtitle: str) -> float:
     return 92.0
 
 
-def _bar(lines: list[str], bar: Bar, y: float) -> float:
+def _bar(lines: list[str], bar: StackedBar, y: float) -> float:
     """Draws one with its legend, and returns where the next begins."""
     _text(lines, bar.title, MARGIN, y, 14, INK, bold=True)
     y += 12

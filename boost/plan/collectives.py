@@ -9,7 +9,7 @@ Legend: T tokens of one micro-batch, p TP processes; a width is elements a token
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from boost.config.architecture import crossed, groups
+from boost.config.architecture import groups, has_latent_gate
 from boost.config.factors import needs_whole_factors
 from boost.config.layouts import layout_spec, spec_of
 from boost.config.layouts.spec import GroupContext, PlannedComm
@@ -62,7 +62,9 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     result += [c for c in gathered if c.phase == "step"]
     result += gradient_collectives(config, held)
     if parallel.world_size > 1:
-        result.append(Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "agreement", axis="world"))
+        result.append(
+            Collective("step", "all-reduce", (4,), "float64", parallel.world_size, "step stats", axis="world")
+        )
     if needs_whole_factors(config.optim):
         result += optimizer_collectives(config, pp_rank)
     return result
@@ -118,7 +120,7 @@ def stage_sends(
     one process holds them."""
     spec = spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
-    for group in groups(model, layer) if crossed(model, layer + 1) else ():
+    for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
         ranks = [sum(group.ranks)] if parallel.grouping else group.ranks
         shapes += [spec.latent_shape(parallel, tokens, rank) for rank in ranks]
     for shape in shapes:
@@ -131,7 +133,7 @@ def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Sta
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
     for layer in stage.numbers:
         contexts = (
-            GroupContext(group, model, parallel, dtype, crossed(model, layer)) for group in groups(model, layer)
+            GroupContext(group, model, parallel, dtype, has_latent_gate(model, layer)) for group in groups(model, layer)
         )
         yield [replace(comm, layer=layer) for context in contexts for comm in spec.comms(context)]
     yield [PlannedComm(comm, model.dim, place="head") for comm in spec.head_comms if stage.has_head]

@@ -45,7 +45,7 @@ LIMIT = 0.05
 
 
 @dataclass(frozen=True)
-class Kind:
+class ConfigKind:
     """A kind of configuration, to be compared."""
 
     name: str
@@ -54,7 +54,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Alternative:
     """The best configuration of some kinds."""
 
     kinds: tuple[str, ...]
@@ -69,26 +69,26 @@ def pure_data_parallel(parallel: ParallelConfig) -> bool:
     return parallel.tp == parallel.pp == 1
 
 
-def kinds(search: Search) -> Iterator[Kind]:
+def kinds(search: Search) -> Iterator[ConfigKind]:
     """What is worth comparing among the candidates of a search."""
     model, gpus = search.request.base.model, search.request.gpus
     fixed = search.request.fixed
-    yield Kind("pure data parallelism", pure_data_parallel)
+    yield ConfigKind("pure data parallelism", pure_data_parallel)
     for layout in layouts_of(model):
-        yield Kind(layout, lambda parallel, layout=layout: parallel.layout == layout and parallel.tp > 1)  # type: ignore[misc]
+        yield ConfigKind(layout, lambda parallel, layout=layout: parallel.layout == layout and parallel.tp > 1)  # type: ignore[misc]
     sizes = [n for n in (2, 4, 8, 16) if gpus % n == 0] if "parallel.tp" not in fixed else []
     for tp in sizes:
-        yield Kind(f"TP {tp}", lambda parallel, tp=tp: parallel.tp == tp)  # type: ignore[misc]
-    yield Kind("with a pipeline", lambda parallel: parallel.pp > 1)
-    yield Kind("without a pipeline", lambda parallel: parallel.pp == 1)
+        yield ConfigKind(f"TP {tp}", lambda parallel, tp=tp: parallel.tp == tp)  # type: ignore[misc]
+    yield ConfigKind("with a pipeline", lambda parallel: parallel.pp > 1)
+    yield ConfigKind("without a pipeline", lambda parallel: parallel.pp == 1)
     if "parallel.shard" not in fixed:
-        yield Kind("nothing sharded", lambda parallel: not parallel.sharded)
-        yield Kind("sharded", lambda parallel: parallel.sharded)
+        yield ConfigKind("nothing sharded", lambda parallel: not parallel.sharded)
+        yield ConfigKind("sharded", lambda parallel: parallel.sharded)
     if "train.recompute" not in fixed:
-        yield Kind("no recomputation", lambda parallel: True, lambda config: config.train.recompute == "none")
+        yield ConfigKind("no recomputation", lambda parallel: True, lambda config: config.train.recompute == "none")
 
 
-def contenders(search: Search, best: Plan, tick: Tick | None = None) -> list[Contender]:
+def contenders(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
     """The best of each kind but the best itself, the fastest first; behind them those that do not fit."""
     found: dict[str, tuple[list[str], Plan]] = {}
     listed = list(kinds(search))
@@ -99,7 +99,7 @@ def contenders(search: Search, best: Plan, tick: Tick | None = None) -> list[Con
         if plan is not None and plan.config != best.config:
             found.setdefault(repr((plan.config.parallel, plan.config.train)), ([], plan))[0].append(kind.name)
     ordered = sorted(found.values(), key=lambda each: (each[1].missing > 0, each[1].time.seconds))
-    return [Contender(tuple(names), plan, why(best, plan)) for names, plan in ordered]
+    return [Alternative(tuple(names), plan, why(best, plan)) for names, plan in ordered]
 
 
 def why(best: Plan, other: Plan) -> str:
@@ -167,7 +167,7 @@ def choices(config: Config) -> str:
     return ", ".join(words)
 
 
-def notes(search: Search, best: Plan, others: list[Contender], dense: Plan | None) -> Iterator[str]:
+def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | None) -> Iterator[str]:
     """What a user should know, in sentences. `dense`: the best of the dense model of this shape, or its smallest."""
     yield from _against_data_parallelism(best, others)
     if dense is not None:
@@ -194,7 +194,7 @@ def notes(search: Search, best: Plan, others: list[Contender], dense: Plan | Non
         )
 
 
-def _against_data_parallelism(best: Plan, others: list[Contender]) -> Iterator[str]:
+def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator[str]:
     if best.time.devices == 1:
         return
     if pure_data_parallel(best.config.parallel):

@@ -19,7 +19,7 @@ from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 
 @dataclass(frozen=True)
-class Product:
+class WorkTotal:
     """Matrix products (or attention) of one shape, of a whole step on one process."""
 
     work: Work
@@ -47,7 +47,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveTotal:
     """Collectives that are alike, of a whole step on one process."""
 
     collective: Collective
@@ -63,7 +63,7 @@ class Sent:
         return self.times * self.collective.sent_bytes
 
 
-def products(config: Config, hardware: Hardware, pp_rank: int) -> list[Product]:
+def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal]:
     """Products of pipeline process `pp_rank` in a step, those that take longest first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
@@ -79,7 +79,7 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[Product]:
     speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
     peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
     listed = [
-        Product(work, calls, calls * speeds.seconds(work), peak[work.dtype])
+        WorkTotal(work, calls, calls * speeds.seconds(work), peak[work.dtype])
         for work, calls in total.items()
         if work.kernel in (GEMM, ATTENTION, ATTENTION_BACKWARD)
     ]
@@ -91,7 +91,7 @@ def _add(total: Counted, work: Counted, times: int) -> None:
         total[each] += times * count
 
 
-def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[Sent]:
+def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTotal]:
     """Collectives of pipeline process `pp_rank` in a step, in the order in which they come up; TP's first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
@@ -104,7 +104,9 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[Sent]:
     for each, times in _alike((*gradient_collectives(config, held), *gathers(config, held))).items():
         found[each] += times * (count if each.phase in ("forward", "backward") else 1)
     return [
-        Sent(each, times, _link(each, config, hardware), times * collective_seconds(each, parallel, hardware))
+        CollectiveTotal(
+            each, times, _link(each, config, hardware), times * collective_seconds(each, parallel, hardware)
+        )
         for each, times in found.items()
     ]
 
@@ -125,7 +127,7 @@ def busiest(config: Config, predictor: Predictor) -> int:
     return max(range(len(passes)), key=lambda rank: passes[rank].total)
 
 
-def rows_that_matter(listed: list[Product], share: float = 0.97) -> Iterator[Product]:
+def rows_that_matter(listed: list[WorkTotal], share: float = 0.97) -> Iterator[WorkTotal]:
     """The first ones, until they make up `share` of the time."""
     total, told = sum(each.seconds for each in listed), 0.0
     for each in listed:

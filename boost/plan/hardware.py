@@ -198,7 +198,7 @@ class Hardware(Section):
     host_us: Amount
     """Microseconds that the host needs to issue one operation."""
     step_ms: Amount = 0.0
-    """Milliseconds of a step beside its operations: batches, logging, agreement."""
+    """Milliseconds of a step beside its operations: batches, logging, step stats."""
     overlap: Annotated[float, Field(ge=0, le=1)]
     """Of the time of computation, what can hide communication that need not be waited for."""
     speeds: Speeds

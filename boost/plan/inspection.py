@@ -11,9 +11,9 @@ from functools import cached_property
 from boost.config.architecture import (
     Parameter,
     block_parameters,
-    crossed,
     embedding,
     final_norm,
+    has_latent_gate,
     head,
     parameter_count,
 )
@@ -45,7 +45,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Issued:
+class IssuedCollective:
     """One collective of an optimizer step, and the micro-batch that it belongs to."""
 
     collective: Collective
@@ -54,7 +54,7 @@ class Issued:
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """All collectives of a step that are alike but for their block and micro-batch."""
 
     collective: Collective
@@ -86,7 +86,7 @@ class Inspection:
     """T."""
     micro_batches: int
     """Micro-batches that one process takes through the model in an optimizer step."""
-    issued: tuple[Issued, ...]
+    issued: tuple[IssuedCollective, ...]
     """Every collective of one optimizer step, in the order in which it is issued."""
 
     exact: tuple[Collective, ...]
@@ -118,12 +118,12 @@ class Inspection:
         return self.tokens, self.config.model.ffn_dim // num_shards(self.config.parallel)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[CollectiveRow, ...]:
         """The collectives of a step, added up over blocks and micro-batches, in the order of their first."""
         return _added_up([issued.collective for issued in self.issued])
 
     @cached_property
-    def exact_rows(self) -> tuple[Row, ...]:
+    def exact_rows(self) -> tuple[CollectiveRow, ...]:
         """The same of what an exact step sends on top."""
         return _added_up(self.exact)
 
@@ -149,9 +149,9 @@ class Inspection:
         return self.stages[0].numbers[-1]
 
     @property
-    def crossed(self) -> bool:
+    def has_latent_gate(self) -> bool:
         """Whether latents of the block before arrive in that block."""
-        return crossed(self.config.model, self.layer)
+        return has_latent_gate(self.config.model, self.layer)
 
     @property
     def bytes_per_token(self) -> float:
@@ -184,14 +184,14 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     )
 
 
-def _added_up(collectives: Sequence[Collective]) -> tuple[Row, ...]:
+def _added_up(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
     counts: dict[tuple[object, ...], int] = {}
     first: dict[tuple[object, ...], Collective] = {}
     for c in collectives:
         key = (c.phase, c.place, c.kind, c.shape, c.dtype, c.processes)
         first.setdefault(key, c)
         counts[key] = counts.get(key, 0) + 1
-    return tuple(Row(first[key], count) for key, count in counts.items())
+    return tuple(CollectiveRow(first[key], count) for key, count in counts.items())
 
 
 def human_bytes(number: float) -> str:
@@ -220,10 +220,10 @@ def _words(placement: Placement, processes: int) -> str:
     return "whole, gradient summed once a step" if placement.partial else "whole"
 
 
-def _numbered(collectives: list[Collective], micro_batches: int) -> list[Issued]:
+def _numbered(collectives: list[Collective], micro_batches: int) -> list[IssuedCollective]:
     """Micro-batches issue the same collectives one after the other; what belongs to the step comes last."""
     of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
     return [
-        Issued(collective, None if collective.phase == "step" else position // of_one)
+        IssuedCollective(collective, None if collective.phase == "step" else position // of_one)
         for position, collective in enumerate(collectives)
     ]

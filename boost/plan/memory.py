@@ -16,7 +16,7 @@ from boost.plan.trace import pass_of_block, trace_loss
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensor:
     """One tensor that lives from the forward to the backward pass of a micro-batch."""
 
     held: Held
@@ -35,7 +35,7 @@ class Memory:
 
     states: dict[str, int]
     """WEIGHTS, GRADIENTS, OPTIMIZER."""
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedTensor, ...]
     """Between the forward and the backward pass of a micro-batch."""
 
     @property
@@ -62,7 +62,7 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
     stages = stages_of(config, pp_rank)
     kept = [item for stage in stages for layer in stage.numbers for item in _block_keeps(config, layer)]
     if stages[-1].has_head:
-        kept += [Kept(held) for held in trace_loss(config).kept]
+        kept += [SavedTensor(held) for held in trace_loss(config).kept]
     stored = [tensor for stage in stages for tensor in stored_tensors(config.model, config.parallel, stage)]
     return Memory(states_of(config, stored, stages), tuple(kept))
 
@@ -73,12 +73,12 @@ def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[S
     return {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
-def _block_keeps(config: Config, layer: int) -> Iterator[Kept]:
-    yield from (Kept(held, layer) for held in pass_of_block(config, layer).kept)
+def _block_keeps(config: Config, layer: int) -> Iterator[SavedTensor]:
+    yield from (SavedTensor(held, layer) for held in pass_of_block(config, layer).kept)
     dtype = config.train.compute_dtype
     for size in prev_latents_kept(config, layer):
         shape = (size // ITEMSIZE[dtype],)
-        yield Kept(Held(size, LATENTS, "prev_latents", shape, dtype, ""), layer)
+        yield SavedTensor(Held(size, LATENTS, "prev_latents", shape, dtype, ""), layer)
 
 
 def prev_latents_kept(config: Config, layer: int, fused_norm: bool = False) -> list[int]:

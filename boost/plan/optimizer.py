@@ -25,7 +25,7 @@ PLACE = "optimizer"
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _FactorUnit:
     """The factors of the linears of one input: the A's are one stored tensor, each B one."""
 
     pairs: tuple[tuple[FactorShape, FactorShape], ...]
@@ -99,16 +99,16 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     dtype, worst = work_dtype(optim, config.train.param_dtype), 0
     units = [unit for stage in stages for unit in _units(config, stage)]
     for length in factor_buckets([unit.shapes for unit in units], optim, ITEMSIZE[dtype]):
-        bucket = _Bucket(units[:length], parallel)
+        bucket = _LoroBucket(units[:length], parallel)
         units = units[length:]
         worst = max(worst, bucket.exact() if exact else bucket.grams(config))
     return worst * ITEMSIZE[dtype]
 
 
-class _Bucket:
+class _LoroBucket:
     """Numbers that are alive while a bucket of factors is worked on, n r of each factor and r r of what is small."""
 
-    def __init__(self, units: Sequence[_Unit], parallel: ParallelConfig) -> None:
+    def __init__(self, units: Sequence[_FactorUnit], parallel: ParallelConfig) -> None:
         self.tp, self.dp = parallel.tp, parallel.dp
         self.shapes = [shape for unit in units for shape in unit.shapes]
         self.pairs = [pair for unit in units for pair in unit.pairs]
@@ -134,8 +134,8 @@ class _Bucket:
     def exact(self) -> int:
         """LORO's exact step: factor and direction side by side, their bases, the small problems."""
         making, tall = self._tall(2, 2)
-        bases = sum(s.wide * min(s.wide, 2 * s.rank) + min(s.wide, 2 * s.rank) * 2 * s.rank for s in self.shapes)
-        final = sum(s.wide * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
+        bases = sum(s.rows * min(s.rows, 2 * s.rank) + min(s.rows, 2 * s.rank) * 2 * s.rank for s in self.shapes)
+        final = sum(s.rows * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
         # Gathered; and of one factor a copy, its QR and what that is multiplied to.
         triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
@@ -158,7 +158,7 @@ class _Bucket:
         return max(making, tall + grams + largest + 6 * rank**2 * muon)
 
 
-def _units(config: Config, stage: Stage) -> Iterator[_Unit]:
+def _units(config: Config, stage: Stage) -> Iterator[_FactorUnit]:
     model, parallel = config.model, config.parallel
     if not model.low_rank:
         return
@@ -170,7 +170,7 @@ def _units(config: Config, stage: Stage) -> Iterator[_Unit]:
         for group in groups(model, layer):
             downs, ups = (group.parameters(f"layers.{layer}", factor) for factor in "AB")
             stored = tuple(stored_tensor(model, parallel, layer, *each) for each in (downs, *((up,) for up in ups)))
-            yield _Unit(tuple((shape(a), shape(b)) for a, b in zip(downs, ups, strict=True)), stored)
+            yield _FactorUnit(tuple((shape(a), shape(b)) for a, b in zip(downs, ups, strict=True)), stored)
 
 
 def _extra_parts(config: Config, stage: Stage) -> int:

@@ -20,7 +20,7 @@ from boost.plan.optimizer import work_bytes
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.schedules import Action, actions, micro_batches
 from boost.plan.shards import END, Shards
-from boost.plan.trace import Pass, pass_of_block, remembered, trace_embedding, trace_loss
+from boost.plan.trace import TracedPass, pass_of_block, remembered, trace_embedding, trace_loss
 
 FORWARD = "forward pass of a block"
 BACKWARD = "backward pass of a block"
@@ -32,7 +32,7 @@ STEP = "optimizer step"
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakMemory:
     """Bytes at the worst moment."""
 
     by_category: dict[str, int]
@@ -46,7 +46,7 @@ class Peak:
         return sum(self.by_category.values())
 
 
-def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> Peak:
+def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> PeakMemory:
     """The worst moment of a step on pipeline process `pp_rank` (of TP process and replica 0, which have the most).
 
     `fused_norm`: on a device where RMSNorm is one kernel.
@@ -54,15 +54,15 @@ def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> Peak:
     Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
     step counts as one with an exact step, where there are any.
     """
-    return _Step(config, pp_rank, fused_norm).worst()
+    return _StepMemory(config, pp_rank, fused_norm).worst()
 
 
 @dataclass(frozen=True)
 class _BlockFacts:
-    """Bytes of one block and one micro-batch: a `Pass`, and what is kept by category, latents of the previous block included."""
+    """Bytes of one block and one micro-batch: a `TracedPass`, and what is saved by category, the previous block's latents included."""
 
     kept: Counter[str]
-    run: Pass
+    run: TracedPass
 
 
 def _block(config: Config, layer: int, fused_norm: bool) -> _BlockFacts:
@@ -108,7 +108,7 @@ def _tensors_of(config: Config, layer: int) -> tuple[StoredTensor, ...]:
     return found
 
 
-class _Step:
+class _StepMemory:
     """One process's step, walked through."""
 
     def __init__(self, config: Config, pp_rank: int, fused_norm: bool) -> None:
@@ -142,7 +142,7 @@ class _Step:
         self.buckets = self._buckets()
         self._worst: tuple[int, str, dict[str, int]] = (-1, "", {})
 
-    def worst(self) -> Peak:
+    def worst(self) -> PeakMemory:
         """The worst of all moments."""
         kinds: set[Any] = set()
         for action in self.actions:
@@ -159,7 +159,7 @@ class _Step:
         self._look(_Moment(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}), all_gradients=True)
         total, name, held = self._worst
         assert total >= 0
-        return Peak({category: size for category, size in held.items() if size}, name)
+        return PeakMemory({category: size for category, size in held.items() if size}, name)
 
     # Moments.
 

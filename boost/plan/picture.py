@@ -10,11 +10,11 @@ Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the resid
 import itertools
 from collections.abc import Iterator
 
-from boost.config.architecture import Group, groups
+from boost.config.architecture import GroupSpec, groups
 from boost.config.layouts import Placement, local_shape, num_shards, placement_of
 from boost.config.traffic import Collective, statistic_columns
 from boost.plan.inspection import Inspection, human_bytes
-from boost.plan.svg import Page, Piece, Row, Words, panel_width
+from boost.plan.svg import DiagramRow, DiagramTensor, DiagramText, Page, panel_width
 
 UNIT = 70.0
 """Pixels that stand for d, at most."""
@@ -30,9 +30,9 @@ def block_picture(inspection: Inspection, name: str) -> str:
         title += inspection.spec.variant(parallel)
         title += ["ungrouped"] * (not parallel.grouping)
     bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
-    if model.crosses:
+    if model.has_latent_gates:
         bottleneck += ", its latents meeting those of the block before"
-    words = Words(
+    words = DiagramText(
         layout=inspection.layout,
         model=" · ".join(title),
         subtitle=f"One of {model.layers} blocks, every linear y = {bottleneck if model.low_rank else 'W x'}; d = {model.dim}, "
@@ -62,7 +62,7 @@ def _summary(inspection: Inspection) -> str:
     return f"Bytes are those that one process sends, for one block and micro-batch: {parts} = {human_bytes(total)}"
 
 
-def block_rows(inspection: Inspection) -> Iterator[Row]:
+def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
     """What the picture shows, from the residual stream to itself one block later."""
     config = inspection.config
     yield _residual(inspection, "Residual stream")
@@ -94,7 +94,7 @@ def _share(word: str, parts: int) -> str:
     return word if parts == 1 else f"{word}/{parts}"
 
 
-def _residual(inspection: Inspection, title: str) -> Row:
+def _residual(inspection: Inspection, title: str) -> DiagramRow:
     p, kind = inspection.config.parallel.tp, inspection.spec.residual
     detail = {
         "hidden": f"T x {_share('d', p)}: sharded along the width",
@@ -103,17 +103,17 @@ def _residual(inspection: Inspection, title: str) -> Row:
     }[kind]
     axis = {"hidden": "x", "tokens": "y", "replicated": ""}[kind]
     width = _length(inspection.config.model.dim, inspection)
-    return Row(title, (detail,), (Piece(width, 28.0, axis, activation=True),), residual=True)
+    return DiagramRow(title, (detail,), (DiagramTensor(width, 28.0, axis, activation=True),), residual=True)
 
 
-def _norm(inspection: Inspection, group: Group) -> Row:
+def _norm(inspection: Inspection, group: GroupSpec) -> DiagramRow:
     model, parallel = inspection.config.model, inspection.config.parallel
     placement = placement_of("norm", model, parallel)
-    piece = Piece(_length(model.dim, inspection), 8.0, "x" if placement.dim == 0 else "", placement.partial)
-    return Row("RMSNorm", (inspection.spec.norm_note(parallel),), (piece,))
+    piece = DiagramTensor(_length(model.dim, inspection), 8.0, "x" if placement.dim == 0 else "", placement.partial)
+    return DiagramRow("RMSNorm", (inspection.spec.norm_note(parallel),), (piece,))
 
 
-def _wide(inspection: Inspection, group: Group) -> Row:
+def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
     """Attention or the gated product, with the heads or channels that each process computes."""
     model, parts = inspection.config.model, num_shards(inspection.config.parallel)
     p = inspection.config.parallel.tp
@@ -126,10 +126,10 @@ def _wide(inspection: Inspection, group: Group) -> Row:
         first = rank * share if parts > 1 else 0
         boxes.append(f"{word} {first}-{first + share - 1}" if share > 1 else f"{word[:-1]} {first}")
     same = " on every process" if parts == 1 < p else ""
-    return Row(title, (f"T x {_share(width, parts)}{same}",), boxes=tuple(boxes))
+    return DiagramRow(title, (f"T x {_share(width, parts)}{same}",), boxes=tuple(boxes))
 
 
-def _group(inspection: Inspection, group: Group) -> Iterator[Row]:
+def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
     """Weights, latents and collectives of one group, in the order in which a token meets them."""
     model, parallel = inspection.config.model, inspection.config.parallel
     bars = _bars(inspection, group)
@@ -141,36 +141,36 @@ def _group(inspection: Inspection, group: Group) -> Iterator[Row]:
         return
     cut_a = placement_of(f"{group.side}.A", model, parallel)
     axis = "x" if cut_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
-    pieces = tuple(Piece(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
+    pieces = tuple(DiagramTensor(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
     k, p = len(group.ranks), parallel.tp
     width = "r" if k == 1 else f"{k}r"
     rows, columns = _share("T", p if axis == "y" else 1), _share(width, p if axis == "x" else 1)
     whole = " on every process" if not axis and p > 1 else ""
     title = "Latents" if model.latent_act == "none" else f"{model.latent_act} on the latents"
     details = [f"{rows} x {columns}{whole}"]
-    if inspection.crossed:
+    if inspection.has_latent_gate:
         title = "Latents that cross"
         act = "" if model.latent_act == "none" else f"{model.latent_act} "
         gate = "h" if model.gate == "identity" else f"{model.gate} gate(h)"
         details.append(f"{act}LayerNorm(u + {gate})")
-    latents = Row(title, tuple(details), pieces)
+    latents = DiagramRow(title, tuple(details), pieces)
     yield _weights(inspection, group, "A")
     # A factor cut along its input leaves partial sums: latents, and what acts on them, come behind the collective. Of
     # latents that are cut themselves, what acts on them needs collectives.
-    behind = cut_a.dim == 1 or (inspection.crossed and axis == "x")
+    behind = cut_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
     yield from [*bars["between"], latents] if behind else [latents, *bars["between"]]
     yield _weights(inspection, group, "B")
     yield from bars["exit"]
 
 
-def _weights(inspection: Inspection, group: Group, factor: str) -> Row:
+def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRow:
     model, parallel = inspection.config.model, inspection.config.parallel
     pieces, shapes = [], []
     for slot, parameter in zip(group.slots, group.parameters("", factor), strict=True):
         placement = placement_of(parameter.role, model, parallel)
         rows, columns = parameter.shape
         axis = {None: "", 0: "y", 1: "x"}[placement.dim]
-        pieces.append(Piece(_length(columns, inspection), _length(rows, inspection), axis, placement.partial))
+        pieces.append(DiagramTensor(_length(columns, inspection), _length(rows, inspection), axis, placement.partial))
         shapes.append(
             (_sizes(parameter.shape, local_shape(parameter, placement, parallel.tp), placement, parallel.tp), slot.name)
         )
@@ -179,7 +179,7 @@ def _weights(inspection: Inspection, group: Group, factor: str) -> Row:
         names = ", ".join(name.partition(".")[2] for _, name in same)
         details.append(text if text == shapes[0][0] == shapes[-1][0] else f"{names}: {text}")
     names = ", ".join(slot.name.partition(".")[2] for slot in group.slots)
-    return Row(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
+    return DiagramRow(f"{factor} of {names}", tuple(details), tuple(pieces), stacked=factor == "A")
 
 
 def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement, processes: int) -> str:
@@ -189,28 +189,28 @@ def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement,
     return f"{whole}, here {' x '.join(str(n) for n in local)}"
 
 
-def _bars(inspection: Inspection, group: Group) -> dict[str, list[Row]]:
+def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
     """The collectives of a group by where they stand: before the norm, at the entry, between the factors, at the exit."""
     found: dict[tuple[str, str], list[str]] = {}
     for issued in inspection.issued:
         c = issued.collective
         if issued.micro_batch == 0 and c.layer == inspection.layer and c.place == group.name:
             found.setdefault((_position(inspection, group, c), c.phase), []).append(_says(inspection, group, c))
-    bars: dict[str, list[Row]] = {}
+    bars: dict[str, list[DiagramRow]] = {}
     for position in ("norm", "entry", "between", "exit"):
         # The backward pass issues them in reverse.
         sides = found.get((position, "forward"), []), found.get((position, "backward"), [])[::-1]
         pairs = tuple(itertools.zip_longest(*sides, fillvalue=""))
-        bars[position] = [Row("", bars=pairs)] if pairs else []
+        bars[position] = [DiagramRow("", bars=pairs)] if pairs else []
     return bars
 
 
 def _at_bottleneck(inspection: Inspection) -> bool:
     """Whether latents are what is communicated."""
-    return inspection.config.model.low_rank and inspection.spec.crosses_at_bottleneck
+    return inspection.config.model.low_rank and inspection.spec.communicates_at_bottleneck
 
 
-def _position(inspection: Inspection, group: Group, c: Collective) -> str:
+def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
     if _is_statistic(inspection, group, c.shape[-1]):
         return "norm"
     if _at_bottleneck(inspection) or _of_crossing(inspection, group, c.shape[-1]):
@@ -219,24 +219,24 @@ def _position(inspection: Inspection, group: Group, c: Collective) -> str:
     return "exit" if c.kind in leaves else "entry"
 
 
-def _of_crossing(inspection: Inspection, group: Group, width: int) -> bool:
+def _of_crossing(inspection: Inspection, group: GroupSpec, width: int) -> bool:
     """Whether a collective is of latents that are sharded along the rank and meet those of the previous block."""
-    if not inspection.crossed or not inspection.spec.shards_rank:
+    if not inspection.has_latent_gate or not inspection.spec.shards_rank:
         return False
     return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
 
 
-def _is_statistic(inspection: Inspection, group: Group, width: int) -> bool:
+def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
     """Whether a collective is RMSNorm's statistic by itself."""
     return width == 1 and group.side == "enter" and inspection.config.parallel.norm == "sync"
 
 
-def _says(inspection: Inspection, group: Group, c: Collective) -> str:
+def _says(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
     """'all-reduce T x (3r + statistic) · 152 MB', with the bytes that one process sends."""
     return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {human_bytes(c.sent_bytes)}"
 
 
-def _symbol(inspection: Inspection, group: Group, width: int) -> str:
+def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
     """A width as a multiple of r, d or f, with the statistic of online RMSNorm where it travels along."""
     config = inspection.config
     model, parallel = config.model, config.parallel

@@ -52,7 +52,7 @@ MICRO_BATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """Seconds of a training step of one size."""
 
     size: str
@@ -61,8 +61,8 @@ class Row:
     seconds: dict[Way, float]
 
 
-def _row(size: str, tp: int, pp: int, full_rank: float, vanilla: float, boost: float) -> Row:
-    return Row(size, tp, pp, {"full-rank": full_rank, "vanilla": vanilla, "BOOST": boost})
+def _row(size: str, tp: int, pp: int, full_rank: float, vanilla: float, boost: float) -> PublishedRow:
+    return PublishedRow(size, tp, pp, {"full-rank": full_rank, "vanilla": vanilla, "BOOST": boost})
 
 
 STEPS = (
@@ -131,10 +131,10 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Step:
+class PublishedStep:
     """Predicted seconds of a step of one size."""
 
-    row: Row
+    row: PublishedRow
     seconds: dict[Way, float]
 
     def ratios(self) -> Iterator[Compared]:
@@ -150,7 +150,7 @@ class Step:
             yield Compared("step", f"{self.row.size} {way}", self.row.seconds[way], self.seconds[way], "s")
 
 
-def configuration(way: Way, row: Row, micro_batch: int = 1, more: Sequence[str] = ()) -> Config:
+def configuration(way: Way, row: PublishedRow, micro_batch: int = 1, more: Sequence[str] = ()) -> Config:
     """One published run, as a configuration of ours. `more`: overrides."""
     schedule = "1f1b" if micro_batch * row.pp <= SEQUENCES else "gpipe"
     overrides = [
@@ -189,10 +189,12 @@ class Comparison:
         )
         return result + [each for table in tables for each in table()]
 
-    def steps(self, micro_batch: int = 1, as_published: bool = True) -> list[Step]:
+    def steps(self, micro_batch: int = 1, as_published: bool = True) -> list[PublishedStep]:
         """Times of steps in micro-batches of so many sequences. `as_published`: with the collectives that only its code has."""
         return [
-            Step(row, {way: self._seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS})
+            PublishedStep(
+                row, {way: self._seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS}
+            )
             for row in STEPS
         ]
 

@@ -10,7 +10,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from boost.config.architecture import Parameter, crossed, crossing_parameters, embedding, final_norm, groups, head
+from boost.config.architecture import (
+    Parameter,
+    embedding,
+    final_norm,
+    groups,
+    has_latent_gate,
+    head,
+    latent_gate_parameters,
+)
 from boost.config.layouts import Placement, local_shape, placement_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
@@ -74,8 +82,8 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
             if model.low_rank:
                 yield stored(layer, *group.parameters(prefix, "A"))
                 yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
-                if crossed(model, layer):
-                    yield from (stored(layer, *each) for each in crossing_parameters(model, group, prefix).values())
+                if has_latent_gate(model, layer):
+                    yield from (stored(layer, *each) for each in latent_gate_parameters(model, group, prefix).values())
             else:
                 weights = group.parameters(prefix, "W")
                 for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):

@@ -370,14 +370,14 @@ def layer_norm(x: Sized, shape: Any, weight: Any = None, bias: Any = None, eps: 
 @rule(F.rms_norm)
 def rms_norm(x: Sized, shape: Any, weight: Sized, eps: float) -> Sized:
     """torch's fused kernel; saves x and an inverse deviation a row."""
-    wide, few = torch.promote_types(x.dtype, torch.float32), weight.elsewhere()
+    acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.elsewhere()
     place, x.tape.place = x.tape.place, "norm"
     made = record(
         lambda: make(x, x.shape, "rms_norm", 2.0),
         [x, weight],
         lambda g, s: [make(g[0], g[0].shape, "rms_norm", 5.0), make(few, few.shape, "sum")],
         [x, weight],
-        keeps=lambda made: [make(x, x.shape[:-1], "statistics", dtype=wide)],
+        keeps=lambda made: [make(x, x.shape[:-1], "statistics", dtype=acc_dtype)],
     )
     x.tape.place = place
     return made
@@ -390,12 +390,12 @@ def attention(
     """The fused kernel, which saves the logsumexp of rows of scores. Its results lie by tokens, not by heads."""
     batch, heads, length, width = q.shape
     shape = batch, heads, k.shape[1], length, width
-    tape, wide = q.tape, torch.promote_types(q.dtype, torch.float32)
+    tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
     def kernel() -> tuple[Any, Any]:
         tape.does(ATTENTION, shape, q.dtype)
         made = make(q, q.shape, "attention", inputs=[q, k, v], strides=_by_tokens(q.shape))
-        return made, make(q, (batch, heads, length), "attention", dtype=wide)
+        return made, make(q, (batch, heads, length), "attention", dtype=acc_dtype)
 
     both: list[Sized] = []
 

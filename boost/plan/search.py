@@ -20,7 +20,7 @@ from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batches, policies, structures
 from boost.plan.categories import OPTIMIZER, STATES, WEIGHTS
-from boost.plan.peak import Peak, peak
+from boost.plan.peak import PeakMemory, peak
 from boost.plan.timing import Predictor, StepTime
 from boost.plan.trace import told
 
@@ -46,7 +46,7 @@ class Plan:
 
     config: Config
     time: StepTime
-    peak: Peak
+    peak: PeakMemory
     """Of the pipeline process that holds the most."""
     pp_rank: int
     """That process."""
@@ -65,7 +65,7 @@ class Plan:
 
 
 @dataclass
-class _Node:
+class _SearchNode:
     """Candidates that differ in recomputation alone."""
 
     bound: float
@@ -90,8 +90,8 @@ class Search:
     """Predictions of time made."""
     weighed: int = 0
     """Predictions of memory made."""
-    _nodes: list[_Node] = field(default_factory=list)
-    _peaks: dict[Any, tuple[Peak, int]] = field(default_factory=dict)
+    _nodes: list[_SearchNode] = field(default_factory=list)
+    _peaks: dict[Any, tuple[PeakMemory, int]] = field(default_factory=dict)
     _lacking: dict[Any, int] = field(default_factory=dict)
     """Of candidates that do not fit: bytes of weights and optimizer alone, on a process that is too small."""
     _full: dict[Any, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Search:
     def fastest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
         """The fastest candidate that fits and passes `test` (and whose parallel section passes `of`), if there is one."""
         numbers = itertools.count()
-        waiting: list[tuple[float, int, _Node | Config]] = [
+        waiting: list[tuple[float, int, _SearchNode | Config]] = [
             (node.bound, next(numbers), node) for node in self._nodes if of is None or of(node.config.parallel)
         ]
         heapq.heapify(waiting)
@@ -172,7 +172,7 @@ class Search:
         key = self._name(config)
         if key not in self._peaks and key not in self._lacking:
             self.weighed += 1
-            held = list[tuple[Peak, int]]()
+            held = list[tuple[PeakMemory, int]]()
             for rank in worst_ranks(config):
                 held.append((peak(config, rank, self.predictor.fused_norm), rank))
                 if held[-1][0].total > self.usable:
@@ -182,7 +182,7 @@ class Search:
             self._peaks[key] = max(held, key=lambda each: each[0].total)
         return key not in self._lacking and self._peaks[key][0].total <= self.usable
 
-    def weigh(self, config: Config) -> tuple[Peak, int]:
+    def weigh(self, config: Config) -> tuple[PeakMemory, int]:
         """(peak, pipeline process) of the process that holds the most."""
         key = self._name(config)
         if key not in self._peaks:
@@ -210,22 +210,22 @@ class Search:
             without = self._variants.of(parallel, micro_batch)
             best = self._thriftiest.get(_mesh(parallel), parallel)
             self._thriftiest[_mesh(parallel)] = min(best, parallel, key=_thrift_of)
-            self._nodes.append(_Node(self.predictor.at_least(without), config))
+            self._nodes.append(_SearchNode(self.predictor.at_least(without), config))
 
-    def _refine(self, node: _Node) -> None:
+    def _refine(self, node: _SearchNode) -> None:
         """From a bound to the time without recomputation."""
         self.timed += 1
         without = self._variants.of(node.config.parallel, node.config.train.micro_batch)
         node.bound, node.exact = self.predictor.predict(without).seconds, True
 
-    def _all_children(self, node: _Node) -> list[Config]:
+    def _all_children(self, node: _SearchNode) -> list[Config]:
         return self._variants_of(node.config.parallel, node.config.train.micro_batch)
 
     def _variants_of(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
         listed = (self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel))
         return [config for config in listed if legal(config)]
 
-    def _opened(self, node: _Node) -> list[tuple[float, Config]]:
+    def _opened(self, node: _SearchNode) -> list[tuple[float, Config]]:
         """Children of a node with their times; none if even the thriftiest does not fit."""
         if node.children is None:
             configs = self._all_children(node)
@@ -237,7 +237,7 @@ class Search:
                 node.children = sorted(timed, key=lambda each: each[0])
         return node.children
 
-    def _is_full(self, node: _Node, thriftiest: Config) -> bool:
+    def _is_full(self, node: _SearchNode, thriftiest: Config) -> bool:
         """Whether no child fits: the thriftiest structure of the mesh is asked first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW * parallel.stages:
@@ -326,7 +326,7 @@ def worst_ranks(config: Config) -> list[int]:
     return list(ranks.values())
 
 
-def worst_peak(config: Config, fused_norm: bool = False) -> tuple[Peak, int]:
+def worst_peak(config: Config, fused_norm: bool = False) -> tuple[PeakMemory, int]:
     """(peak, pipeline process) of the process that holds the most."""
     return max(((peak(config, rank, fused_norm), rank) for rank in worst_ranks(config)), key=lambda each: each[0].total)
 
@@ -353,7 +353,7 @@ def _require_mesh(request: Request) -> None:
     for key, size in sizes.items():
         if request.gpus % size:
             best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
-            raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; the nearest legal value is {best}")
+            raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
     made = math.prod(sizes.values())
     if sizes and (request.gpus % made or (len(sizes) == len(AXES) and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())

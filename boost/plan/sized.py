@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import LEAF, Backward, Held, Node, Storage, Tape, name_of
+from boost.plan.tape import LEAF, Backward, GraphNode, Held, SizedStorage, Tape, name_of
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
@@ -30,12 +30,12 @@ class Sized:
     def __init__(
         self,
         tape: Tape,
-        storage: Storage | None,
+        storage: SizedStorage | None,
         shape: Shape,
         strides: Shape,
         dtype: torch.dtype,
         device: torch.device,
-        node: Node | None = None,
+        node: GraphNode | None = None,
         index: int = 0,
     ) -> None:
         """`storage` None: of someone else, who holds it."""
@@ -123,7 +123,7 @@ class Sized:
     def detach(self) -> "Sized":
         return self.bare()
 
-    def at(self, shape: Shape, strides: Shape, node: Node | None = None, index: int = 0) -> "Sized":
+    def at(self, shape: Shape, strides: Shape, node: GraphNode | None = None, index: int = 0) -> "Sized":
         """A view."""
         return Sized(self.tape, self.storage, shape, strides, self.dtype, self.device, node, index)
 
@@ -377,10 +377,10 @@ def make(
     numel = math.prod(shape)
     if tape.phase == "forward":
         category, role = origin(tape, operation, inputs or (like,))
-        storage = Storage(tape, numel * dtype.itemsize, category, role)
+        storage = SizedStorage(tape, numel * dtype.itemsize, category, role)
         tape.alive[id(storage)] = Held(storage.bytes, category, operation, shape, name_of(dtype), tape.place)
     else:
-        storage = Storage(tape, numel * dtype.itemsize, "", "")
+        storage = SizedStorage(tape, numel * dtype.itemsize, "", "")
     made = Sized(tape, storage, shape, strides or contiguous(shape), dtype, like.device)
     if moves and not made.is_small:
         tape.does(kernel, (numel,), dtype, moves)
@@ -475,8 +475,8 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 def leaf(tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str) -> Sized:
     """A weight of a role: not counted among the living, and where the backward pass ends."""
-    storage = Storage(_Nowhere, 0, COPIES, role)  # memory that is there anyway
-    return Sized(tape, storage, shape, contiguous(shape), dtype, device, Node(LEAF, (), 1, None, tape.place))
+    storage = SizedStorage(_Nowhere, 0, COPIES, role)  # memory that is there anyway
+    return Sized(tape, storage, shape, contiguous(shape), dtype, device, GraphNode(LEAF, (), 1, None, tape.place))
 
 
 _Nowhere = Tape(0, 0)

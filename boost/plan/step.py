@@ -22,12 +22,12 @@ def block_work(config: Config, layer: int, policy: RecomputeName, fused_norm: bo
     return trace_block(as_stored(config), layer, policy, fused_norm).work
 
 
-def ends_work(config: Config, embeds: bool, predicts: bool, fused_norm: bool) -> Counted:
+def ends_work(config: Config, has_embedding: bool, has_head: bool, fused_norm: bool) -> Counted:
     """The same of embedding and loss."""
     stored, total = as_stored(config), Counter[Work]()
-    if embeds:
+    if has_embedding:
         total.update(trace_embedding(stored).work)
-    if predicts:
+    if has_head:
         total.update(trace_loss(stored, fused_norm).work)
     return total
 
@@ -89,7 +89,7 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
         for group in groups(model, layer):
             for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
                 shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
-                n, r = shape.wide, shape.rank
+                n, r = shape.rows, shape.rank
                 total[_once(gemm(r, r, n, dtype), "optimizer")] += count
                 # An iteration: g g, p q and, but for the last one, q g q.
                 total[_once(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)

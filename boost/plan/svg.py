@@ -17,7 +17,7 @@ BAR, MAX_PANELS = 22.0, 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class DiagramTensor:
     """A tensor as a rectangle in a panel, and the part of it that the process holds."""
 
     width: float
@@ -29,12 +29,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Row:
+class DiagramRow:
     """One line of the picture across all panels."""
 
     title: str
     details: tuple[str, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[DiagramTensor, ...] = ()
     stacked: bool = False
     """Pieces one above the other, as the factors A of a group; else side by side."""
     boxes: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ def panel_width(processes: int) -> float:
 
 
 @dataclass(frozen=True)
-class Words:
+class DiagramText:
     """What the page says beside its rows."""
 
     layout: str
@@ -89,7 +89,7 @@ class Words:
 class Page:
     """Puts rows on paper. Words are measured by a rule of thumb and made smaller where their room is short."""
 
-    def __init__(self, words: Words, processes: int) -> None:
+    def __init__(self, words: DiagramText, processes: int) -> None:
         self.words, self.processes = words, processes
         last = [processes - 1] if processes > MAX_PANELS else []
         self.panels = [*range(min(processes, MAX_PANELS) - len(last)), *last]
@@ -97,7 +97,7 @@ class Page:
         self.left, self.right = MARGIN + GUTTER, WIDTH - MARGIN
         self.svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": SANS})
 
-    def draw(self, rows: list[Row]) -> str:
+    def draw(self, rows: list[DiagramRow]) -> str:
         """The whole document. The same rows and words make the same bytes."""
         top = 128.0
         tops = list(itertools.accumulate((row.height + ROW_GAP for row in rows[:-1]), initial=top))
@@ -149,7 +149,7 @@ class Page:
         self._text(f"· {words.model}", after, 44, 20, INK, room=WIDTH - MARGIN - after)
         self._text(words.subtitle, MARGIN, 69, 13, MUTED, room=WIDTH - 2 * MARGIN)
 
-    def _paths(self, x: float, color: str, rows: list[Row], tops: list[float]) -> None:
+    def _paths(self, x: float, color: str, rows: list[DiagramRow], tops: list[float]) -> None:
         """A process's flow from row to row, and the residual stream past each half of the block."""
         middle, edge = x + self.panel / 2, x + self.panel / 2 + min(self.panel / 2 - 11, 145)
         for (row, y), (next_row, next_y) in itertools.pairwise(zip(rows, tops, strict=True)):
@@ -164,12 +164,12 @@ class Page:
             tip = f"M{_n(middle + half + 1)} {_n(stop)}l6 -3.5v7z"
             self._add("path", d=tip, fill=color, fill_opacity=0.6)
 
-    def _drawn(self, row: Row, end: int) -> float:
+    def _drawn(self, row: DiagramRow, end: int) -> float:
         """Where the drawing of a row begins (end 0) or ends (1), under its top: it stands in the middle of its line."""
         size = row.height if row.bars else row.size[1]
         return (row.height - size) / 2 + end * size
 
-    def _row(self, row: Row, y: float) -> None:
+    def _row(self, row: DiagramRow, y: float) -> None:
         if row.bars:
             for position, (side, text) in enumerate(row.lines):
                 self._bar(side, text, y + position * (BAR + PIECE_GAP))
@@ -184,7 +184,7 @@ class Page:
             else:
                 self._pieces(row, y + self._drawn(row, 0), index, rank)
 
-    def _box(self, row: Row, y: float, index: int, rank: int) -> None:
+    def _box(self, row: DiagramRow, y: float, index: int, rank: int) -> None:
         """A word in a frame, in the middle of its panel, as large as the longest of its row allows."""
         middle, width, color = self._x(index) + self.panel / 2, min(self.panel - 36, 160.0), COLORS[index]
         left = middle - width / 2
@@ -192,7 +192,7 @@ class Page:
         size = _fitting(max(row.boxes, key=len), 11.5, width - 12)
         self._text(row.boxes[rank], middle, y + 16, size, color, "middle")
 
-    def _pieces(self, row: Row, y: float, index: int, rank: int) -> None:
+    def _pieces(self, row: DiagramRow, y: float, index: int, rank: int) -> None:
         """The tensors of a row, in the middle of their panel."""
         width = row.size[0]
         left = self._x(index) + (self.panel - width) / 2
@@ -204,7 +204,7 @@ class Page:
             else:
                 left += piece.width + PIECE_GAP
 
-    def _piece(self, piece: Piece, x: float, y: float, color: str, rank: int, parts: int) -> None:
+    def _piece(self, piece: DiagramTensor, x: float, y: float, color: str, rank: int, parts: int) -> None:
         """The whole tensor as an outline, part number `rank` of it filled."""
         self._add("rect", x=x, y=y, width=piece.width, height=piece.height, fill=PAPER)
         held = {"x": x, "y": y, "width": piece.width, "height": piece.height}
@@ -229,11 +229,11 @@ class Page:
 
     def _legend(self, y: float, partial: bool) -> None:
         entries = [
-            (Piece(22, 12, "x"), "weight: part held here, of the whole"),
-            (Piece(22, 12, "x", activation=True), "activation: part held here, of the whole"),
+            (DiagramTensor(22, 12, "x"), "weight: part held here, of the whole"),
+            (DiagramTensor(22, 12, "x", activation=True), "activation: part held here, of the whole"),
         ]
         if partial:
-            entries.append((Piece(22, 12, partial=True), "held whole: gradient summed once a step"))
+            entries.append((DiagramTensor(22, 12, partial=True), "held whole: gradient summed once a step"))
         for position, (piece, words) in enumerate(entries):
             x = MARGIN + 284 * position
             self._piece(piece, x, y, COLORS[0], 0, 3)

@@ -45,7 +45,7 @@ class Held:
     place: str
 
 
-class Storage:
+class SizedStorage:
     """Bytes, from birth to death."""
 
     __slots__ = ("__weakref__", "bytes", "category", "role", "tape")
@@ -64,7 +64,7 @@ class Storage:
             self.tape.alive.pop(id(self), None)
 
 
-class Node:
+class GraphNode:
     """A node of the graph. `number` orders the backward pass; -1 and LEAF are where it ends."""
 
     __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved")
@@ -146,9 +146,9 @@ class Tape:
         """A collective."""
         self.collectives += [Collective(self.phase, kind, shape, name_of(dtype), processes, self.place)] * self.times
 
-    def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> Node:
+    def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> GraphNode:
         """A node behind all others."""
-        return Node(next(self._number), inputs, results, backward, self.place)
+        return GraphNode(next(self._number), inputs, results, backward, self.place)
 
     # Checkpoints.
 
@@ -179,7 +179,7 @@ class Tape:
         frame.outputs.append(made)
         return made
 
-    def save(self, node: Node, saved: Sequence["Sized"]) -> None:
+    def save(self, node: GraphNode, saved: Sequence["Sized"]) -> None:
         """What a node asks for in its backward pass, in the order in which it is asked for here."""
         if not saved:
             return
@@ -200,7 +200,7 @@ class Tape:
         node.saved = (*node.saved, *range(frame.count, frame.count + len(bare)))
         frame.count += len(bare)
 
-    def _saved(self, node: Node) -> Sequence["Sized"]:
+    def _saved(self, node: GraphNode) -> Sequence["Sized"]:
         frame = node.frame
         if frame is None:
             result: Sequence[Sized] = node.saved
@@ -237,11 +237,11 @@ class Tape:
 
     def _backward(self, roots: list[Any], gradients: list[Any], inputs_only: bool) -> None:
         waiting, useful = _edges(roots, inputs_only)
-        arrived: dict[Node, list[Any]] = {}
-        ready: list[tuple[float, int, Node]] = []
+        arrived: dict[GraphNode, list[Any]] = {}
+        ready: list[tuple[float, int, GraphNode]] = []
         order = itertools.count()
 
-        def arrives(node: Node, index: int, gradient: Any) -> None:
+        def arrives(node: GraphNode, index: int, gradient: Any) -> None:
             slots = arrived.setdefault(node, [None] * node.results)
             if gradient is not None and slots[index] is not None:
                 self.place = node.place or self.place
@@ -266,7 +266,7 @@ class Tape:
                     arrives(target, index, results[i])
                 results[i] = None
 
-    def _run(self, node: Node, gradients: list[Any], inputs_only: bool, useful: "set[Node]") -> list[Any]:
+    def _run(self, node: GraphNode, gradients: list[Any], inputs_only: bool, useful: "set[GraphNode]") -> list[Any]:
         if node.backward is None:
             if node.number < 0:
                 self.entering += [g for g in gradients if g is not None]
@@ -291,10 +291,10 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype)[6:]
 
 
-def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[Node, int], set[Node]]:
+def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[GraphNode, int], set[GraphNode]]:
     """(number of gradients that each node waits for, the nodes to run) of a backward pass."""
     first = [x.node for x in roots if x.node is not None]
-    order: list[Node] = []
+    order: list[GraphNode] = []
     reached, seen = list(first), set(first)
     while reached:
         node = reached.pop()

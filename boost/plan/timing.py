@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from boost.config.architecture import crossed, first_alike, flops_per_token
+from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
 from boost.config.factors import needs_whole_factors
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage, stages
@@ -49,7 +49,7 @@ PARTS = {
     BUBBLE: "stages wait for each other",
     REPLICAS: "gradients and shared weights, what is not hidden",
     OPTIMIZER_TIME: "gradient norm, clipping, update",
-    REST: "batches, agreement",
+    REST: "batches, step stats",
 }
 """What the time of a step is spent on, in words."""
 
@@ -59,7 +59,7 @@ Seconds = defaultdict[str, float]
 
 
 @dataclass
-class Pass:
+class PassTime:
     """Seconds of one micro-batch on one pipeline process."""
 
     parts: Seconds = field(default_factory=lambda: defaultdict(float))
@@ -76,7 +76,7 @@ class Pass:
         """Both passes."""
         return self.forward + self.backward
 
-    def add(self, other: "Pass", times: int) -> None:
+    def add(self, other: "PassTime", times: int) -> None:
         """So many others, one behind the other."""
         for part, seconds in other.parts.items():
             self.parts[part] += times * seconds
@@ -163,7 +163,7 @@ class Predictor:
             hidden=hidden,
         )
 
-    def passes(self, config: Config) -> list[Pass]:
+    def passes(self, config: Config) -> list[PassTime]:
         """One micro-batch on each pipeline process."""
         every = stages(config)
         return [self._pass(config, every[rank :: config.parallel.pp]) for rank in range(config.parallel.pp)]
@@ -198,9 +198,9 @@ class Predictor:
     def _speeds(self, config: Config) -> Speeds:
         return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
 
-    def _pass(self, config: Config, held: Sequence[Stage]) -> Pass:
+    def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
         """One micro-batch through all stages of one pipeline process."""
-        policies, result = config.train.recompute_by_layer(config.model.layers), Pass()
+        policies, result = config.train.recompute_by_layer(config.model.layers), PassTime()
         for stage in held:
             kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
             for (layer, policy), count in kinds.items():
@@ -214,21 +214,27 @@ class Predictor:
         result.wait(issuing if self.hardware.device == "cpu" else max(issuing - computing, 0.0))
         return result
 
-    def _block(self, config: Config, layer: int, policy: RecomputeName) -> Pass:
+    def _block(self, config: Config, layer: int, policy: RecomputeName) -> PassTime:
         run = trace_block(as_stored(config), layer, policy, self.fused_norm)
         return self._of(config, [run])
 
-    def _ends(self, config: Config, stage: Stage) -> Pass:
+    def _ends(self, config: Config, stage: Stage) -> PassTime:
         stored = as_stored(config)
         runs = [trace_embedding(stored)] if stage.has_embedding else []
         runs += [trace_loss(stored, self.fused_norm)] if stage.has_head else []
         return self._of(config, runs)
 
-    def _sends(self, config: Config, stage: Stage) -> Pass:
+    def _sends(self, config: Config, stage: Stage) -> PassTime:
         """To and from the neighbours: of the first block and the last, whose boundaries they are."""
-        result = Pass()
+        result = PassTime()
         first, last = stage.numbers[0], stage.numbers[-1]
-        key = ("sends", stage.has_embedding, stage.has_head, crossed(config.model, first), crossed(config.model, last))
+        key = (
+            "sends",
+            stage.has_embedding,
+            stage.has_head,
+            has_latent_gate(config.model, first),
+            has_latent_gate(config.model, last),
+        )
         train = config.train
         sends = list(
             boundary_sends(config.model, config.parallel, train.micro_batch * train.seq_len, train.compute_dtype, stage)
@@ -239,12 +245,12 @@ class Predictor:
         result.parts[PIPELINE] = result.total
         return result
 
-    def _of(self, config: Config, runs: Sequence[trace.Pass]) -> Pass:
+    def _of(self, config: Config, runs: Sequence[trace.TracedPass]) -> PassTime:
         """Operations and collectives, one after the other."""
         work = sum((run.work for run in runs), Counter[Work]())
         seconds = busy(work, self._speeds(config))
         sent = self._sums(config, (each for run in runs for each in run.collectives))
-        result = Pass(calls=work.total())
+        result = PassTime(calls=work.total())
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
@@ -262,7 +268,7 @@ class Predictor:
             result[f"{each.axis} {direction}"] += collective_seconds(each, config.parallel, self.hardware)
         return result
 
-    def _replicas(self, config: Config, held: Sequence[Stage], worst: Pass, count: int) -> tuple[float, float]:
+    def _replicas(self, config: Config, held: Sequence[Stage], worst: PassTime, count: int) -> tuple[float, float]:
         """(exposed, hidden) seconds of gradients and of weights that replicas share, a step."""
         parallel, overlap = config.parallel, self.hardware.overlap
         # A pipeline under FSDP gathers for each micro-batch, all in phase 'step'.
@@ -342,7 +348,7 @@ def _part(kernel: str) -> str:
     return ATTENTION_TIME if kernel in (ATTENTION, ATTENTION_BACKWARD) else OTHER
 
 
-def _bubble(config: Config, passes: list[Pass], worst: Pass) -> float:
+def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:
     """What the busiest pipeline process waits for the others, all micro-batches together.
 
     gpipe, 1F1B: the other processes' share of the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages a

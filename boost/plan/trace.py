@@ -18,7 +18,7 @@ from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeNa
 from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models.attention import Context
-from boost.models.decoder import Block, Decoder
+from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
@@ -38,7 +38,7 @@ IGNORED_FIELDS = {
 
 
 @dataclass(frozen=True)
-class Pass:
+class TracedPass:
     """One micro-batch through one block, or through the loss or the embedding: bytes on one process, operations, collectives."""
 
     work: Counted
@@ -77,7 +77,7 @@ class Pass:
 
 def trace_block(
     config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, puts_off: bool = False
-) -> Pass:
+) -> TracedPass:
     """Block `layer` under a policy. `fused_norm`: on a device where RMSNorm is one kernel. `puts_off`: weight gradients are made
     in a pass of their own (zero bubble), of which `inputs` and `put_off` then speak.
 
@@ -93,7 +93,7 @@ def trace_block(
     )
 
 
-def pass_of_block(config: Config, layer: int, fused_norm: bool = False, puts_off: bool = False) -> Pass:
+def pass_of_block(config: Config, layer: int, fused_norm: bool = False, puts_off: bool = False) -> TracedPass:
     """Block `layer` as the configuration runs it; blocks that are alike are traced once."""
     policy = config.train.recompute_by_layer(config.model.layers)[layer]
     return trace_block(config, alike(config.model, layer), policy, fused_norm, puts_off)
@@ -101,17 +101,17 @@ def pass_of_block(config: Config, layer: int, fused_norm: bool = False, puts_off
 
 def alike(model: ModelConfig, layer: int) -> int:
     """The block that is traced for block `layer`: the last one of a crossing family has no next one that takes its latents."""
-    return layer if model.crosses and layer + 1 == model.layers else first_alike(model, layer)
+    return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
 
 
-def trace_loss(config: Config, fused_norm: bool = False) -> Pass:
+def trace_loss(config: Config, fused_norm: bool = False) -> TracedPass:
     """Final norm, head and loss."""
     return remembered(config, ("loss", fused_norm))(
         lambda bare, gathered: _trace_loss(Tracer(bare, gathered, fused_norm))
     )
 
 
-def trace_embedding(config: Config) -> Pass:
+def trace_embedding(config: Config) -> TracedPass:
     """The embedding."""
     return remembered(config, ("embedding",))(lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False)))
 
@@ -121,7 +121,7 @@ def trace_embedding(config: Config) -> Pass:
 _KNOWN: dict[Any, Any] = {}
 _MODELS: dict[int, ModelConfig] = {}
 """Kept, so that an identity is not given to another."""
-_BLOCKS: dict[Any, Block] = {}
+_BLOCKS: dict[Any, TransformerBlock] = {}
 """Modules without weights, by model, [parallel] and block."""
 _MOST = 20_000
 
@@ -165,11 +165,11 @@ def without_ignored(config: Config) -> Config:
     return config.model_copy(update=changes)
 
 
-def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[Block, Any]:
+def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[TransformerBlock, Any]:
     tape, key = tracer.tape, (id(tracer.model), *told(tracer.parallel, "parallel"), layer)
     if key not in _BLOCKS:
         with torch.device("meta"):
-            _BLOCKS[key] = Block(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
+            _BLOCKS[key] = TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
     block = _BLOCKS[key]
     tracer.weigh(block)
     runs = policies(tape.checkpoint, tape.checkpoint_but_attention)[policy]
@@ -200,7 +200,7 @@ def _angles(tracer: Tracer) -> Any:
     return Sized(tracer.tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
 
 
-def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> Pass:
+def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         prev, memory, stream, entering = _forward(tracer, layer, policy)
@@ -222,7 +222,7 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> Pass:
         _restart(tape)
         tape.backward(results, gradients)
         backward, first, born = tape.peak - begun, tape.first_peak - begun, tape.born
-    return Pass(
+    return TracedPass(
         tape.work, tuple(tape.collectives), kept, entering, handed, forward, backward, first, born,
         prev_kept=prev_kept, latents_kept=latents_kept,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def _restart(tape: Tape) -> None:
     tape.born = 0
 
 
-def _with_put_off(traced: Pass, tracer: Tracer, layer: int, policy: RecomputeName) -> Pass:
+def _with_put_off(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         _, _, stream, _ = _forward(tracer, layer, policy)
@@ -256,7 +256,7 @@ def _ends(tracer: Tracer, stage: Stage) -> Decoder:
     return decoder
 
 
-def _trace_loss(tracer: Tracer) -> Pass:
+def _trace_loss(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = _ends(tracer, Stage(1, 2))
@@ -277,12 +277,12 @@ def _trace_loss(tracer: Tracer) -> Pass:
         gradients = tracer.gradients([value])
         del value
         tape.backward(total, gradients)
-    return Pass(
+    return TracedPass(
         tape.work, tuple(tape.collectives), kept, entering, own, forward, tape.peak - begun, tape.first_peak - begun, tape.born
     )  # fmt: skip
 
 
-def _trace_embedding(tracer: Tracer) -> Pass:
+def _trace_embedding(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = _ends(tracer, Stage(0, 2))
@@ -297,6 +297,6 @@ def _trace_embedding(tracer: Tracer) -> Pass:
         begun = tape.live
         _restart(tape)
         tape.backward(results, gradients)
-    return Pass(
+    return TracedPass(
         tape.work, tuple(tape.collectives), (), 0, handed, forward, tape.peak - begun, tape.first_peak - begun, tape.born
     )  # fmt: skip

@@ -10,15 +10,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from boost.config.schema import Config
+from boost.models.fused import FusedModule
 from boost.models.interface import Layout, Pending, Saved, Stream
-from boost.models.stored import Stored
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan import comm_rules, rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.sized import RULES, Shape, Sized, contiguous, leaf, make, records
-from boost.plan.tape import Node, Tape
+from boost.plan.tape import GraphNode, Tape
 
 __all__ = ["Placed", "Tracer", "comm_rules"]
 
@@ -55,17 +55,17 @@ class Tracer:
     def entering(self, shape: Shape, category: str) -> Any:
         """What a pass begins with, whose gradient is asked for."""
         made = self.new(shape, self.dtype, category)
-        made.node = Node(-1, (), 1, None, "")
+        made.node = GraphNode(-1, (), 1, None, "")
         return made
 
-    def weigh(self, module: Stored) -> None:
+    def weigh(self, module: FusedModule) -> None:
         """Gives a module, and those inside it, weights without numbers."""
         for each in module.modules():
-            if isinstance(each, Stored):
-                for name, parts in each.parts.items():
+            if isinstance(each, FusedModule):
+                for name, slices in each.slices.items():
                     shape = tuple(each._parameters[name].shape)  # type: ignore[union-attr]
                     dtype = self.dtype if self.gathered and len(shape) > 1 else self.stored
-                    role = short_role(parts[0].parameter.role)
+                    role = short_role(slices[0].parameter.role)
                     each._parameters[name] = leaf(self.tape, shape, dtype, self.device, role)  # type: ignore[assignment]
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:

@@ -35,11 +35,11 @@ from boost.config.architecture import parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.errors import BoostError, CheckpointError, DamagedCheckpointError, StorageError
-from boost.models.stored import Piece, Storage, storages
+from boost.models.fused import FusedParam, ParamSlice, fused_params
 from boost.optim.adamw import Optimizer, State
 from boost.parallel.mesh import Mesh
-from boost.train.chunk import Chunk
 from boost.train.model import Model
+from boost.train.tensor_slice import TensorSlice
 
 FORMAT = 1
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
@@ -313,21 +313,25 @@ def _publish(temporary: Path, final: Path, shares: list[dict[str, dict[str, Any]
 def _named_slices(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
     """This process's slices of weights, and of moments where `state` has them, under mathematical names."""
     named: dict[str, Tensor] = {}
-    for storage in storages(model):
-        for piece in storage.pieces():
-            name, offsets = piece.parameter.name, _offsets(storage, piece, mesh)
-            named[f"model.{name}"] = Chunk(piece.view(storage.tensor.detach()), piece.parameter.shape, offsets)
-            for moment, value in state.get(storage.tensor, {}).items():
-                named[f"optim.{moment}.{name}"] = Chunk(piece.view(value), piece.parameter.shape, offsets)
+    for fused in fused_params(model):
+        for param_slice in fused.local_slices():
+            name, offsets = param_slice.parameter.name, _offsets(fused, param_slice, mesh)
+            named[f"model.{name}"] = TensorSlice(
+                param_slice.view(fused.tensor.detach()), param_slice.parameter.shape, offsets
+            )
+            for moment, value in state.get(fused.tensor, {}).items():
+                named[f"optim.{moment}.{name}"] = TensorSlice(
+                    param_slice.view(value), param_slice.parameter.shape, offsets
+                )
     return named
 
 
-def _offsets(storage: Storage, piece: Piece, mesh: Mesh) -> tuple[int, ...]:
+def _offsets(fused: FusedParam, param_slice: ParamSlice, mesh: Mesh) -> tuple[int, ...]:
     """Offsets of a slice in its parameter: after the slices of lower TP ranks and the rows of other replicas."""
-    offsets = [0] * len(piece.parameter.shape)
-    if storage.placement.dim is not None:
-        offsets[storage.placement.dim] = mesh.tp.rank * (piece.parameter.shape[storage.placement.dim] // mesh.tp.size)
-    offsets[0] += piece.offset
+    offsets = [0] * len(param_slice.parameter.shape)
+    if fused.placement.dim is not None:
+        offsets[fused.placement.dim] = mesh.tp.rank * (param_slice.parameter.shape[fused.placement.dim] // mesh.tp.size)
+    offsets[0] += param_slice.offset
     return tuple(offsets)
 
 

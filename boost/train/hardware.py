@@ -14,7 +14,7 @@ _TERA = 1e12
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Peak TFLOP/s of one GPU, dense (datasheets often print twice that, "with sparsity")."""
 
     name: str
@@ -30,40 +30,40 @@ class Peak:
 
 
 # The first name whose words are in the device's name wins: longer names come before their prefixes.
-GPU_PEAKS: tuple[Peak, ...] = (
+GPU_PEAKS: tuple[PeakFlops, ...] = (
     # NVIDIA Blackwell datasheets (HGX B200; GB200 NVL72 per GPU).
-    Peak("GB200", 2500, 80, 1250, 40),
-    Peak("B200", 2250, 75, 1125, 37),
+    PeakFlops("GB200", 2500, 80, 1250, 40),
+    PeakFlops("B200", 2250, 75, 1125, 37),
     # NVIDIA H100, H100 NVL, H200 and GH200 datasheets; SXM boards do not carry "PCIe" or "NVL" in their name.
-    Peak("GH200", 989, 67, 494, 67),
-    Peak("H200 NVL", 835, 60, 417, 60),
-    Peak("H200", 989, 67, 494, 67),
-    Peak("H100 NVL", 835, 60, 417, 60),
-    Peak("H100 PCIe", 756, 51, 378, 51),
-    Peak("H100", 989, 67, 494, 67),
-    Peak("H800", 989, 67, 494, 1),
-    Peak("H20", 148, 44, 74, 1),
+    PeakFlops("GH200", 989, 67, 494, 67),
+    PeakFlops("H200 NVL", 835, 60, 417, 60),
+    PeakFlops("H200", 989, 67, 494, 67),
+    PeakFlops("H100 NVL", 835, 60, 417, 60),
+    PeakFlops("H100 PCIe", 756, 51, 378, 51),
+    PeakFlops("H100", 989, 67, 494, 67),
+    PeakFlops("H800", 989, 67, 494, 1),
+    PeakFlops("H20", 148, 44, 74, 1),
     # NVIDIA A100 datasheet; the A800 differs in NVLink only.
-    Peak("A100", 312, 19.5, 156, 19.5),
-    Peak("A800", 312, 19.5, 156, 19.5),
+    PeakFlops("A100", 312, 19.5, 156, 19.5),
+    PeakFlops("A800", 312, 19.5, 156, 19.5),
     # NVIDIA A30, A40, A10, A10G (AWS G5), RTX A6000 datasheets.
-    Peak("A30", 165, 10.3, 82, 10.3),
-    Peak("A40", 149.7, 37.4, 74.8),
-    Peak("A10G", 70, 35, 35),
-    Peak("A10", 125, 31.2, 62.5),
-    Peak("RTX A6000", 154.8, 38.7, 77.4),
+    PeakFlops("A30", 165, 10.3, 82, 10.3),
+    PeakFlops("A40", 149.7, 37.4, 74.8),
+    PeakFlops("A10G", 70, 35, 35),
+    PeakFlops("A10", 125, 31.2, 62.5),
+    PeakFlops("RTX A6000", 154.8, 38.7, 77.4),
     # NVIDIA Ada datasheets and whitepaper (fp32 accumulation).
-    Peak("L40S", 362, 91.6, 183),
-    Peak("L40", 181, 90.5, 90.5),
-    Peak("L4", 121, 30.3, 60),
-    Peak("RTX 4090 D", 147, 73.5, 73.5),
-    Peak("RTX 4090", 165.2, 82.6, 82.6),
-    Peak("RTX 3090", 71, 35.6, 35.6),
+    PeakFlops("L40S", 362, 91.6, 183),
+    PeakFlops("L40", 181, 90.5, 90.5),
+    PeakFlops("L4", 121, 30.3, 60),
+    PeakFlops("RTX 4090 D", 147, 73.5, 73.5),
+    PeakFlops("RTX 4090", 165.2, 82.6, 82.6),
+    PeakFlops("RTX 3090", 71, 35.6, 35.6),
     # NVIDIA V100 and T4 datasheets: fp16 tensor cores only.
-    Peak("V100", 125, 15.7, None, 7.8),
-    Peak("T4", 65, 8.1),
+    PeakFlops("V100", 125, 15.7, None, 7.8),
+    PeakFlops("T4", 65, 8.1),
     # AMD MI300X datasheet (matrix cores; fp32 vector).
-    Peak("MI300X", 1307.4, 163.4, 653.7, 163.4),
+    PeakFlops("MI300X", 1307.4, 163.4, 653.7, 163.4),
 )
 
 _GEMM_SIZE = 1024

@@ -76,7 +76,7 @@ def launch(
     in log_dir/rank{r}.log, and returns 1.
     """
     if nproc < 1:
-        raise ConfigError(f"--nproc = {nproc} is not a number of processes; the smallest valid value is 1")
+        raise ConfigError(f"--nproc = {nproc} is not a number of processes; smallest valid value: 1")
     with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder, _quiet_agent():
         call = _LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s)
         with _omp_threads(nproc), _forward_stop_signals(Path(folder)) as received:

@@ -20,7 +20,7 @@ from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
 from boost.data.store import TOKENIZER_FILE
 from boost.errors import DamagedCheckpointError, TrainingError
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, clip_gradients, reduce_step_stats
@@ -83,9 +83,9 @@ class Trainer:
         self.batches = Batches(self.store.split("train"), train.seq_len, train.global_batch, train.seed)
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
-        self.storages = list(storages(self.model))
-        self.reducer = GradientReducer(self.storages, mesh)
-        self.optimizer = build_optimizer(self.storages, config, mesh)
+        self.fused_params = list(fused_params(self.model))
+        self.reducer = GradientReducer(self.fused_params, mesh)
+        self.optimizer = build_optimizer(self.fused_params, config, mesh)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0
@@ -186,9 +186,9 @@ class Trainer:
         loss = backward(self.model, batches, self.config, divisor=tokens)
         self.reducer.finish()
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        stats = reduce_step_stats(self.storages, loss, targets, tokens, mesh, self._take_flags())
+        stats = reduce_step_stats(self.fused_params, loss, targets, tokens, mesh, self._take_flags())
         if math.isfinite(stats.loss) and math.isfinite(stats.gradient_norm):
-            clip_gradients((s.tensor for s in self.storages), stats, self.config.optim.clip)
+            clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
             self.optimizer.step(self.position.step, lr)
             self.bad_steps = 0
         else:

@@ -12,11 +12,11 @@ from boost.config.stages import Stage, stages_of
 from boost.data.batches import Batch, join
 from boost.errors import ConfigError
 from boost.models.decoder import Decoder
+from boost.models.fused import FusedParam
 from boost.models.init import initialize
-from boost.models.stored import Storage
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
-from boost.parallel.pipeline import Part, Pipeline
+from boost.parallel.pipeline import Pipeline, StageModule
 from boost.parallel.recompute import POLICIES
 from boost.parallel.sharding import last_backward, shard
 from boost.train.console import progress
@@ -34,10 +34,10 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         whole = build_decoder(config, mesh)
         _compile_and_shard(whole, whole, config, mesh)
         return whole
-    parts = [Part(build_decoder(config, mesh, stage)) for stage in stages_of(config, mesh.pp.rank)]
-    for part in parts:
-        _compile_and_shard(part, part.decoder, config, mesh)
-    pipeline = Pipeline(parts, mesh.pp)
+    modules = [StageModule(build_decoder(config, mesh, stage)) for stage in stages_of(config, mesh.pp.rank)]
+    for module in modules:
+        _compile_and_shard(module, module.decoder, config, mesh)
+    pipeline = Pipeline(modules, mesh.pp)
     train = config.train
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
     pipeline.prepare(config.parallel, count, (train.micro_batch, train.seq_len))
@@ -47,8 +47,8 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:
     """Initializes every weight of this process, with a progress bar if `show`: a large model takes minutes."""
 
-    def over(stored: list[Storage]) -> Iterable[Storage]:
-        return progress(stored, "initial weights", enabled=show)
+    def over(params: list[FusedParam]) -> Iterable[FusedParam]:
+        return progress(params, "initial weights", enabled=show)
 
     for decoder in model.decoders if isinstance(model, Pipeline) else [model]:
         initialize(decoder, seed, over)

@@ -58,7 +58,7 @@ def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> Non
     if found.position.step > config.train.steps:
         raise ConfigError(
             f"train.steps = {config.train.steps}, but '{found.path}' has done {found.position.step} steps; "
-            f"the smallest valid value is {found.position.step}"
+            f"smallest valid value: {found.position.step}"
         )
     store.require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
     if found.data.get("content") != store.content("train"):

@@ -6,7 +6,7 @@ import pytest
 
 from boost.bench import side_by_side
 from boost.bench.contest import LEAST_ROUNDS
-from boost.bench.side_by_side import Group
+from boost.bench.side_by_side import TimingGroup
 from boost.config import Config
 from boost.measure.results import Facts
 from tests import toy
@@ -20,13 +20,13 @@ def tiny(parallel: dict[str, Any], family: str = "cola", tp: int = 2, layers: in
     return toy.toy_config("float32", model=model, train=train, parallel={**parallel, "tp": tp}, run={"device": "cpu"})
 
 
-def _measured(found: list[Group]) -> list[Facts]:
+def _measured(found: list[TimingGroup]) -> list[Facts]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "open_mesh", lambda *_: toy.mesh(tp=2))
         return [side_by_side._measure(group, LEAST_ROUNDS, 1, None) for group in found]
 
 
-def measured(found: list[Group]) -> list[Facts]:
+def measured(found: list[TimingGroup]) -> list[Facts]:
     """The same on two processes of the tests' pool; of the main one."""
     facts: list[Facts] = run_distributed(2, _measured, found)[0]
     return facts

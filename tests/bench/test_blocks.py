@@ -41,7 +41,7 @@ def results() -> tuple[dict[str, list[tuple[Tensor, Tensor, bool]]], dict[bool, 
 
 
 @pytest.mark.parametrize("contender", [MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP], ids=lambda c: c.name)
-def test_every_layout_computes_the_same_block(contender: blocks.Contender, results: object) -> None:
+def test_every_layout_computes_the_same_block(contender: blocks.BlockVariant, results: object) -> None:
     found, alone = results  # type: ignore[misc]
     dim = {"btp": 1, "btp-sp": 0, "megatron-sp": 0}.get(contender.name)
     for which in (0, 1):  # y, dx
@@ -53,7 +53,7 @@ def test_every_layout_computes_the_same_block(contender: blocks.Contender, resul
 
 
 @pytest.mark.parametrize("contender", [MEGATRON, VANILLA, BTP, BTP_SP], ids=lambda c: c.name)
-def test_recorded_products_are_those_that_the_performance_model_counts(contender: blocks.Contender) -> None:
+def test_recorded_products_are_those_that_the_performance_model_counts(contender: blocks.BlockVariant) -> None:
     from boost.bench.gemms import recorded
 
     config = block_config(make_config("float32"), contender, 2, 2)

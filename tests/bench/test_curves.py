@@ -26,7 +26,7 @@ def make_config(store: Path, run: Path, steps: int) -> Config:
     )
 
 
-def followed(family: Family, dtype: str) -> list[curves.Contender]:
+def followed(family: Family, dtype: str) -> list[curves.LayoutVariant]:
     """In float32 every layout once; its switches differ in float64 as much."""
     each = {c.parallel["layout"]: c for c in reversed(curves.contenders(family))}
     return list(each.values()) if dtype == "float32" else list(curves.contenders(family))

@@ -12,7 +12,7 @@ from boost.bench import endtoend, side_by_side
 from boost.bench.contest import LEAST_ROUNDS, in_words, refuse_zeros
 from boost.bench.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PUBLISHED, VANILLA, Machine
 from boost.bench.endtoend_report import goals, section
-from boost.bench.side_by_side import Group
+from boost.bench.side_by_side import TimingGroup
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError, MeasurementError
 from boost.measure import shares
@@ -37,8 +37,8 @@ def layout(name: str, family: str = "cola", **more: Any) -> Any:
 def results() -> Facts:
     families = {f"{f}: {name}": layout(name, f) for f in ("svd", "cola", "lax") for name in (PUBLISHED, BTP)}
     found = [
-        Group("cut", endtoend.WEAK_SCALING, {name: layout(name) for name in LAYOUTS}),
-        Group("families", endtoend.FAMILIES, {MEGATRON: layout(MEGATRON), **families}),
+        TimingGroup("cut", endtoend.WEAK_SCALING, {name: layout(name) for name in LAYOUTS}),
+        TimingGroup("families", endtoend.FAMILIES, {MEGATRON: layout(MEGATRON), **families}),
     ]
     groups = measured(found)
     groups.append(groups[0] | {"name": "bound", "purpose": endtoend.BOUND})
@@ -120,7 +120,7 @@ def test_goals_are_met_where_the_numbers_say_so() -> None:
 def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
     """In a process of its own: the fake process group is the process's only one."""
     found = {name: layout(name, tp=4) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
-    group, out = Group("share", endtoend.SHARES, found, share=True), tmp_path / "group.json"
+    group, out = TimingGroup("share", endtoend.SHARES, found, share=True), tmp_path / "group.json"
     hardware = load_hardware("a100-80g")
     assert launch(share_of_its_own, (group, hardware, out), 1, log_dir=None) == 0
     facts = side_by_side.json.loads(out.read_text())
@@ -133,7 +133,7 @@ def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
     assert "modelled" in " ".join(table.headings) and facts["priced_by"] in table.caption
 
 
-def share_of_its_own(group: Group, hardware: Any, out: Path) -> int:
+def share_of_its_own(group: TimingGroup, hardware: Any, out: Path) -> int:
     assert side_by_side._measure_into(group, LEAST_ROUNDS, 1, hardware, out) == 0
     # Where torch's fake group leaves results as they were, ours make the same of them.
     losses = []

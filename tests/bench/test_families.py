@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from boost.bench import families, families_report
-from boost.bench.families import Plan, Task, Trained
+from boost.bench.families import FamilyExperiment, FamilyRun, Task
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.errors import ConfigError, TrainingError
 from tests import toy
 
 FOUR = ("dense", "svd", "cola", "lax")
-PLAN = Plan(FOUR, seeds=(0, 1), sweep=(1e-3, 1e-2), sweep_seed=9, sweep_steps=2, rounds=4, jobs=1)
+PLAN = FamilyExperiment(FOUR, seeds=(0, 1), sweep=(1e-3, 1e-2), sweep_seed=9, sweep_steps=2, rounds=4, jobs=1)
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def config(store: Path, tmp_path: Path) -> Config:
     )
 
 
-def made_up(task: Task) -> Trained:
+def made_up(task: Task) -> FamilyRun:
     """A run that was never made: its loss falls with the rate, but at 1e-2 dense diverges."""
     place = FOUR.index(task.contender)
     loss = None if (task.contender, task.lr) == ("dense", 1e-2) else 5 - place / 4 - 10 * task.lr + task.seed / 8
-    return Trained(
+    return FamilyRun(
         task.contender, task.seed, task.lr, [6.0, 5.0], [(1, 5.5)], loss, None if loss is None else 2.0, 1.0, None
     )
 
@@ -47,7 +47,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """Runs are made up in this process, and noted."""
     tasks: list[Task] = []
 
-    def each(waiting: Sequence[Task], jobs: int) -> Iterator[Trained]:
+    def each(waiting: Sequence[Task], jobs: int) -> Iterator[FamilyRun]:
         for task in waiting:
             tasks.append(task)
             yield made_up(task)
@@ -141,7 +141,7 @@ def test_what_is_finished_is_kept_and_other_settings_are_refused(
     out = tmp_path / "f"
 
     def stops_after(count: int) -> None:
-        def each(waiting: Sequence[Task], jobs: int) -> Iterator[Trained]:
+        def each(waiting: Sequence[Task], jobs: int) -> Iterator[FamilyRun]:
             for task in waiting[:count]:
                 made.append(task)
                 yield made_up(task)
@@ -192,7 +192,7 @@ def test_a_rate_that_is_too_high_diverges_and_costs_no_error(config: Config) -> 
     assert all(math.isfinite(loss) for loss in trained.losses)
 
 
-def quits(task: Task) -> Trained:
+def quits(task: Task) -> FamilyRun:
     os._exit(9)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from boost.bench import parts
 from boost.bench.endtoend import Machine
-from boost.bench.side_by_side import Group
+from boost.bench.side_by_side import TimingGroup
 from boost.config.schema import ParallelConfig
 from boost.measure.document import Table
 from boost.measure.results import figures, read
@@ -16,7 +16,7 @@ from tests.bench.groups import measured, tiny
 
 def test_rungs_change_one_thing_at_a_time() -> None:
     group = parts.ladder(Machine("cpu", 2, None), 2, "bfloat16", True, [], "demo")
-    assert list(group.contenders) == [rung.name for rung in parts.rungs(compiled=True)]
+    assert list(group.contenders) == [ablation.name for ablation in parts.ablation_steps(compiled=True)]
     found = [config.model_dump() for config in group.contenders.values()]
     for config in found:  # what only some layouts have
         config["parallel"] = {**ParallelConfig.absent, **config["parallel"]}
@@ -34,10 +34,10 @@ def test_rungs_change_one_thing_at_a_time() -> None:
 
 def test_the_experiment_leaves_a_table_and_a_waterfall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
-        rung.name: tiny(dict(rung.parallel), rung.family, layers=2, **rung.train)
-        for rung in parts.rungs(compiled=False)
+        ablation.name: tiny(dict(ablation.parallel), ablation.family, layers=2, **ablation.train)
+        for ablation in parts.ablation_steps(compiled=False)
     }
-    group = Group("TP 2", parts.LADDER, found)
+    group = TimingGroup("TP 2", parts.LADDER, found)
     facts = measured([group])
     monkeypatch.setattr(parts, "run_groups", lambda *_: (facts, []))
     out = tmp_path / "parts"

@@ -23,7 +23,7 @@ def ours(config: Config, steps: int) -> list[tuple[float, float]]:
     for _ in range(steps):
         stepper.reducer.begin(len(stepper.batches))
         loss = backward(stepper.model, stepper.batches, stepper.config, divisor=tokens)
-        stats = reduce_step_stats(stepper.storages, loss, tokens, tokens, stepper.mesh)
+        stats = reduce_step_stats(stepper.fused_params, loss, tokens, tokens, stepper.mesh)
         found.append((stats.loss, stats.gradient_norm))
         stepper.step()
     return found

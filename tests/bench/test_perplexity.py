@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from boost.bench import perplexity
-from boost.bench.perplexity import Trained, rows, section
+from boost.bench.perplexity import PerplexityRun, rows, section
 from boost.config import Config
 from boost.errors import ConfigError
 from boost.measure.results import facts_of
@@ -90,7 +90,7 @@ def test_runs_differ_in_their_cut_and_seed_and_nothing_else(store: Path, tmp_pat
 def test_differences_are_of_the_same_seed() -> None:
     """Perplexities 10 and 14 alone: a spread of sqrt 8; the layout is 0.2 off at most."""
     runs = [
-        Trained("cola", layout, seed, [3.0, 2.0 + seed], 2.0, value)
+        PerplexityRun("cola", layout, seed, [3.0, 2.0 + seed], 2.0, value)
         for layout, values in (("single", (10.0, 14.0)), ("btp", (10.1, 13.8)))
         for seed, value in enumerate(values)
     ]

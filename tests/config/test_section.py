@@ -75,7 +75,7 @@ def test_every_family_has_a_value_for_the_fields_that_all_code_reads() -> None:
         "factor_init",
         "mlp_silu",
         "low_rank",
-        "crosses",
+        "has_latent_gates",
         "mixes",
     )
     neutral = ("none", "none", None, {}, "none", "none", True, False, False, False)
@@ -172,7 +172,7 @@ def test_a_tag_value_belongs_to_one_class() -> None:
             layout: Literal["whole", "half"] = "half"
 
 
-def built(storages: object, config: Config, mesh: Mesh) -> Any:
+def built(fused_params: object, config: Config, mesh: Mesh) -> Any:
     return "built", config.optim.lr
 
 

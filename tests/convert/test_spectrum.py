@@ -94,8 +94,8 @@ def test_factors_of_narrow_weights_are_wide(tmp_path: Path) -> None:
     [
         ({}, "needs one of --rank R and --energy SHARE"),
         ({"rank": 4, "energy": 0.9}, "needs one of --rank R and --energy SHARE"),
-        ({"rank": 33}, "--rank = 33 .* the nearest legal value is 32"),
-        ({"rank": 0}, "--rank = 0 .* the nearest legal value is 1"),
+        ({"rank": 33}, "--rank = 33 .* nearest valid value: 32"),
+        ({"rank": 0}, "--rank = 0 .* nearest valid value: 1"),
         ({"energy": 1.5}, "--energy = 1.5 must be in"),
         ({"energy": 0.5, "multiple": 0}, "--multiple = 0 is too small"),
     ],

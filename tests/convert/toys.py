@@ -10,7 +10,7 @@ from torch import Tensor
 
 from boost.config import Config
 from boost.models.decoder import Decoder
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint, Position, open_checkpoint
@@ -62,7 +62,7 @@ def save(
         for name, value in toy.weights(decoder).items():
             if name.endswith(("norm", "norm_weight", "norm_bias")):
                 value.add_(torch.linspace(-0.5, 0.5, value.numel()))
-    optimizer = build_optimizer(list(storages(decoder)), config, mesh)
+    optimizer = build_optimizer(list(fused_params(decoder)), config, mesh)
     data = {"tokenizer": fingerprint, "content": "c", "eos": eos} | ({} if bos is None else {"bos": bos})
     return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer, data, mesh)
 

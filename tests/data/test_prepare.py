@@ -232,7 +232,7 @@ def test_a_split_depends_on_the_key_alone():
 def test_empty_corpora_say_what_was_skipped(tmp_path):
     folder = tmp_path / "none"
     folder.mkdir()
-    with pytest.raises(DataError, match="the corpus is empty: nothing was found to read"):
+    with pytest.raises(DataError, match="the corpus is empty: no input was found"):
         prepare(options(folder))
     (folder / "a.txt").write_text("")
     (folder / "b.bin.txt").write_bytes(b"a\0b")

@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from boost.data import hub, readers
-from boost.data.report import Report
+from boost.data.report import PrepareReport
 from boost.data.sources import FilesSource, open_sources
 from boost.data.stdlib import StdlibSource, documented_modules, render_documentation
 from boost.errors import DataError
 
 
 def read(*sources):
-    report = Report()
+    report = PrepareReport()
     documents = [(doc.key, doc.text) for source in sources for doc in source.documents(report)]
     return documents, report
 

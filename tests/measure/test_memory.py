@@ -7,7 +7,7 @@ import torch
 
 from boost.config import Config
 from boost.config.schema import OptimConfig, RecomputeName
-from boost.measure.memory import Measured, MemoryTracker, measure, measure_step
+from boost.measure.memory import MeasuredMemory, MemoryTracker, measure, measure_step
 from boost.plan.categories import KEPT, STATES
 from boost.plan.memory import memory
 from tests import toy
@@ -63,7 +63,7 @@ def test_every_nth_block_recomputes() -> None:
     assert measure(config).activations == kept(config)
 
 
-def on_real_tensors(config: Config) -> tuple[Measured, int]:
+def on_real_tensors(config: Config) -> tuple[MeasuredMemory, int]:
     decoder, mesh = toy.toy_decoder(config)
     decoder(*toy.toy_tokens(config, 0)).backward()
     return measure_step(decoder, config, toy.toy_tokens(config, 1), mesh), sum(

@@ -14,7 +14,7 @@ from tests import toy
 from tests.distributed import run_distributed
 
 
-def measured(cases: list[dict[str, Any]]) -> list[steps.Step]:
+def measured(cases: list[dict[str, Any]]) -> list[steps.MeasuredStep]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
         patch.setattr(steps, "close_mesh", lambda: None)

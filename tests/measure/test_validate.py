@@ -33,7 +33,7 @@ def _computed_once(published: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(validate, "published_facts", lambda: published)
 
 
-def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[steps.Step]:
+def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[steps.MeasuredStep]:
     """Steps that take a little longer than predicted, and hold a little more."""
     result = []
     for number in range(count):
@@ -42,7 +42,7 @@ def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[
         ours = prediction(from_tree(config.model_dump()), hardware)
         seconds = slower * ours.predicted_s
         result.append(
-            steps.Step(
+            steps.MeasuredStep(
                 name=f"btp, {1 + number // 2} blocks",
                 processes=tp,
                 config=config.model_dump(),

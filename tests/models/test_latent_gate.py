@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import gradcheck
 
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.latent_gate import LatentGate, _ApplyNorm, _NormStats
 from tests import toy
 
@@ -13,7 +13,7 @@ def crossing(**model: object) -> LatentGate:
     config = toy.toy_config(model={"family": "lax", "ranks": {"attn.v": 6}, **model})
     decoder, _ = toy.toy_decoder(config)
     group = decoder.blocks[1].qkv
-    assert isinstance(group, Group) and group.latent_gate is not None
+    assert isinstance(group, LinearGroup) and group.latent_gate is not None
     found = group.latent_gate.double()
     with torch.no_grad():
         found.norm_weight.normal_()

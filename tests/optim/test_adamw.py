@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, build_adamw
 from tests import toy
 
@@ -13,7 +13,7 @@ def test_decay_reaches_what_it_should(decay_on: str) -> None:
     config = toy.toy_config(optim={"weight_decay": 0.5, "lr": 0.1, "decay_on": decay_on})
     decoder, _ = toy.toy_decoder(config)
     before = {k: v.clone() for k, v in toy.weights(decoder).items()}
-    optimizer = build_adamw(list(storages(decoder)), config.optim)
+    optimizer = build_adamw(list(fused_params(decoder)), config.optim)
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -26,7 +26,7 @@ def test_state_that_exists_from_the_start_changes_nothing() -> None:
     config = toy.toy_config()
     ours, _ = toy.toy_decoder(config)
     plain, _ = toy.toy_decoder(config)
-    a = build_adamw(list(storages(ours)), config.optim)
+    a = build_adamw(list(fused_params(ours)), config.optim)
     o = config.optim
     b = torch.optim.AdamW(plain.parameters(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
     for _ in range(3):

@@ -46,9 +46,9 @@ def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collec
     trained.optimizer.step = counted  # type: ignore[method-assign]
     trained.numbers.append(trained.step(STEPS - 1))
     whole = {
-        piece.parameter.name: piece.view(s.tensor.detach()).clone()
-        for s in trained.stored
-        for piece in s.pieces()
+        param_slice.parameter.name: param_slice.view(s.tensor.detach()).clone()
+        for s in trained.fused_params
+        for param_slice in s.local_slices()
         if s.placement.dim is None and s.shard is None
     }
     table = optimizer_collectives(config, trained.mesh.pp.rank)

@@ -2,7 +2,7 @@
 
 import torch
 
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Mesh
 from tests import toy
@@ -20,7 +20,7 @@ def test_decay_is_the_gradient_of_half_the_squared_norm_of_each_product() -> Non
     gradients = dict(zip(factors, torch.autograd.grad(penalty, [before[name] for name in factors]), strict=True))  # type: ignore[arg-type]
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(list(storages(decoder)), config, Mesh(toy.CPU)).step(0, 0.1)
+    build_optimizer(list(fused_params(decoder)), config, Mesh(toy.CPU)).step(0, 0.1)
     for name, after in toy.weights(decoder).items():
         expected = before[name] - 0.1 * gradients[name] if name in gradients else before[name] * (1 - 0.1 * 0.3)
         torch.testing.assert_close(after, expected.detach(), rtol=1e-12, atol=1e-14, msg=name)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from boost.config import Config
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.optim.exact import retract
 from boost.optim.loro import Loro
@@ -183,7 +183,7 @@ def test_decay_shrinks_factors_before_either_step() -> None:
     """With gradients of zero there is nothing else: W is multiplied by (1 - rate * decay)^2."""
     config = config_of(weight_decay=0.5, exact_every=2)
     decoder, _ = toy.toy_decoder(config)
-    optimizer = build_optimizer(list(storages(decoder)), config, Mesh(toy.CPU))
+    optimizer = build_optimizer(list(fused_params(decoder)), config, Mesh(toy.CPU))
     assert isinstance(optimizer, Loro)
     before = {name: value.clone() for name, value in toy.weights(decoder).items()}
     for number in range(2):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import Pending, Stream
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
@@ -28,5 +28,5 @@ class _Sum(torch.autograd.Function):
 class RSAG(BTP):
     """btp with another sum."""
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         return self.finish_out_proj(stream, InFlight(lambda: _Sum.apply(partial, self.axis)), group)

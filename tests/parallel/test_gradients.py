@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from boost.config import Config, traffic
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.parallel import gradients
 from boost.parallel.gradients import GradientReducer
 from tests import toy
@@ -33,13 +33,13 @@ def backward(config: Config, decoder: Any, seed: int) -> None:
 def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
     """Names of the first parameter of each stored tensor, as gradients arrive and as buckets hold them."""
     decoder, mesh = toy.toy_decoder(config)
-    stored = list(storages(decoder))
-    names = {id(s.tensor): s.parts[0].parameter.name for s in stored}
+    params = list(fused_params(decoder))
+    names = {id(s.tensor): s.slices[0].parameter.name for s in params}
     arrived: list[str] = []
-    for s in stored:
+    for s in params:
         s.tensor.register_post_accumulate_grad_hook(lambda tensor: arrived.append(names[id(tensor)]))
     backward(config, decoder, 1)
-    reducer = GradientReducer(stored, mesh)
+    reducer = GradientReducer(params, mesh)
     held = [names[id(p)] for queue in reducer._queues for bucket in queue.buckets for p in bucket.parameters]
     return arrived, held
 
@@ -59,7 +59,7 @@ def test_buckets_are_filled_from_the_head_to_the_embedding() -> None:
 
 def gradients_are_views(config: Config) -> bool:
     decoder, mesh = toy.toy_decoder(config)
-    reducer = GradientReducer(list(storages(decoder)), mesh)
+    reducer = GradientReducer(list(fused_params(decoder)), mesh)
     reducer.begin()
     backward(config, decoder, 1)
     reducer.finish()
@@ -80,7 +80,7 @@ def error_after_an_aborted_step(config: Config) -> float:
     results = []
     for aborted in (False, True):
         decoder, mesh = toy.toy_decoder(config)
-        reducer = GradientReducer(list(storages(decoder)), mesh)
+        reducer = GradientReducer(list(fused_params(decoder)), mesh)
         if aborted:
             handle = decoder.blocks[0].register_full_backward_pre_hook(functools.partial(fail_after_launching, reducer))
             reducer.begin()
@@ -110,7 +110,7 @@ def test_an_aborted_step_leaves_nothing_behind() -> None:
 
 def parameters_alive(config: Config) -> int:
     decoder, mesh = toy.toy_decoder(config)
-    reducer = GradientReducer(list(storages(decoder)), mesh)
+    reducer = GradientReducer(list(fused_params(decoder)), mesh)
     alive = [weakref.ref(parameter) for parameter in decoder.parameters()]
     del decoder, reducer
     gc.collect()
@@ -124,7 +124,7 @@ def test_a_model_that_is_given_up_leaves_no_parameter_in_memory() -> None:
 def frozen_stays_out(config: Config) -> bool:
     decoder, mesh = toy.toy_decoder(config)
     decoder.embed.requires_grad_(False)
-    reducer = GradientReducer(list(storages(decoder)), mesh)
+    reducer = GradientReducer(list(fused_params(decoder)), mesh)
     reducer.begin()
     backward(config, decoder, 1)
     reducer.finish()
@@ -139,7 +139,7 @@ def test_one_process_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gradients, "start_all_reduce", fail)
     config = toy.single(CONFIG)
     decoder, mesh = toy.toy_decoder(config)
-    reducer = GradientReducer(list(storages(decoder)), mesh)
+    reducer = GradientReducer(list(fused_params(decoder)), mesh)
     reducer.begin()
     backward(config, decoder, 1)
     reducer.finish()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.config import Config, traffic
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import micro_batch_collectives
@@ -184,7 +184,7 @@ def gradient_error_in_bf16(config: Config) -> float:
     decoder, mesh = toy.toy_decoder(config)
     for model in (reference, decoder):
         (model(*toy.toy_tokens(config, batch=16)) / 256).backward()
-    GradientReducer(list(storages(decoder)), mesh).finish()
+    GradientReducer(list(fused_params(decoder)), mesh).finish()
     expected = toy.local_parts(decoder, toy.gradients(reference))
     errors = [((a - expected[k]).norm() / expected[k].norm()).item() for k, a in toy.gradients(decoder).items()]
     return sum(errors) / len(errors)
@@ -285,7 +285,7 @@ def test_one_process_issues_no_collective_and_copies_no_weight() -> None:
     assert decoder.layout.spec.name == "single"
     with CollectiveCounter() as counter:
         decoder(*toy.toy_tokens(config)).backward()
-        GradientReducer(list(storages(decoder)), mesh).finish()
+        GradientReducer(list(fused_params(decoder)), mesh).finish()
     assert counter.collectives == []
     group = decoder.blocks[0].qkv
     for used, stored in ((group.down_weights(group.A.to(torch.float32), True)[0], group.A),):

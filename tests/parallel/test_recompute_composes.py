@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from boost.config import Config
 from boost.config.schema import RecomputeName
 from boost.models.attention import make_context
-from boost.models.decoder import Block, Decoder
+from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import Stream
 from tests import toy
 from tests.distributed import run_distributed
@@ -60,7 +60,7 @@ class Stage(nn.Module):
         context = make_context(batch, positions, model.head_dim, model.rope_theta, torch.float64)
         stream = Stream(x_BSD.reshape(-1, model.dim))
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             stream = block(self.layout.with_options(policy=block.policy), stream, context)
         return stream.x.view(
             x_BSD.shape

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from boost.config import Config
 from boost.config.schema import TrainConfig
 from boost.measure.memory import MemoryTracker
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.pipeline import Pipeline
@@ -23,16 +23,16 @@ from tests import toy
 def step_peak(config: Config) -> tuple[int, int]:
     """(pipeline rank, bytes at the worst moment) of a training step. Every process calls it."""
     model, mesh = toy.toy_model(config)
-    stored = list(storages(model))
-    reducer = GradientReducer(stored, mesh)
-    optimizer = build_optimizer(stored, config, mesh)
+    params = list(fused_params(model))
+    reducer = GradientReducer(params, mesh)
+    optimizer = build_optimizer(params, config, mesh)
     train = config.train
     tokens, targets = toy.toy_tokens(config, 1, train.global_batch // config.parallel.dp)
     gc.collect()
     tracker = MemoryTracker()
-    for storage in stored:
-        tracker.watch(storage.tensor, WEIGHTS)
-        storage.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS))
+    for fused in params:
+        tracker.watch(fused.tensor, WEIGHTS)
+        fused.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS))
     for value in optimizer.state_tensors():
         tracker.watch(value, OPTIMIZER)
     with tracker, _resizing(tracker):

@@ -99,7 +99,7 @@ def test_sizes_that_make_no_mesh() -> None:
             require_legal(Search(Request(config, gpus, hardware(), frozenset(fixed))))
         return str(caught.value)
 
-    assert "nearest legal value is 4" in refused(4, "parallel.tp", tp=3)
+    assert "nearest valid value: 4" in refused(4, "parallel.tp", tp=3)
     assert "= 8 processes" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
     assert "must divide" in refused(7, "parallel.tp", tp=7)
     assert "must be divisible" in refused(7, "parallel.dp", dp=7)

@@ -3,7 +3,7 @@
 import pytest
 
 from boost.config.load import from_tree
-from boost.plan.timing import Pass, _bubble
+from boost.plan.timing import PassTime, _bubble
 
 FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75
 """Of one stage and micro-batch: forward pass, gradients of inputs, gradients of weights."""
@@ -21,5 +21,5 @@ FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75
 def test_a_pipeline_waits_for_the_first_and_last_micro_batch(schedule: str, virtual: int, waits: float) -> None:
     pipeline = {"pp": 4, "schedule": schedule, "virtual": virtual}
     config = from_tree({"model": {"layers": 8}, "parallel": pipeline, "train": {"micro_batch": 1, "global_batch": 8}})
-    passes = [Pass(forward=FORWARD, backward=INPUTS + WEIGHTS, weight_gradients=WEIGHTS) for _ in range(4)]
+    passes = [PassTime(forward=FORWARD, backward=INPUTS + WEIGHTS, weight_gradients=WEIGHTS) for _ in range(4)]
     assert _bubble(config, passes, passes[0]) == pytest.approx(3 * waits)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from boost.config.load import from_tree
 from boost.config.stages import whole
-from boost.measure.memory import _Nobody
+from boost.measure.memory import _FakeGroup
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.step import block_work, ends_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
@@ -81,7 +81,7 @@ def run(config: Any) -> Seen:
     """One micro-batch of one process, on tensors that have shapes and no memory."""
     size, seen = config.parallel.tp, Seen()
     with FakeTensorMode():
-        mesh = Mesh(torch.device("cpu"), {"tp": Axis(0, size, _Nobody() if size > 1 else None)})  # type: ignore[arg-type, dict-item]
+        mesh = Mesh(torch.device("cpu"), {"tp": Axis(0, size, _FakeGroup() if size > 1 else None)})  # type: ignore[arg-type, dict-item]
         decoder = build_decoder(config, mesh)
         tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.long)
         with seen:

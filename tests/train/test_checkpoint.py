@@ -17,7 +17,7 @@ from boost.errors import CheckpointError, DamagedCheckpointError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position
-from boost.train.chunk import Chunk
+from boost.train.tensor_slice import TensorSlice
 from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained
@@ -100,7 +100,11 @@ def test_resume_on_the_same_mesh_is_bitwise(tmp_path: Path, parallel: dict[str, 
 def state_of(trained: Trained) -> dict[str, torch.Tensor]:
     """Weights and moments of a model on one process, by their names in a checkpoint."""
     parts = ckpt._named_slices(trained.model, trained.mesh, trained.optimizer.moments)
-    return {name: chunk.local.clone() for name, chunk in parts.items() if isinstance(chunk, Chunk)}
+    return {
+        name: tensor_slice.local.clone()
+        for name, tensor_slice in parts.items()
+        if isinstance(tensor_slice, TensorSlice)
+    }
 
 
 def load_and_save(source: Path, target: Path, config: Config) -> None:

@@ -191,7 +191,7 @@ def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, mo
 
 
 def test_zero_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--nproc = 0 .* valid value is 1$"):
+    with pytest.raises(ConfigError, match=r"^--nproc = 0 .* valid value: 1$"):
         launch(rank, (), 0, None)
 
 

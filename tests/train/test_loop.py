@@ -224,7 +224,7 @@ def test_loro_goes_on_to_the_bit_behind_an_exact_step_that_was_skipped(store: Pa
         ({"train": {"seed": 5}}, "train.seed = 5"),
         ({"train": {"seq_len": 16}}, "train.seq_len = 16"),
         ({"train": {"global_batch": 8}}, "train.global_batch = 8"),
-        ({"train": {"steps": 3}}, "smallest valid value is 6"),
+        ({"train": {"steps": 3}}, "smallest valid value: 6"),
         ({"model": {"rank": 4}}, "model.rank = 8 there, 4 here"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from boost.config import Config
 from boost.errors import ConfigError
-from boost.models.decoder import Block
+from boost.models.decoder import TransformerBlock
 from boost.train.model import compile_blocks
 from tests import toy
 from tests.train.runs import make_config, make_trainer
@@ -30,7 +30,7 @@ def test_compiled_blocks_train_and_evaluate_alike(
     store: Path, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same graphs of the same blocks; that torch's compiler makes fast kernels of them takes a minute, by night."""
-    monkeypatch.setattr(Block, "compile", functools.partialmethod(Block.compile, backend=backend))
+    monkeypatch.setattr(TransformerBlock, "compile", functools.partialmethod(TransformerBlock.compile, backend=backend))
     torch._dynamo.reset()
     sections: dict[str, Any] = {"model": {"layers": 1}, "train": {"global_batch": 2}}
     losses, evaluation = losses_and_evaluation(make_config(store, tmp_path, 1, "float32", **sections))

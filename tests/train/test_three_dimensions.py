@@ -10,7 +10,7 @@ import torch
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.data.batches import Batch
-from boost.models.stored import storages
+from boost.models.fused import fused_params
 from boost.parallel.gradients import GradientReducer
 from boost.plan.collectives import step_collectives
 from boost.train.model import backward, to_device
@@ -132,7 +132,7 @@ def gradient_error_in_bf16(config: Config) -> dict[str, float]:
     made = []
     for each in (toy.single(config).model_copy(update={"train": exact}), config):
         model, mesh = toy.toy_model(each)
-        reducer = GradientReducer(list(storages(model)), mesh)
+        reducer = GradientReducer(list(fused_params(model)), mesh)
         tokens, targets = toy.toy_tokens(each, batch=each.train.global_batch)
         often = torch.where(torch.rand(tokens.shape, generator=torch.Generator().manual_seed(2)) < 0.5, 3, tokens)
         share = slice(mesh.dp.rank * 2, mesh.dp.rank * 2 + 2) if mesh.dp.size > 1 else slice(0, 4)
@@ -161,9 +161,9 @@ def test_gathering_in_bf16_rounds_no_more_than_bf16_does() -> None:
 
 def kept(config: Config) -> tuple[int, int]:
     """Elements that this process keeps of matrices and of norms, after a step."""
-    stored = list(storages(Trained(config, 1).model))
+    params = list(fused_params(Trained(config, 1).model))
     return tuple(
-        sum(s.tensor.numel() for s in stored if (s.parameter.ndim == 2) == matrices) for matrices in (True, False)
+        sum(s.tensor.numel() for s in params if (s.parameter.ndim == 2) == matrices) for matrices in (True, False)
     )  # type: ignore[return-value]
 
 

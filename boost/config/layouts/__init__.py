@@ -23,7 +23,7 @@ _single = SingleSpec()
 
 
 def register_layout(spec: LayoutSpec) -> LayoutSpec:
-    """Makes a layout known by its name to the configuration, the planner and the runtime. Raises ValueError if it is taken."""
+    """Registers a layout with the configuration, the planner and the runtime. Raises ValueError if the name is taken."""
     if spec.name in _specs:
         raise ValueError(f"a layout named '{spec.name}' is registered already, by {type(_specs[spec.name]).__name__}")
     _specs[spec.name] = spec
@@ -32,7 +32,7 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
 
 
 def unregister_layout(name: str) -> None:
-    """Forgets a layout again (tests)."""
+    """Unregisters a layout (tests)."""
     del _specs[name]
     del ParallelConfig.choices[name]
 
@@ -65,12 +65,12 @@ def layouts_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def placement_of(role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
-    """Where a parameter of this role lies under the layout in effect."""
+    """Placement of a parameter of this role under the layout in effect."""
     return spec_of(parallel).placement(role, model, parallel)
 
 
 def num_shards(parallel: ParallelConfig) -> int:
-    """In how many parts heads and channels are sharded under the layout in effect."""
+    """Number of shards of heads and channels under the layout in effect."""
     return spec_of(parallel).num_shards(parallel)
 
 

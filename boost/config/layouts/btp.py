@@ -30,7 +30,7 @@ class BTPConfig(ParallelConfig):
     layout: Literal["btp"] = "btp"
 
     norm: Literal["online", "sync"] = "online"
-    """RMSNorm: online sends the statistic with the latents; sync all-reduces it by itself (the paper's ablation)."""
+    """RMSNorm statistics. online: sent with the latents; sync: a separate all-reduce (the paper's ablation)."""
 
 
 class BTPSpec(LayoutSpec):

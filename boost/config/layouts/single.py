@@ -1,4 +1,4 @@
-"""`single`: every weight in one process. What every other layout becomes with one TP process."""
+"""`single`: no tensor parallelism. Every other layout becomes this one with tp = 1."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 
 
 class SingleConfig(ParallelConfig):
-    """One process: what every layout is with tp = 1."""
+    """No tensor parallelism: every layout with tp = 1."""
 
     layout: Literal["single"] = "single"
 
@@ -32,4 +32,4 @@ class SingleSpec(LayoutSpec):
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         return iter(())
 
-    shards_rank = crosses_at_bottleneck = ends_with_comm = False
+    shards_rank = communicates_at_bottleneck = ends_with_comm = False

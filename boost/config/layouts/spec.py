@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from boost.config.architecture import Group, Parameter
+from boost.config.architecture import GroupSpec, Parameter
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 
@@ -73,13 +73,13 @@ class PlannedComm:
 class GroupContext:
     """What the collectives of a group of linears depend on."""
 
-    group: Group
+    group: GroupSpec
     model: ModelConfig
     parallel: ParallelConfig
     dtype: str
     """Of the activations."""
-    crossed: bool
-    """Whether latents of the previous block arrive in this one (LaX)."""
+    has_latent_gate: bool
+    """Whether this block has latent gates (LaX)."""
 
     def merged(self, comm: Comm, widths: Sequence[int], **facts: Any) -> Iterator[PlannedComm]:
         """One collective for all slots of the group, or one a slot without grouping."""
@@ -108,13 +108,13 @@ class LayoutSpec:
     placements: ClassVar[Mapping[str, Placement]]
     """By role (`boost.config.architecture.Parameter.role`); the embedding and the head have theirs already."""
     embed_comms: ClassVar[tuple[Comm, ...]] = ()
-    """Of width d, behind the embedding."""
+    """Of width d, after the embedding."""
     head_comms: ClassVar[tuple[Comm, ...]] = ()
     """Of width d, before the head."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are gathered (train.recompute = "low-rank-sharded")."""
     single_process: ClassVar[bool] = False
-    """Whether it is what every layout becomes on one process."""
+    """Whether every layout becomes this one with tp = 1."""
 
     @property
     def name(self) -> str:
@@ -146,7 +146,7 @@ class LayoutSpec:
         return self.low_rank and self.placements["enter.A"].dim == 0
 
     @property
-    def crosses_at_bottleneck(self) -> bool:
+    def communicates_at_bottleneck(self) -> bool:
         """Whether what the groups communicate are latents: the inner factors are sharded along heads and channels."""
         return self.low_rank and self.placements["enter.B"].dim == 0
 
@@ -176,7 +176,7 @@ class LayoutSpec:
     # What a layout says itself.
 
     def num_shards(self, parallel: ParallelConfig) -> int:
-        """In how many parts heads and channels are sharded: p, or 1 where every process computes all of them."""
+        """Number of shards of heads and channels: p, or 1 where they are replicated."""
         return parallel.tp
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
@@ -222,5 +222,5 @@ class LayoutSpec:
 
 
 def local_shape(parameter: Parameter, placement: Placement, processes: int) -> tuple[int, ...]:
-    """Shape of one process's part of a parameter."""
+    """Shape of one TP rank's shard of a parameter."""
     return tuple(n // processes if i == placement.dim else n for i, n in enumerate(parameter.shape))

@@ -36,8 +36,8 @@ class VanillaConfig(ParallelConfig):
     layout: Literal["vanilla"] = "vanilla"
 
     vanilla: Literal["strong", "published"] = "strong"
-    """strong: attention and gated product are sharded over the processes; published: each process computes all of them, as the
-    baseline of the BOOST paper does."""
+    """strong: attention and the gated product are sharded over TP ranks; published: replicated, as in the baseline of the
+    BOOST paper."""
 
     def problems(self, config: Config) -> Iterator[str]:
         """The rows of a tensor gate are sharded like the rank."""
@@ -49,7 +49,7 @@ class VanillaConfig(ParallelConfig):
                 best = nearest(rank, 2 * rank + tp**2, lambda r: tensor_shape(r)[0] % tp == 0)
                 yield (
                     f"model.rank = {rank} makes a tensor gate of {a} x {rank // a}, and parallel.layout = '{self.layout}' shards "
-                    f"its {a} rows over parallel.tp = {tp}; the nearest valid value is {best}"
+                    f"its {a} rows over parallel.tp = {tp}; nearest valid value: {best}"
                 )
 
 
@@ -96,7 +96,7 @@ class VanillaSpec(LayoutSpec):
 
     def _gate_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         """LaX: all latents of the previous block for a gate that mixes them, and the sums of LayerNorm."""
-        if not context.crossed:
+        if not context.has_latent_gate:
             return
         if context.model.mixes:
             yield from context.merged(GATHER, list(context.group.ranks))

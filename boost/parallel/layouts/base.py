@@ -12,7 +12,7 @@ from torch import Tensor
 from boost.config.layouts import LayoutSpec, Placement
 from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream
 from boost.models.linear import linear
 from boost.parallel import collectives
@@ -30,10 +30,10 @@ class Options(NamedTuple):
     inference: bool = False
     """Any number of tokens, without gradients."""
     split: bool = False
-    """Collectives are started and waited for by nodes of their own, so that other work can stand in between."""
+    """Collectives are started and waited for by nodes of their own, so that other work can run in between."""
 
 
-class Base:
+class BaseLayout:
     """The facts that every layout has."""
 
     def __init__(self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> None:
@@ -50,7 +50,7 @@ class Base:
         return self.options.policy
 
     def with_options(self, **changes: Any) -> Any:
-        """The same layout with other `Options`. What was made once is returned again."""
+        """The same layout with other `Options`. Cached."""
         options = self.options._replace(**changes)
         if options == self.options:
             return self
@@ -82,7 +82,7 @@ class Base:
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
         return collectives.rows_to_features(rows, self.axis)
 
-    def finish_out_proj(self, stream: Stream, latents: InFlight, group: Group) -> Pending[Stream]:
+    def finish_out_proj(self, stream: Stream, latents: InFlight, group: LinearGroup) -> Pending[Stream]:
         """Waits for the latents of a group that projects back, then its update B act(u) of the residual stream."""
 
         def finish() -> Stream:
@@ -93,7 +93,7 @@ class Base:
         return Pending(finish)
 
     # A method: torch.compile does not trace a nested function that is annotated with a tuple.
-    def _activate_and_up(self, group: Group, u_TR: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
+    def _activate_and_up(self, group: LinearGroup, u_TR: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
         h, new = group.activate([u_TR], prev)
         return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
 
@@ -102,7 +102,7 @@ class Base:
         return h_TR
 
 
-class Replicated(Base):
+class Replicated(BaseLayout):
     """Residual stream [T, D] whole on every process. Gradients of it, and of the norms, are complete."""
 
     to_shards: Comm = SUM_BACKWARD

@@ -12,32 +12,32 @@ import torch
 from torch import Tensor
 
 from boost.config.layouts.spec import SUM_FORWARD
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.linear import linear
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
-from boost.parallel.layouts.base import Base
+from boost.parallel.layouts.base import BaseLayout
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 from boost.parallel.norms import SumWithStatistic, inverse_rms, project, project_and_measure, scale, sum_of_squares
 
 
-class BTP(Base):
+class BTP(BaseLayout):
     """Hidden-sharded residual, all-reduces of width r."""
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         """[T] -> [T, D]: each process looks up its own columns. No collective."""
         return lookup(tokens_T, table, dtype)
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """A norm(x), summed over processes: latents, and under the online norm the statistic by which to scale them."""
         start = self._start_online if self.parallel.norm == "online" else self._start_sync
         started = start(stream.x, gamma, group)
         prev, rest = group.take_latents(stream, self.grouping)
         return Pending(lambda: (Saved(tuple(x for each in started for x in each.wait()), prev), rest))
 
-    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """act, then B of this process's heads or channels."""
         latents: Sequence[Tensor] = saved.tensors
         if self.parallel.norm == "online":
@@ -47,11 +47,11 @@ class BTP(Base):
         h, new = group.activate(latents, saved.prev_latents)
         return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
 
-    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A of this process's heads or channels, a term of a sum."""
-        return linear(wide, group.A)
+        return linear(hidden, group.A)
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum over processes, then act and B's rows of the residual held here."""
         return self.finish_out_proj(stream, self.start(SUM_FORWARD, partial), group)
 
@@ -68,14 +68,14 @@ class BTP(Base):
         whole = collectives.rows_to_features(collectives.all_gather(x[tokens_N], self.axis), self.axis)
         return self.gathered_logits(self.norm(whole, gamma), head)
 
-    def _start_online(self, x_TD: Tensor, gamma_D: Tensor, group: Group) -> list["SumWithStatistic | _OfOne"]:
+    def _start_online(self, x_TD: Tensor, gamma_D: Tensor, group: LinearGroup) -> list["SumWithStatistic | _OfOne"]:
         """The statistic travels with the (first) partial latents; the norm is applied after A, to T x R numbers."""
         first, *others = group.down_weights(group.A, self.grouping)
         both = SumWithStatistic(*project_and_measure(x_TD, first, gamma_D), self.axis)
         rest = [self.start(SUM_FORWARD, project(x_TD, a_RD, gamma_D)) for a_RD in others]
         return [both, *(_OfOne(each) for each in rest)]
 
-    def _start_sync(self, x_TD: Tensor, gamma_D: Tensor, group: Group) -> list["SumWithStatistic | _OfOne"]:
+    def _start_sync(self, x_TD: Tensor, gamma_D: Tensor, group: LinearGroup) -> list["SumWithStatistic | _OfOne"]:
         """The statistic has an all-reduce of its own, forward and backward; the norm is applied to x."""
         s_T = collectives.sum_both(sum_of_squares(x_TD), self.axis)
 

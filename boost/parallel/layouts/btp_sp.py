@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.linear import linear
 from boost.parallel.layouts.base import TokenSharded
@@ -18,7 +18,7 @@ from boost.parallel.layouts.base import TokenSharded
 class BTPSP(TokenSharded):
     """Token-sharded residual, all-gathers and reduce-scatters of width r."""
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """act(A norm(x)) of this process's tokens, gathered; or A norm(x), to be gathered after what is saved.
 
         Of the latents before act a block saves its own tokens' too: act cannot be undone, and to redo it after the gather
@@ -40,17 +40,17 @@ class BTPSP(TokenSharded):
         gathered = [self.start(self.to_shards, h_TR) for h_TR in h]
         return Pending(lambda: (Saved(tuple(each.wait() for each in gathered)), stream))
 
-    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """B of this process's heads or channels."""
         if not self.policy.sharded_latents:
             return group.up_proj(saved.tensors), ()
         h, new = group.activate(saved.tensors, saved.prev_latents)
         return group.up_proj([self.start(self.to_shards, h_TR).wait() for h_TR in h]), new
 
-    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A of this process's heads or channels, a term of a sum."""
-        return linear(wide, group.A)
+        return linear(hidden, group.A)
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum onto this process's tokens, then act and the whole B."""
         return self.finish_out_proj(stream, self.start(self.from_shards, partial), group)

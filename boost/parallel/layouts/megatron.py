@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.parallel.layouts.base import Replicated
 
@@ -15,21 +15,21 @@ from boost.parallel.layouts.base import Replicated
 class Megatron(Replicated):
     """Columns of W, then rows of W; the residual stream's kind says what stands before and after."""
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """norm(x) of all tokens; once if its gradients may meet in one collective, else once a slot."""
         normed = self.norm(stream.x, gamma)
         copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
         return Pending(lambda: (Saved(tuple(copy.wait() for copy in copies)), stream))
 
-    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """Columns of W for this process's heads or channels."""
         return group.dense(saved, self.grouping), ()
 
-    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """Rows of W, a term of a sum."""
-        return group.dense_out(wide)
+        return group.dense_out(hidden)
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum over processes."""
         update = self.start(self.from_shards, partial)
         return Pending(lambda: stream.add(update.wait()))

@@ -8,22 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.linear import linear
 from boost.parallel.collectives import InFlight
-from boost.parallel.layouts.base import Base
+from boost.parallel.layouts.base import BaseLayout
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 
 
-class Single(Base):
+class Single(BaseLayout):
     """The whole function in one process."""
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         return lookup(tokens_T, table, dtype)
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """norm(x), and A of it where linears are low-rank."""
         if not group.low_rank:
             saved = Saved((self.norm(stream.x, gamma),))
@@ -36,16 +36,16 @@ class Single(Base):
         prev, rest = group.take_latents(stream, self.grouping)
         return Pending(lambda: (Saved(tuple(latents), prev), rest))
 
-    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         if not group.low_rank:
             return group.dense(saved, self.grouping), ()
         h, new = group.activate(saved.tensors, saved.prev_latents)
         return group.up_proj(h), new
 
-    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
-        return linear(wide, group.A) if group.low_rank else group.dense_out(wide)
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        return linear(hidden, group.A) if group.low_rank else group.dense_out(hidden)
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         if not group.low_rank:
             return Pending(lambda: stream.add(partial))
         return self.finish_out_proj(stream, InFlight(lambda: partial), group)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from boost.config.architecture import Slot
 from boost.config.layouts.spec import SCATTER_SUM, SUM_FORWARD
-from boost.models.group import Group
+from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
@@ -24,7 +24,7 @@ from boost.parallel.layouts.base import Replicated
 class Vanilla(Replicated):
     """Replicated residual, latents sharded along the rank, sums of full width."""
 
-    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: Group) -> Pending[tuple[Saved, Stream]]:
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """A's rows of this process, B's columns, and the sum of the whole outputs, onto heads or channels if they are sharded."""
 
         def down(x: Tensor) -> list[Tensor]:
@@ -44,15 +44,15 @@ class Vanilla(Replicated):
         widths = [share.shape[-1] for share in shares]
         return Pending(lambda: (Saved(tuple(merged.wait().split(widths, dim=-1))), stream))
 
-    def in_proj_local(self, saved: Saved, group: Group) -> tuple[Sequence[Tensor], Latents]:
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """Nothing is left to do: the collective stood after B."""
         return saved.tensors, ()
 
-    def out_proj_local(self, wide: Tensor, group: Group) -> Tensor:
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A's rows of this process where all heads or channels are here; nothing where they are to be gathered first."""
-        return linear(collectives.sum_backward(wide, self.axis), group.A) if self.num_shards == 1 else wide
+        return linear(collectives.sum_backward(hidden, self.axis), group.A) if self.num_shards == 1 else hidden
 
-    def out_proj_comm(self, stream: Stream, partial: Tensor, group: Group) -> Pending[Stream]:
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """All heads or channels, through A's rows and B's columns of this process, summed over processes."""
         if self.num_shards > 1:
             whole = collectives.rows_to_features(collectives.gather(partial, self.axis), self.axis)
@@ -62,7 +62,7 @@ class Vanilla(Replicated):
         return Pending(lambda: stream.add(summed.wait()))
 
     def _activate_and_project(
-        self, latents: Sequence[Tensor], group: Group, stream: Stream, grouped: bool
+        self, latents: Sequence[Tensor], group: LinearGroup, stream: Stream, grouped: bool
     ) -> tuple[list[Tensor], Stream]:
         """act and B. Where latents cross blocks, a gate that mixes them needs all of the previous block's, and LayerNorm sums
         over all of each."""
@@ -87,7 +87,7 @@ class Vanilla(Replicated):
 
     # A method: torch.compile does not trace a nested function that is annotated with a tuple.
     def _norm_act_and_up(
-        self, group: Group, gate: LatentGate, mixed: Sequence[Tensor], sums: Sequence[Tensor]
+        self, group: LinearGroup, gate: LatentGate, mixed: Sequence[Tensor], sums: Sequence[Tensor]
     ) -> tuple[list[Tensor], Latents]:
         each = zip(mixed, sums, gate.slots_of(mixed), strict=True)
         h, new = group.act([gate.apply_norm(v, stats, slots) for v, stats, slots in each])

@@ -1,4 +1,4 @@
-"""A rectangular chunk of a tensor, as torch.distributed.checkpoint saves and loads it.
+"""A rectangular slice of a tensor, as torch.distributed.checkpoint saves and loads it.
 
 DTensor describes equal shards along dimensions. What one process holds of a parameter is not always that: equal shards of a fused
 tensor are unequal shards of the parameters in it. This class describes any rectangle, through the protocol that DTensor
@@ -13,22 +13,22 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-class Chunk(Tensor):
+class TensorSlice(Tensor):
     """A tensor of `shape` of which this process holds the rectangle `local` at `offsets`. Supports no computation."""
 
     local: Tensor
     offsets: torch.Size
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "Chunk":
-        chunk: Chunk = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> "TensorSlice":
+        tensor_slice: TensorSlice = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-        chunk.local, chunk.offsets = local, torch.Size(offsets)
-        return chunk
+        tensor_slice.local, tensor_slice.offsets = local, torch.Size(offsets)
+        return tensor_slice
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Chunk({tuple(self.local.shape)} at {tuple(self.offsets)} of {tuple(self.shape)})"
+        return f"TensorSlice({tuple(self.local.shape)} at {tuple(self.offsets)} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -36,7 +36,7 @@ class Chunk(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # the planner detaches its tensors
             return args[0]
-        raise NotImplementedError(f"{func} is not supported on a checkpoint chunk")
+        raise NotImplementedError(f"{func} is not supported on a TensorSlice")
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [

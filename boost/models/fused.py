@@ -1,0 +1,106 @@
+"""Fused parameters: one `nn.Parameter` may hold several mathematical parameters, stacked along dim 0 for one GEMM."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from boost.config.architecture import Parameter
+from boost.config.layouts import Placement, local_shape
+from boost.models.interface import Layout
+
+
+@dataclass(frozen=True)
+class ParamSlice:
+    """Rows `start : start + rows` of a tensor: the rows from `offset` on of this TP rank's shard of a parameter."""
+
+    parameter: Parameter
+    start: int
+    rows: int
+    offset: int = 0
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The slice of a tensor, or of its gradient or optimizer state, as a view."""
+        return tensor.narrow(0, self.start, self.rows)
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """The rows of a fused parameter that this process owns, where replicas shard it."""
+
+    tensor: nn.Parameter
+    """[rows, ...], a plain tensor; may be empty on the last ranks."""
+    first: int
+    """Index of the first row in the fused parameter."""
+    over: str
+    """dp | replicas (dp x tp): the processes that shard it."""
+
+
+@dataclass(frozen=True)
+class FusedParam:
+    """One `nn.Parameter` of a model and the parameters stacked in it."""
+
+    parameter: nn.Parameter
+    """As registered on the module; autograd accumulates its gradient here."""
+    slices: tuple[ParamSlice, ...]
+    placement: Placement
+    shard: ParamShard | None = None
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """What this process owns and its optimizer updates: the whole parameter, or its shard."""
+        return self.shard.tensor if self.shard else self.parameter
+
+    def local_slices(self) -> Iterator[ParamSlice]:
+        """The slice of each parameter in `tensor` (or in a tensor of its shape)."""
+        first = self.shard.first if self.shard else 0
+        for each in self.slices:
+            begin = max(each.start, first)
+            end = min(each.start + each.rows, first + self.tensor.shape[0])
+            if begin < end:
+                yield ParamSlice(each.parameter, begin - first, end - begin, begin - each.start)
+
+
+class FusedModule(nn.Module):
+    """A module whose `nn.Parameter`s are fused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: dict[str, tuple[ParamSlice, ...]] = {}
+        self.placements: dict[str, Placement] = {}
+        self.shards: dict[str, ParamShard] = {}
+        self._child_index: dict[str, int] = {}
+        """Number of child modules that precede each fused parameter."""
+
+    def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
+        """Registers `attribute`, uninitialized: parameters of one placement, stacked along dim 0."""
+        placement = layout.placement(parameters[0].role)
+        assert all(layout.placement(parameter.role) == placement for parameter in parameters), (
+            "the parameters of a fused parameter have one placement"
+        )
+        shapes = [local_shape(parameter, placement, layout.size) for parameter in parameters]
+        slices, start = [], 0
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            slices.append(ParamSlice(parameter, start, shape[0]))
+            start += shape[0]
+        self.register_parameter(attribute, nn.Parameter(torch.empty(start, *shapes[0][1:])))
+        self.slices[attribute], self.placements[attribute] = tuple(slices), placement
+        self._child_index[attribute] = len(self._modules)
+
+    def fused_params_at(self, child: int) -> Iterator[FusedParam]:
+        """The fused parameters registered before child module `child` and after the one preceding it."""
+        for attribute, slices in self.slices.items():
+            if self._child_index[attribute] == child:
+                shard = self.shards.get(attribute)
+                yield FusedParam(getattr(self, attribute), slices, self.placements[attribute], shard)
+
+
+def fused_params(model: nn.Module) -> Iterator[FusedParam]:
+    """Every fused parameter of a model in forward order: embedding, blocks, final norm, head."""
+    children = list(model.children())
+    for child in range(len(children) + 1):
+        if isinstance(model, FusedModule):
+            yield from model.fused_params_at(child)
+        if child < len(children):
+            yield from fused_params(children[child])
