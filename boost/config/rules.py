@@ -122,9 +122,9 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
         yield "parallel.virtual = 1 leaves parallel.schedule = 'interleaved-1f1b' nothing to interleave; take 2, or '1f1b'"
     if parallel.stages > layers:
-        way_out = f"parallel.pp is {layers // parallel.virtual}"
+        way_out = f"parallel.pp: {layers // parallel.virtual}"
         if layers // parallel.virtual < 2:
-            way_out = f"model.layers is {parallel.stages}"
+            way_out = f"model.layers: {parallel.stages}"
         yield (
             f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages are more than model.layers = {layers}; "
             f"nearest valid value of {way_out}"

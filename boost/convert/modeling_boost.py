@@ -1,7 +1,7 @@
 """Low-rank decoders of BOOST for Hugging Face transformers: every linear of a LLaMA block is y = B act(A x).
 
-One file for three families. svd: no activation; cola: silu; lax: a block's latents are combined with those of the same linears of the
-block before, u = LayerNorm(A x + G(h of the block before)), and G is the identity, two small matrices, or a linear
+One file for three families. svd: no activation; cola: silu; lax: a block's latents are combined with those of the same linears
+of the previous block, u = LayerNorm(A x + G(h of the block before)), and G is the identity, two small matrices, or a linear
 (arXiv 2502.10940, 2505.21732). It needs torch and transformers only:
 
     AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)

@@ -59,7 +59,7 @@ def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> PeakMemo
 
 @dataclass(frozen=True)
 class _BlockFacts:
-    """Bytes of one block and one micro-batch: a `TracedPass`, and what is saved by category, the previous block's latents included."""
+    """Bytes of one block and one micro-batch: a `TracedPass`, and what is saved by category (previous latents included)."""
 
     kept: Counter[str]
     run: TracedPass

@@ -137,7 +137,7 @@ def test_the_same_results_give_the_same_bytes_and_a_change_is_seen(
     capsys.readouterr()
     assert main([*command, "--check"]) == 1
     said = capsys.readouterr().err
-    assert "report.html is not what the results give" in said and "steps.svg" in said and "gpu" not in said
+    assert "report.html is out of date" in said and "steps.svg" in said and "gpu" not in said
 
 
 def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,5 +152,5 @@ def test_clipping_only_makes_gradients_smaller(norm: float, limit: float, factor
     for scale in (1.0, 4.0):
         weight = torch.nn.Parameter(torch.zeros(3))
         weight.grad = torch.ones(3)
-        gradients.clip([weight], gradients.Agreement(1.0, norm, False, scale), limit)
+        gradients.clip_gradients([weight], gradients.StepStats(1.0, norm, scale=scale), limit)
         assert weight.grad.tolist() == [factor * scale] * 3

@@ -247,7 +247,7 @@ def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pyte
 
 def test_a_process_that_exits_without_a_word_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"^process 2 of 2 \(rank 1\) ended with exit code 9") as caught:
-        launcher._say_root_cause(call_of(tmp_path), launcher._Failed(1, 9), [], [])
+        launcher._raise_root_cause(call_of(tmp_path), launcher._FirstFailure(1, 9), [], [])
     assert caught.value.exit_code == 3
 
 
