@@ -68,8 +68,7 @@ def test_no_layout_is_known_by_its_name_outside_the_layouts() -> None:
         for file in FILES
         if not name_of(file).startswith(LAYOUT_FOLDERS) and (lines := sorted(compared_names(file)))
     }
-    experiments = {name: lines for name, lines in found.items() if name.startswith("bench/")}
-    assert {name: lines for name, lines in found.items() if name not in experiments} == {}
+    assert found == {}
 
 
 def test_files_and_functions_stay_readable() -> None:

@@ -91,20 +91,24 @@ def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) 
 
     Every process computes 'single' for itself: none waits for another in a collective meanwhile.
     """
-    result = {"single": losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
+    result = {ALONE: losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
     for contender in progress(contenders(family), f"{family}, {dtype}", enabled=mesh.is_main):
         parallel = {**contender.parallel, "tp": tp}
         result[contender.name] = losses(at_start(configuration(config, family, dtype, parallel), mesh))
     return result
 
 
+ALONE = "single"
+"""The model in one process, as curves are named."""
+
+
 def worst_difference(curves: dict[str, list[float]]) -> dict[str, float]:
     """Largest relative difference over the steps of each contender to 'single'."""
-    alone = curves["single"]
+    alone = curves[ALONE]
     return {
         name: max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(curve, alone, strict=True))
         for name, curve in curves.items()
-        if name != "single"
+        if name != ALONE
     }
 
 
@@ -202,7 +206,7 @@ def draw(facts: Facts, path: Path) -> None:
             below, alone = axes[row][column], by_family[family]["single"]
             below.plot([])  # 'single' has the first colour
             for name, curve in by_family[family].items():
-                if name != "single":
+                if name != ALONE:
                     apart = [max(abs(a - b) / abs(b), ROUNDING[dtype]) for a, b in zip(curve, alone, strict=True)]
                     below.semilogy(apart, linewidth=0.9)
             below.axhline(limits[dtype], color="black", linestyle="--", linewidth=1)

@@ -259,7 +259,7 @@ def _factors_table(facts: Facts) -> Table:
 
 def _against_paper(facts: Facts) -> Iterator[Table]:
     """Ratios at the paper's TP, where it was measured."""
-    if _find(facts, "btp", PAPER_TP, "MLP") is None:
+    if _find(facts, BTP.name, PAPER_TP, "MLP") is None:
         return
     cells, seconds = [], facts["turns"]["seconds"]
     for contender in (MEGATRON, VANILLA):

@@ -20,6 +20,7 @@ from torch import Tensor
 from boost.bench.contest import Call, Ratio, bootstrap, take_turns
 from boost.bench.curves import contenders
 from boost.config import Config
+from boost.config.layouts import layout_spec
 from boost.config.load import change_family, from_tree
 from boost.config.schema import Family, RecomputeName
 from boost.measure import drawing
@@ -93,7 +94,7 @@ def policies(config: Config) -> list[RecomputeName]:
     """What a configuration's layout can do, none first and full-block last."""
     if not config.model.low_rank:
         return ["none", "full-block"]
-    sharded: list[RecomputeName] = ["low-rank-sharded"] if config.parallel.layout == "btp-sp" else []
+    sharded: list[RecomputeName] = ["low-rank-sharded"] if layout_spec(config.parallel.layout).gathers_latents else []
     return ["none", "low-rank", "low-rank+attention-output", *sharded, "full-block"]
 
 

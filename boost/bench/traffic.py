@@ -229,7 +229,7 @@ def _paper_table(facts: Facts) -> Table:
 def _sizes_table(facts: Facts) -> Table:
     cells = []
     for row in facts["modelled"]:
-        btp = next(r for r in facts["modelled"] if (r["size"], r["layout"]) == (row["size"], "btp"))
+        btp = next(r for r in facts["modelled"] if (r["size"], r["layout"]) == (row["size"], BTP.name))
         cells.append(
             (row["size"], row["layout"], str(row["count"]), _mb(row["payload_bytes"]), _mb(row["sent_bytes"]),
              f"{1e3 * row['seconds']:.2f}", f"{row['sent_bytes'] / btp['sent_bytes']:.2f}x",

@@ -38,6 +38,9 @@ class _RMSNorm(torch.autograd.Function):
     Keeps x and c, as torch's fused kernel for GPUs does.
     """
 
+    place = "norm"
+    """What its work counts as in predictions, wherever it is called."""
+
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
         c_T1 = inverse_rms(_sum_of_squares(x_TD), x_TD.shape[-1], eps)

@@ -131,8 +131,7 @@ def _apply(cls: Any, *inputs: Any) -> Any:
         return _USUAL_APPLY(cls, *inputs)
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
-    if cls.__name__ == "_RMSNorm":
-        tape.place = "norm"
+    tape.place = getattr(cls, "place", place)
     with torch.no_grad():
         results = cls.forward(ctx, *[x.bare() if isinstance(x, Sized) else x for x in inputs])
     tape.place = place if not grad else tape.place

@@ -22,6 +22,7 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained
 
+PREVIOUS = Path(__file__).parent / "previous"
 TOKENIZER = '{"a": "tokenizer"}'
 
 
@@ -56,6 +57,20 @@ def save_and_continue(folder: Path, steps: int, config: Config) -> list[tuple[fl
 def load_and_continue(folder: Path, steps: int, config: Config) -> tuple[list[tuple[float, float]], Position]:
     trained, position = load(folder, config)
     return [trained.step(step) for step in range(3, 3 + steps)], position
+
+
+def test_a_checkpoint_of_the_previous_release_continues_as_it_did(tmp_path: Path) -> None:
+    """Written by the code of commit f9bc8a7 after three steps, with the numbers of its next three: weights, moments and
+    configuration, which says fields of other choices too."""
+    folder = tmp_path / "previous"
+    shutil.copytree(PREVIOUS, folder)
+    numbers = json.loads((folder / "next_steps.json").read_text())
+    checkpoint = ckpt.open_checkpoint(folder / "step-00000003")
+    assert json.loads((checkpoint.path / "state.json").read_text())["config"]["optim"]["muon_steps"] == 5
+    found, position = load_and_continue(checkpoint.path, 3, checkpoint.config)
+    assert position.step == 3
+    for (loss, norm), expected in zip(found, numbers, strict=True):
+        assert [loss, norm] == pytest.approx(expected, rel=1e-5)
 
 
 def mesh_config(tp: int, **parallel: Any) -> Config:
