@@ -2,8 +2,8 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch where there is no NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the tests: every commit (about ten minutes on two cores)
-#   make quick    the tests while you work: every layout once, nothing that starts other commands (under two minutes)
+#   make test     the tests: every commit (about thirteen minutes on two cores)
+#   make quick    the tests while you work: every layout once, nothing that starts other commands (two and a half minutes)
 #   make nightly  the tests that are too long for every commit
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
