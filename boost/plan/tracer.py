@@ -15,12 +15,11 @@ from boost.models.interface import Layout, Pending, Saved, Stream
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan import comm_rules, rules
+from boost.plan import comm_rules as _comm_rules  # noqa: F401  registers the rules of collectives
+from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.sized import RULES, Shape, Sized, contiguous, leaf, make, records
 from boost.plan.tape import GraphNode, Tape
-
-__all__ = ["Placed", "Tracer", "comm_rules"]
 
 
 @dataclass(frozen=True)
