@@ -1,15 +1,15 @@
-# `make train` and `make test` work from nothing: both make the environment first, once.
+# `make train` and `make test` work from a fresh clone: both create the environment on first use.
 #
-#   make setup    .venv with the pinned dependencies (CPU build of torch where there is no NVIDIA GPU)
+#   make setup    .venv with the pinned dependencies (CPU build of torch without an NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the tests: every commit (about thirteen minutes on two cores)
-#   make quick    the tests while you work: every layout once, nothing that starts other commands (two and a half minutes)
-#   make nightly  the tests that are too long for every commit
+#   make test     the test suite, for every commit (about twelve minutes on two cores)
+#   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
+#   make nightly  tests that are too slow for every commit
 #   make check    lint, format and types
-#   make curves   loss curves of all layouts over each other, into benchmarks/results/ (five to ten minutes)
+#   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
-#   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; leave it alone)
+#   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine (an hour and a half; leave it alone), and the page of all results, benchmarks/report.html
 #   make report   that page again, from the results that are there
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
@@ -53,7 +53,7 @@ train: setup
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
 # Files of tests side by side: most tests wait for something most of the time. A worker starts up to eight processes.
-WORKERS ?= 2
+WORKERS ?= 3
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -71,11 +71,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A small model: the question is whether the curves are the same, not how low they go.
+# A small model: the curves must be equal, their values do not matter.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64
 
-# GEMMs and not launches are timed, attention has the share that it has at 4,096 tokens on a GPU, and a step is short
-# against the moods of a shared machine. Every layout and policy: about a quarter of an hour.
+# Large enough to time GEMMs rather than launches, with attention's fraction as at 4,096 tokens on a GPU, but with short
+# steps, which limits the noise of a shared machine. All layouts and policies take about 15 minutes.
 RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 \
 	--model.heads 8 --model.layers 2 --train.seq_len 256
 
@@ -105,7 +105,7 @@ validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost plan validate --measure --hardware runs/local.toml
 
-# Each in turn: two at a time would measure each other. What only arithmetic says of GPUs is the last.
+# One at a time: concurrent runs would disturb each other. Predictions for GPUs come last.
 bench: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost bench steps --hardware runs/local.toml
@@ -114,7 +114,7 @@ bench: setup
 	$(MAKE) recompute perplexity report
 
 report: setup
-	$(BIN)/boost bench modelled
+	$(BIN)/boost bench modeled
 	$(BIN)/boost bench report
 
 clean:

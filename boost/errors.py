@@ -37,6 +37,20 @@ class TrainingError(BoostError):
     exit_code = 3
 
 
+class NonFiniteError(TrainingError):
+    """A weight or an optimizer moment that is not finite: it is never saved, and earlier checkpoints stay."""
+
+
+class HangError(TrainingError):
+    """A process of the run does not respond, or does not reach the collective in which the others wait."""
+
+
+class StoppedError(BoostError):
+    """A stop signal arrived before the first step; the message is its name. Nothing was trained, nothing is lost."""
+
+    exit_code = 0
+
+
 class MeasurementError(BoostError):
     """What was timed means nothing, or two results cannot be compared."""
 

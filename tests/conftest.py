@@ -5,13 +5,20 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import atexit
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if "XDG_CACHE_HOME" not in os.environ:  # stores that a test has verified are no business of the user's
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="boost-test-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # No verdict depends on how fast a machine is.
 settings.register_profile("boost", deadline=None, suppress_health_check=[HealthCheck.too_slow])

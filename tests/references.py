@@ -135,5 +135,5 @@ def passed(h: Tensor, gate: str, own: Weights) -> Tensor:
 
 def layer_norm(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """(u - mean) / standard deviation, with an affine map behind."""
-    centred = u - u.mean(-1, keepdim=True)
-    return weight * centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-6) + bias
+    centered = u - u.mean(-1, keepdim=True)
+    return weight * centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + 1e-6) + bias

@@ -59,7 +59,7 @@ def single(config: Config) -> Config:
 
 
 def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
-    """An initialised decoder and the mesh it stands on: this process group, or no group for one process."""
+    """An initialized decoder and the mesh it stands on: this process group, or no group for one process."""
     place = toy_mesh(config)
     decoder = build_decoder(config, place)
     initialize(decoder, seed)
@@ -138,3 +138,10 @@ def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float
     return max(
         ((actual[k] - expected[k]).abs().max() / expected[k].abs().max().clamp_min(1e-300)).item() for k in expected
     )
+
+
+def flip(tensor: Tensor, element: int, bit: int) -> None:
+    """Inverts one bit of one element in place."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+    width = tensor.element_size() * 8
+    tensor.detach().view(-1).view(integers)[element] ^= (1 << bit) - (1 << width if bit == width - 1 else 0)

@@ -1,6 +1,6 @@
-"""One block of a decoder under one layout, by itself: what experiments with single blocks have in common.
+"""One decoder block under one layout: the common part of single-block experiments.
 
-Embedding, head, loss and optimizer are not there. Of `lax` it is the first block, which no latents cross into.
+There is no embedding, head, loss or optimizer. For `lax` it is the first block, which has no latent gates.
 Legend: T tokens of the micro-batch and D width of the residual stream, as this process holds them.
 """
 

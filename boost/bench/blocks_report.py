@@ -1,4 +1,4 @@
-"""How experiments with single blocks show their numbers: cells of tables, bars with their spread, the paper's beside ours."""
+"""Presentation of single-block experiments: table cells, bars with their spread, the paper's numbers next to ours."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from boost.plan.published import Compared, Comparison
 PROFILE = "a100-80g"
 """Hardware of the paper."""
 
-MODELLED = f"modelled, {PROFILE}:"
-"""Heading of what the performance model says of the paper's own size and hardware."""
+MODELED = f"modeled, {PROFILE}:"
+"""Heading of predictions for the paper's own size and hardware."""
 
 
 @dataclass(frozen=True)
 class RangeBar:
-    """One bar: a height and what it lies between."""
+    """One bar: a height and its interval."""
 
     value: float
     low: float
@@ -29,20 +29,20 @@ class RangeBar:
 
 
 def comparison() -> Comparison:
-    """The performance model beside the paper, on the paper's hardware."""
+    """The paper and our predictions, on the paper's hardware."""
     return Comparison(load_hardware(PROFILE))
 
 
 def as_facts(compared: Iterable[Compared]) -> list[Facts]:
-    """Published numbers and the model's, for a result."""
+    """Published and predicted numbers, for a result."""
     keys = ("table", "what", "published", "predicted", "unit")
     return [{key: getattr(each, key) for key in keys} for each in compared]
 
 
 def compared_table(caption: str, rows: Iterable[Facts]) -> Table:
-    """The paper's numbers beside what the performance model says of the same runs."""
+    """The paper's numbers next to our predictions of the same runs."""
     cells = [(f"{row['what']}", row["unit"], f"{row['published']:g}", f"{row['predicted']:.4g}") for row in rows]
-    return Table(caption, ("what", "unit", "paper:", MODELLED), tuple(cells))
+    return Table(caption, ("what", "unit", "paper:", MODELED), tuple(cells))
 
 
 def shape_words(facts: Facts) -> str:
@@ -69,7 +69,7 @@ def milliseconds(seconds: Sequence[float]) -> str:
 
 
 def times(over: Sequence[float], under: Sequence[float]) -> str:
-    """How many times one takes of the other, with its interval."""
+    """Ratio of two times, with its interval."""
     found = ratio(over, under)
     return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"
 
@@ -106,7 +106,7 @@ def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBa
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    colours = pyplot.get_cmap("tab10")
+    colors = pyplot.get_cmap("tab10")
     for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
         groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
         held = {group: [name for name, bars in series.items() if group in bars] for group in groups}
@@ -119,13 +119,13 @@ def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBa
             above = [max(bar.high - bar.value, 0.0) for bar in bars.values()]
             axis.bar(
                 places, values, width, yerr=[below, above], capsize=2, error_kw={"linewidth": 0.8}, label=name,
-                color=colours(names.index(name)),
+                color=colors(names.index(name)),
             )  # fmt: skip
         axis.set_xticks(range(len(groups)), groups)
         axis.set(title=title, ylabel=unit)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.2, axis="y")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours(i), label=name) for i, name in enumerate(names)]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors(i), label=name) for i, name in enumerate(names)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     drawing.write(figure, path)

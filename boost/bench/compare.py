@@ -1,7 +1,7 @@
-"""Two results of one experiment, before and after a change: what became faster, what slower.
+"""Compares two results of one experiment, before and after a change: what became faster, what slower.
 
-The two runs were not interleaved, so that the machine's mood at either time is in the ratio, and no interval knows it: this is
-for finding what to look at. A claim is made of contenders in one run (`boost.bench.contest`).
+The two runs were not interleaved, so ratios include machine noise between them, which the intervals do not cover. Use this to
+find what to look at, and `boost.bench.contest` for claims.
 """
 
 import re
@@ -15,40 +15,40 @@ from boost.errors import ConfigError
 from boost.measure.results import Facts, differences, origin, read, require_one_machine, table
 
 COUNTED = re.compile(r"(^|_)(s|ms|us|bytes|flops|elements|parameters|collectives|count|rounds|repeats|in_blocks)$")
-"""Ends of keys whose whole numbers are no size of a row, but what was found, or how often it was looked at."""
+"""Suffixes of keys whose integers are findings or counts rather than sizes of a row."""
 
 DIMENSIONS = ("model", "parallel", "train")
-"""Sections of a configuration that must be equal."""
+"""Configuration sections that must be equal."""
 
 NOT_NUMBERS = ("experiment", "environment", "config", "settings", "git")
-"""Keys of a result below which nothing is looked for."""
+"""Keys of a result that are not searched."""
 
 
 @dataclass(frozen=True)
 class TimedRow:
-    """Seconds of one thing that an experiment timed, and what tells it from the others."""
+    """Timings of one row of an experiment, and its identity."""
 
     names: tuple[str, ...]
     """Keys on the way to it, beside `seconds`."""
     dimensions: dict[str, str | int]
-    """Names, words, truth values and whole numbers around it, by key; the inner ones count."""
+    """Strings, booleans and integers around it, by key; inner ones win."""
     seconds: list[float]
-    """Of every round."""
+    """Seconds of every round."""
 
     @property
     def called(self) -> tuple[Any, ...]:
-        """Everything that is no number: rows of other sizes are called the same."""
+        """Everything except numbers: rows of different sizes share a name."""
         words = tuple(sorted((key, value) for key, value in self.dimensions.items() if not _is_size(value)))
         return (self.names, words)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The whole numbers."""
+        """The integers."""
         return {key: int(value) for key, value in self.dimensions.items() if _is_size(value)}
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Human-readable name."""
         return ", ".join([*(_words(*each) for each in self.dimensions.items()), *self.names])
 
 
@@ -102,11 +102,11 @@ class Pair:
     old: Spread
     new: Spread
     ratio: Ratio | None
-    """Seconds, new over old; None where one of them has fewer rounds than a ratio takes."""
+    """New over old seconds; None if either has too few rounds."""
 
     @property
     def verdict(self) -> str:
-        """In words. What the interval leaves open is no difference."""
+        """The verdict; 'no difference' if the interval contains 1."""
         if self.ratio is None:
             return f"fewer than {LEAST_ROUNDS} rounds"
         if self.ratio.high < 1:
@@ -115,9 +115,9 @@ class Pair:
 
 
 def compare(old: Path, new: Path) -> str:
-    """Every row that both results have, and what else is to be known about them. In Markdown.
+    """Every row that both results have, and caveats, in Markdown.
 
-    Raises ConfigError if they are not of one experiment with the same dimensions, or have no row in common; MeasurementError
+    Raises ConfigError if the results are of different experiments or dimensions, or have no row in common; MeasurementError
     if they are of different machines.
     """
     first = read(old)
@@ -160,8 +160,8 @@ def _pair(old: TimedRow, new: TimedRow) -> Pair:
 
 
 def _warnings(old: Facts, new: Facts) -> Iterator[str]:
-    """A line of what the ratios may be due to beside the change; a line of what makes the change unclear."""
-    yield "Not measured in turns: how fast the machine was at either time is in every ratio, and in no interval."
+    """Caveats: other causes of the ratios, and what makes the change ambiguous."""
+    yield "Not interleaved: ratios include machine noise between the two runs; intervals do not cover it."
     commits = [(environment["git"] or {}).get("commit") for environment in (old, new)]
     unclear = [f"both are of commit {commits[0][:10]}"] if commits[0] and commits[0] == commits[1] else []
     unclear += [
@@ -170,13 +170,13 @@ def _warnings(old: Facts, new: Facts) -> Iterator[str]:
         if not git or git.get("dirty")
     ]
     if unclear:
-        yield f"Warning: {'; '.join(unclear)}: what was changed between them is not known."
+        yield f"Warning: {'; '.join(unclear)}: the change between them is unknown."
     if other := differences(old, new):
         yield f"Also different: {'; '.join(other)}."
 
 
 def _require_same_dimensions(first: Facts, second: Facts) -> None:
-    """Raises ConfigError for a field that both configurations have and that is another. (Fields come and go with versions.)"""
+    """Raises ConfigError for a common field with different values. (Fields come and go with versions.)"""
     for section in DIMENSIONS:
         ours, theirs = (facts.get("config", {}).get(section, {}) for facts in (first, second))
         for field in ours.keys() & theirs.keys():
@@ -188,7 +188,7 @@ def _require_same_dimensions(first: Facts, second: Facts) -> None:
 
 
 def _require_same_sizes(old: list[TimedRow], new: list[TimedRow]) -> None:
-    """Raises ConfigError if rows without a partner are called the same and differ in a size."""
+    """Raises ConfigError if unmatched rows have the same name and different sizes."""
     for ours in old:
         for theirs in new:
             if ours.called != theirs.called:
@@ -206,7 +206,7 @@ def _key(row: TimedRow) -> tuple[Any, ...]:
 
 
 def _by_key(rows: list[TimedRow], path: Path) -> dict[tuple[Any, ...], TimedRow]:
-    """The rows of a file. Raises ConfigError if two of them cannot be told from each other."""
+    """The rows of a file. Raises ConfigError if two rows have the same name and size."""
     result: dict[tuple[Any, ...], TimedRow] = {}
     for row in rows:
         if _key(row) in result:

@@ -1,8 +1,8 @@
-"""Contenders timed in turns, in one run, and compared by ratios that come with an interval.
+"""Times contenders in interleaved rounds of one run, and compares them by ratios with confidence intervals.
 
-A machine that others share is slower at one time than at another, and a GPU slower when it is hot: what is timed one after the
-other says more about the moment than about the contenders. So every round times each of them once, beginning with another one
-each time, and a ratio is the median over the rounds of the ratio within a round.
+The speed of a shared machine changes over time, and a hot GPU is slower: timing contenders one after another measures machine
+noise. So every round times each contender once, starting with a different one each time, and a ratio is the median over
+rounds of the ratio within a round.
 """
 
 import math
@@ -22,33 +22,33 @@ from boost.parallel.mesh import Mesh
 from boost.train.console import progress
 
 LEAST_ROUNDS = 7
-"""Fewer timed rounds than this are refused."""
+"""Minimum number of timed rounds."""
 
 WARM_UP = 2
-"""Uncounted rounds before them: kernels are chosen, buffers made, caches filled; the last says how often to repeat."""
+"""Untimed warmup rounds: kernel selection, buffers, caches; the last one sets the number of repetitions."""
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
-"""Of the interval of a ratio: the bootstrap's resamples of rounds, and the share of them that lies inside."""
+"""Bootstrap resamples of rounds, and the confidence level of intervals."""
 
 Call = Callable[[], Iterable[Tensor]]
-"""One repetition of what a contender does. Returns what it computed, or some of it: none of that may be all zeros."""
+"""One repetition of a contender's work. Returns (some of) its results, none of which may be all zeros."""
 
 
 @dataclass(frozen=True)
 class InterleavedTimings:
-    """What one run of some contenders took. Seconds are the clock's, of one repetition, by contender in order of rounds."""
+    """Timings of one run: wall-clock seconds of one repetition, by contender and round."""
 
     seconds: dict[str, list[float]]
     repeats: dict[str, int]
-    """Repetitions that one timed sample of a contender consists of."""
+    """Repetitions per timed sample, by contender."""
     probe_s: list[float]
-    """Seconds of a fixed small work before each round: how steady the machine was."""
+    """Seconds of a small fixed workload before each round: how steady the machine was."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of one contender: median and quartiles over the rounds."""
+    """Seconds of one contender: median and quartiles over rounds."""
 
     median: float
     low: float
@@ -58,7 +58,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times one contender is another, with its bootstrap interval."""
+    """Ratio of two contenders, with its bootstrap interval."""
 
     value: float
     low: float
@@ -73,14 +73,14 @@ def take_turns(
     least_s: float = 0.0,
     words: str = "rounds",
 ) -> InterleavedTimings:
-    """Times every contender once a round, all processes of `mesh` at the same time.
+    """Times every contender once per round, on all processes of `mesh` at the same time.
 
-    A sample begins when every process is ready and ends when the last one is done, device included. A contender that is
-    shorter than `least_s` is repeated within its sample. Raises MeasurementError if a contender computes nothing but zeros or
-    numbers that are not finite, or takes no time; ValueError below LEAST_ROUNDS.
+    A sample starts when every process is ready and ends when the last one is done, including the device. A contender
+    shorter than `least_s` is repeated within its sample. Raises MeasurementError if a contender computes only zeros or
+    non-finite numbers, or takes no time; ValueError below LEAST_ROUNDS.
     """
     if rounds < LEAST_ROUNDS:
-        raise ValueError(f"{rounds} rounds; a result takes {LEAST_ROUNDS} at least")
+        raise ValueError(f"{rounds} rounds; a result needs at least {LEAST_ROUNDS}")
     names = list(calls)
     repeats = {}
     for name in progress(names, f"{words}: warm-up", enabled=mesh.is_main):
@@ -97,25 +97,25 @@ def take_turns(
         for name in names[first:] + names[:first]:
             taken = _sample(calls[name], repeats[name], mesh)
             if not taken > 0:
-                raise MeasurementError(f"{name} took {taken} s: the clock saw nothing; measure something longer")
+                raise MeasurementError(f"{name} took {taken} s: too short to time; measure something longer")
             seconds[name].append(taken)
     return InterleavedTimings(seconds, repeats, probed)
 
 
 def refuse_zeros(name: str, computed: Iterable[Tensor]) -> None:
-    """Raises MeasurementError if one of the tensors has no number but zero, or one that is not finite, or if there is none.
+    """Raises MeasurementError if a tensor is all zeros or has non-finite numbers, or if there is none.
 
-    Zeros are multiplied faster on a GPU, and what is never computed faster still: a speed of zeros means nothing.
+    GPUs multiply zeros faster, so timings on zeros are meaningless.
     """
     found = 0
     for found, tensor in enumerate(computed, start=1):  # noqa: B007
         values = tensor.detach()
         if not bool(torch.isfinite(values).all()):
-            raise MeasurementError(f"{name} computed numbers that are not finite: its time would mean nothing")
+            raise MeasurementError(f"{name} computed non-finite numbers: its time is meaningless")
         if not bool((values != 0).any()):
-            raise MeasurementError(f"{name} computed nothing but zeros: its time would mean nothing")
+            raise MeasurementError(f"{name} computed only zeros: its time is meaningless")
     if not found:
-        raise MeasurementError(f"{name} showed nothing that it computed: its time would mean nothing")
+        raise MeasurementError(f"{name} returned no results: its time is meaningless")
 
 
 def spread(seconds: Sequence[float]) -> Spread:
@@ -125,14 +125,14 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """How many times the first takes of the second, both timed in the same rounds."""
+    """Time of the first over that of the second, timed in the same rounds."""
     return bootstrap(lambda ours, theirs: np.median(ours / theirs, axis=-1), over, under)
 
 
 def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """How many times the first takes of the second, which were timed in rounds of different runs: a quotient of medians.
+    """Time of the first over that of the second, timed in different runs: a ratio of medians.
 
-    Each run's rounds are drawn by themselves. The interval knows how much rounds of one run differ, not how runs do.
+    Rounds of each run are resampled independently. The interval covers variation within runs, not between them.
     """
     return bootstrap(
         lambda ours, theirs: np.median(ours, axis=-1) / np.median(theirs, axis=-1), over, under, paired=False
@@ -140,12 +140,12 @@ def ratio_of_runs(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def bootstrap(statistic: Callable[..., np.ndarray], *samples: Sequence[float], paired: bool = True) -> Ratio:
-    """A statistic of some contenders' seconds with its interval.
+    """A statistic of contenders' seconds with its confidence interval.
 
-    `statistic` takes an array [..., rounds] of each and returns one number for each [...]. Rounds are drawn again with
-    replacement, `paired`: the same for all contenders; the interval holds CONFIDENCE of what the statistic makes of the draws
-    (Efron's percentile bootstrap, 1979). The draws are the same each time, so that a report made again says the same.
-    Raises ValueError if contenders that are paired have different rounds.
+    `statistic` takes an array [..., rounds] per contender and returns one number for each [...]. Rounds are resampled with
+    replacement (`paired`: the same rounds for all contenders); the interval is Efron's percentile bootstrap (1979) at
+    CONFIDENCE. Draws are seeded, so a report is reproducible.
+    Raises ValueError if paired contenders have different numbers of rounds.
     """
     counts = [len(sample) for sample in samples]
     if paired and len(set(counts)) > 1:
@@ -155,13 +155,13 @@ def bootstrap(statistic: Callable[..., np.ndarray], *samples: Sequence[float], p
     found = statistic(
         *(value[rounds] for value, rounds in zip(values, drawn * len(counts) if paired else drawn, strict=True))
     )
-    # Without interpolation: a statistic may be infinite in some of the draws.
+    # No interpolation: a statistic may be infinite in some draws.
     low, high = np.quantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="inverted_cdf")
     return Ratio(float(statistic(*values)), float(low), float(high))
 
 
 def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
-    """So many that a sample lasts, the same on every process."""
+    """Repetitions per sample, the same on every process."""
     wanted = torch.tensor(float(math.ceil(least_s / once)) if once < least_s else 1.0, device=mesh.device)
     if mesh.size > 1:
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
@@ -169,7 +169,7 @@ def _repeats(once: float, least_s: float, mesh: Mesh) -> int:
 
 
 def _sample(call: Call, repeats: int, mesh: Mesh) -> float:
-    """Seconds of one repetition, from when all processes begin to when all are done."""
+    """Seconds of one repetition, from when all processes start to when all are done."""
     _all_here(mesh)
     begun = time.perf_counter()
     for _ in range(repeats):
@@ -181,7 +181,7 @@ def _sample(call: Call, repeats: int, mesh: Mesh) -> float:
 def _all_here(mesh: Mesh) -> None:
     synchronize(mesh.device)
     mesh.barrier()
-    synchronize(mesh.device)  # NCCL's barrier is issued, not waited for
+    synchronize(mesh.device)  # NCCL's barrier is asynchronous
 
 
 def in_words(found: Ratio) -> str:

@@ -1,7 +1,7 @@
-"""Loss curves of every layout: the same model, seed and data, so that the curves lie on each other.
+"""Loss curves of every layout with the same model, seed and data: the curves must coincide.
 
-A layout is one implementation of one function; what remains between two of them is rounding. In float64 it must stay below
-1e-8 of the loss at every step, in float32 below 1e-3.
+All layouts implement the same function; they differ in rounding only. The relative difference of the loss must stay below
+1e-8 in float64 and 1e-3 in float32 at every step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -154,16 +154,16 @@ def section(facts: Facts) -> Section:
     return Section(
         "Loss curves of all layouts",
         (
-            f"{shape_words(facts['config'])}, TP {tp}: {train['steps']} steps from the same seed, on the same data in the same "
-            "order. A layout is one implementation of one function: what differs is rounding.",
+            f"{shape_words(facts['config'])}, TP {tp}: {train['steps']} steps with the same seed, data and data order. All layouts "
+            "implement the same function and differ in rounding only.",
             Table(
-                "Measured: largest relative difference of the training loss to that of one process, over all steps.",
+                "Measured: largest relative difference of the training loss to one process, over all steps.",
                 ("family", "layout", *headings, "verdict"),
                 tuple(rows),
             ),
             Figure(
                 "curves",
-                "Loss of every layout, each curve thinner than the one below it, and how far each is from one process.",
+                "Loss of every layout, each curve thinner than the one below it, and its difference to one process.",
                 lambda path: draw(facts, path),
             ),
         ),
@@ -181,7 +181,7 @@ def shape_words(config: Mapping[str, Any]) -> str:
     rank = f", r {model['rank']}" if model.get("rank") else ""
     return (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}{rank}, vocabulary {model['vocab_size']}, "
-        f"{train['global_batch']} sequences of {train['seq_len']} tokens a step"
+        f"{train['global_batch']} sequences of {train['seq_len']} tokens per step"
     )
 
 
@@ -200,11 +200,11 @@ def draw(facts: Facts, path: Path) -> None:
         for number, (name, curve) in enumerate(by_family[family].items()):
             # Each thinner than the one below it: curves that lie on each other are all seen.
             top.plot(curve, label=name, linewidth=0.8 * (len(by_family[family]) - number))
-        top.set_title(f"{family}: loss, nats a token ({dtype})")
+        top.set_title(f"{family}: loss, nats per token ({dtype})")
         top.legend(fontsize=8, frameon=False)
         for row, (dtype, by_family) in enumerate(curves.items(), start=1):
             below, alone = axes[row][column], by_family[family]["single"]
-            below.plot([])  # 'single' has the first colour
+            below.plot([])  # 'single' has the first color
             for name, curve in by_family[family].items():
                 if name != ALONE:
                     apart = [max(abs(a - b) / abs(b), ROUNDING[dtype]) for a, b in zip(curve, alone, strict=True)]

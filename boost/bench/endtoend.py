@@ -1,7 +1,7 @@
-"""End-to-end: seconds of an optimizer step under every layout and family, the width growing with TP (weak scaling).
+"""End-to-end step time under every layout and family, with width growing with TP (weak scaling).
 
-The paper's tables of step times. Dense and low-rank models of one shape take turns in one run. What this machine has no
-processes for is measured as the share of one process, whose collectives the performance model prices.
+Corresponds to the paper's tables of step times. Dense and low-rank models of one shape are interleaved in one run. TP sizes larger
+than the machine run as single-rank emulation, with communication modeled.
 """
 
 import os
@@ -34,7 +34,7 @@ MEGATRON, MEGATRON_SP = "megatron", "megatron-sp"
 _PARALLEL: dict[str, dict[str, Any]] = {c.name: c.parallel for c in (*DENSE, *LOW_RANK)}
 
 _SHARED_TP = (4, 8)
-"""TP sizes of shares on a CPU; on a GPU 2 as well."""
+"""TP sizes of single-rank emulation on a CPU; on a GPU 2 as well."""
 
 WIDTH = 512
 """d on a CPU at TP 1."""
@@ -43,11 +43,11 @@ _BASE = {
     "cpu": flags(vocab_size=1024, seq_len=256, micro_batch=4, global_batch=4),
     "cuda": flags(vocab_size=4096, seq_len=4096, micro_batch=2, global_batch=4),
 }
-"""Of few blocks the head is a larger part than of a whole model: with a vocabulary that is as much smaller it is about the same.
-A step of the paper has 4 sequences of 4096 tokens."""
+"""With few blocks the head is a larger fraction of the model; a proportionally smaller vocabulary compensates. The paper's steps
+have 4 sequences of 4096 tokens."""
 
 _BOUND = (*shape(64, 8, 176, 2), *flags(vocab_size=64, seq_len=64, micro_batch=16, global_batch=32))
-"""Narrow products in as many blocks as make a model: the time of a step is that of its collectives."""
+"""Narrow GEMMs in many blocks: collectives dominate the step time."""
 
 _PROFILES = {"A100-SXM4-80GB": "a100-80g", "A100 80GB": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}
 _PROFILES |= {"B200": "b200-180g"}
@@ -56,36 +56,36 @@ _PROFILES |= {"B200": "b200-180g"}
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to measure on."""
+    """The machine to measure on."""
 
     device: str
     """cpu | cuda"""
     tp: int
-    """Processes of the groups that are not shares; 1: none but those of one process."""
+    """TP processes that run here; 1: single-process groups only."""
     hardware: Hardware | None
-    """For the collectives of shares; None: no shares."""
+    """Hardware profile for modeled collectives; None: no single-rank emulation."""
     why_no_shares: str = ""
 
 
 def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
-    """What `--device`, `--tp` and `--hardware` mean here. Raises ConfigError."""
+    """Resolves `--device`, `--tp` and `--hardware`. Raises ConfigError."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
     if gpus and tp is not None and tp > gpus:
-        raise ConfigError(f"--tp = {tp} needs as many GPUs, and there are {gpus}; nearest valid value: {gpus}")
+        raise ConfigError(f"--tp = {tp} needs {tp} GPUs, but there are {gpus}; nearest valid value: {gpus}")
     processes = tp or (world_size() if under_torchrun() else gpus or 2)
     kind = "cuda" if gpus else "cpu"
     name = hardware or _profile_of(torch.cuda.get_device_name(0) if gpus else "")
     if name is None:
         what = "this GPU has no profile" if gpus else "no hardware profile of this machine was given"
-        why = f"{what}: 'boost plan calibrate --out local.toml' makes one, and --hardware local.toml takes it"
+        why = f"{what}: run 'boost plan calibrate --out local.toml', then add --hardware local.toml"
         return Machine(kind, processes, None, why)
     priced = load_hardware(name)
     if priced.device != kind:
         raise ConfigError(
-            f"--hardware = '{name}' is of a {priced.device} device, and this is a {kind}; a share is computed here and its "
-            "collectives are priced there: take a profile of this machine, by 'boost plan calibrate'"
+            f"--hardware = '{name}' is a {priced.device} profile, but this is a {kind} machine; use a profile of this machine, "
+            "from 'boost plan calibrate'"
         )
     return Machine(kind, processes, priced)
 
@@ -95,7 +95,7 @@ def _profile_of(gpu: str) -> str | None:
 
 
 def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo") -> list[TimingGroup]:
-    """All that is measured on a machine. `overrides` hold for every configuration. Raises ConfigError."""
+    """All groups to measure on a machine. `overrides` apply to every configuration. Raises ConfigError."""
     build = _Builder(machine.device, overrides, source)
     dtypes: tuple[DType, ...] = ("float32", "bfloat16") if machine.device == "cpu" else ("bfloat16",)
     found = [build.one_process(dtypes[0])]
@@ -109,13 +109,13 @@ def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo"
 
 
 class _Builder:
-    """Makes groups out of sizes that go with TP, and what the user wants otherwise."""
+    """Builds groups with sizes that scale with TP, and the user's overrides."""
 
     def __init__(self, device: str, overrides: Sequence[str], source: str) -> None:
         self.device, self.overrides, self.source = device, overrides, source
 
     def one_process(self, dtype: DType) -> TimingGroup:
-        """Every family, uncut."""
+        """Every family, unsharded."""
         families: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
         words = cut_flags({"layout": "single"}, 1)
         found: dict[str, Config] = {
@@ -124,8 +124,8 @@ class _Builder:
         return TimingGroup(f"{WEAK_SCALING}, TP 1, {dtype}", WEAK_SCALING, found)
 
     def weak_scaling(self, tp: int, dtype: DType) -> TimingGroup:
-        """Every layout, of the dense model and of cola, and peers. In bf16 on a CPU, where many take five times as long, the
-        four that figures are of; else two micro-batches."""
+        """Every layout of the dense model and of cola, and other libraries. In bf16 on a CPU, which is up to five times slower,
+        only the four layouts in the goals; else two micro-batches."""
         few = self.device == "cpu" and dtype == "bfloat16"
         names = (MEGATRON_SP, VANILLA, BTP, BTP_SP) if few else (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
         more = flags(global_batch=8) if self.device == "cpu" and not few else []
@@ -133,7 +133,7 @@ class _Builder:
         return TimingGroup(f"{WEAK_SCALING}, TP {tp}, {dtype}", WEAK_SCALING, found, peers=not few)
 
     def families(self, tp: int, dtype: DType) -> TimingGroup:
-        """The low-rank families under the paper's two layouts, beside the dense model: half as wide, as there are many."""
+        """The low-rank families under the paper's two layouts, and the dense model, at half the width."""
         found = {MEGATRON: self._layout(MEGATRON, tp, dtype, width=256)}
         for family in published.FAMILIES:
             for name in (PUBLISHED, BTP):
@@ -141,13 +141,13 @@ class _Builder:
         return TimingGroup(f"{FAMILIES}, TP {tp}, {dtype}", FAMILIES, found)
 
     def bound(self, tp: int, dtype: DType) -> TimingGroup:
-        """Where collectives are most of the time."""
+        """A communication-bound model."""
         usual = [*_usual(self.device, dtype), *_BOUND]
         found = {name: self._load([*usual, *cut_flags(_PARALLEL[name], tp)]) for name in (VANILLA, BTP, BTP_SP)}
         return TimingGroup(f"{BOUND}, TP {tp}, {dtype}", BOUND, found)
 
     def share(self, tp: int, dtype: DType) -> TimingGroup:
-        """One process of TP by itself."""
+        """Single-rank emulation of TP."""
         found = {name: self._layout(name, tp, dtype) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
         return TimingGroup(f"share of TP {tp}, {dtype}", SHARES, found, share=True)
 
@@ -163,7 +163,7 @@ class _Builder:
 
 
 def size_flags(device: str, tp: int, dtype: DType, family: str, width: int = WIDTH) -> list[str]:
-    """Overrides that make the model of a TP size: on a CPU d = `width` x TP, f = 8/3 d as LLaMA has it."""
+    """Overrides for the model of a TP size: on a CPU d = `width` x TP, f = 8/3 d as in LLaMA."""
     dim = width * tp
     size = (dim, 2, 16 * -(-8 * dim // 48), dim // 64)
     if device == "cuda":
@@ -172,13 +172,13 @@ def size_flags(device: str, tp: int, dtype: DType, family: str, width: int = WID
 
 
 def cut_flags(parallel: Mapping[str, Any], tp: int) -> list[str]:
-    """Overrides that cut a model over TP processes and nothing else."""
+    """Overrides for a mesh of TP only."""
     fields = {**parallel, "tp": tp, "dp": 1, "pp": 1}
     return [f"--parallel.{field}={str(value).lower()}" for field, value in fields.items()]
 
 
 def _usual(device: str, dtype: DType) -> list[str]:
-    # A rate at which weights hardly move: thousands of steps on the same tokens leave the numbers what they were.
+    # A tiny learning rate: thousands of steps on the same tokens must not change the numerics.
     return [f"--run.device={device}", f"--train.compute_dtype={dtype}", "--optim.lr=1e-6"]
 
 

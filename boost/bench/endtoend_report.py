@@ -34,20 +34,18 @@ LEAST_WIDTH = 1024
 def section(facts: Facts) -> Section:
     """All tables and figures."""
     intro = (
-        "Whole optimizer steps (forward, backward, gradients, clipping, AdamW) on made-up tokens; contenders of a table took turns "
-        f"in one run of {facts['rounds']} rounds. Seconds are medians with quartiles, ratios medians of ratios of one round with "
-        "their 95 % bootstrap interval, above 1 where the contender of the row is faster. Bytes are what one process sends, "
-        "counted at the dispatcher; peak is what its tensors hold at the worst moment, without the allocator's rounding. "
-        "MB = 10^6 bytes. Models have fewer blocks than the paper's, and vocabularies that are as much smaller. Its steps have "
-        "16,384 tokens: where there are fewer, what is sent once a step weighs as much more (under btp-sp the sums of the outer "
+        "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens; contenders are "
+        f"interleaved in one run of {facts['rounds']} rounds. Times are medians with quartiles, ratios medians of ratios within "
+        "a round with 95 % bootstrap intervals, above 1 if the contender of the row is faster. Bytes sent by one process are "
+        "counted at the dispatcher; peak memory is that of its tensors, without the allocator's rounding. "
+        "MB = 10^6 bytes. Models have fewer blocks than the paper's, and proportionally smaller vocabularies. Its steps have "
+        "16,384 tokens: with fewer tokens, communication once per step weighs more (under btp-sp the all-reduce of the outer "
         "factors' gradients: the difference between the two columns of bytes)."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     figures = (
-        Figure(
-            "steps", "Seconds of a step by contender; lines are quartiles, hatched is modelled", _drawn(_bars, facts)
-        ),
-        Figure("steps-speedups", "Speed-ups beside the paper's; lines are 95 % intervals", _drawn(_speedups, facts)),
+        Figure("steps", "Step time by contender; lines are quartiles, hatched parts are modeled", _drawn(_bars, facts)),
+        Figure("steps-speedups", "Speed-ups next to the paper's; lines are 95 % intervals", _drawn(_speedups, facts)),
     )
     return Section(
         "End-to-end step time",
@@ -83,7 +81,7 @@ def goals(facts: Facts) -> list[Goal]:
 
 
 def _gain(what: str, group: Facts, wide: Sequence[Facts], baseline: str, least: float) -> Goal:
-    """How much faster the best of ours is than the baseline; what other dtypes have, beside it."""
+    """Speed-up of our best layout over the baseline, with that of other dtypes."""
     found = times(group, baseline, best(group))
     others = [
         f"in {o['dtype']} {in_words(times(o, baseline, best(o)))} x" for o in wide if o["dtype"] != group["dtype"]
@@ -95,7 +93,7 @@ def _gain(what: str, group: Facts, wide: Sequence[Facts], baseline: str, least: 
 def _bytes_goal(group: Facts) -> Goal:
     ours, theirs = _row(group, BTP_SP), _row(group, BTP)
     inside, whole = (ours[key] / theirs[key] for key in ("sent_in_blocks", "sent_bytes"))
-    remark = f"of the blocks; {whole:.2f} x of all that a step sends, with embedding, head and sums of gradients"
+    remark = f"of the blocks; {whole:.2f} x of all bytes of a step, including embedding, head and gradient all-reduces"
     found = f"{inside:.3f} x"
     return Goal(
         "btp-sp against btp, bytes", f"{BYTES:.2f}x", shape_of(group), found, inside <= BYTES, "counted", remark
@@ -105,7 +103,7 @@ def _bytes_goal(group: Facts) -> Goal:
 def _never_slower(groups: Sequence[Facts]) -> Goal:
     found = [(times(group, BTP, BTP_SP), group) for group in groups]
     value, worst = min(found, key=lambda each: each[0].value)
-    # Slower is what the rounds can tell from equal.
+    # Slower only if the interval excludes equal.
     met = all(each.high >= 1 for each, _ in found)
     where = f"the worst of {len(groups)} groups: {worst['name']}; {shape_of(worst)}"
     return Goal("btp-sp against btp, time, same run", "never slower", where, f"{in_words(value)} x", met)
@@ -152,7 +150,7 @@ def _group_table(group: Facts) -> Table:
         )
         if name in has
     ]
-    shared = ["computed ms, measured:", "collectives ms, modelled:"] if group["share"] else []
+    shared = ["computed ms, measured:", "collectives ms, modeled:"] if group["share"] else []
     headings = [
         "contender",
         "parameters, M:",
@@ -161,9 +159,9 @@ def _group_table(group: Facts) -> Table:
         "tokens/s:",
     ]
     headings += [f"against {base}:" for base in bases]
-    headings += ["sent MB, counted:", "of it in blocks:", "peak MB, measured:"]
-    priced = f" Collectives priced by: {group['priced_by']}." if group["share"] else ""
-    skipped = "".join(f" {name} did not take part: {why}." for name, why in group["skipped"].items())
+    headings += ["sent MB, counted:", "sent in blocks:", "peak MB, measured:"]
+    priced = f" Collective times modeled with: {group['priced_by']}." if group["share"] else ""
+    skipped = "".join(f" {name} was skipped: {why}." for name, why in group["skipped"].items())
     caption = f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}{skipped}"
     return Table(caption, tuple(headings), tuple(_cells(group, row, bases) for row in group["rows"]))
 
@@ -184,7 +182,7 @@ def _paper(tp: int) -> published.PublishedRow | None:
 
 
 def _pairs(group: Facts) -> Iterator[tuple[str, Ratio, float | None]]:
-    """(what against what, ours, the paper's) of one group."""
+    """(comparison, our ratio, the paper's) of one group."""
     paper, has = _paper(group["tp"]), names(group)
     theirs = {way: paper.seconds[way] / paper.seconds["BOOST"] for way in published.WAYS} if paper else {}
     if group["tp"] == 1:
@@ -217,11 +215,11 @@ def _speedup_table(facts: Facts) -> Table:
     for group, words, found, said in _compared(facts):
         paper = _paper(group["tp"])
         size = f" ({paper.size}, TP {paper.tp})" if paper and said else ""
-        kind = "computation measured, collectives modelled" if group["share"] else "measured"
+        kind = "computation measured, collectives modeled" if group["share"] else "measured"
         rows.append((group["name"], words, in_words(found), kind, f"{said:.2f}{size}" if said else ""))
     caption = (
-        "Speed-ups beside the paper's, which are of A100 GPUs (batch 4, 4096 tokens, bf16), against its own baselines: full-rank "
-        "and vanilla as it has them. Ours are against these, and against the strongest forms of both."
+        "Speed-ups next to the paper's. The paper's are on A100 GPUs (batch 4, 4096 tokens, bf16), over its own full-rank and "
+        "vanilla baselines. Ours are over these, and over the strongest forms of both."
     )
     return Table(caption, ("group", "what", "ours, times:", "kind", "paper, times:"), tuple(rows))
 
@@ -234,7 +232,7 @@ def _family_table(group: Facts) -> Table:
         pairs = ((f"{family}: {PUBLISHED}", vanilla / boost), (MEGATRON, full / boost))
         rows.append((family, *(x for over, said in pairs for x in (in_words(times(group, over, ours)), f"{said:.2f}"))))
     headings = ("family", "btp against vanilla, published:", "paper:", "against megatron:", "paper :")
-    caption = f"By architecture, measured: {shape_of(group)}. The paper's is its 7B at TP 4 on A100."
+    caption = f"By architecture, measured: {shape_of(group)}. The paper's numbers are for its 7B at TP 4 on A100."
     return Table(caption, headings, tuple(rows))
 
 
@@ -250,7 +248,7 @@ def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path],
 
 
 def _bars(facts: Facts, pyplot: Any) -> None:
-    """A panel a group, a bar a contender."""
+    """One panel per group, one bar per contender."""
     groups = facts["groups"]
     heights = [0.9 + 0.28 * len(group["rows"]) for group in groups]
     _, axes = pyplot.subplots(
@@ -265,18 +263,18 @@ def _bars(facts: Facts, pyplot: Any) -> None:
             [1e3 * (s.median - s.low) for s in spreads],
             [1e3 * (s.high - s.median) for s in spreads],
         ]
-        colours = ["#5b8db8" if name.endswith((BTP, BTP_SP, "cola", "svd", "lax")) else "#b0b0b0" for name in found]
-        axis.barh(found, [m - 1e3 * w for m, w in zip(middle, waits, strict=True)], color=colours)
+        colors = ["#5b8db8" if name.endswith((BTP, BTP_SP, "cola", "svd", "lax")) else "#b0b0b0" for name in found]
+        axis.barh(found, [m - 1e3 * w for m, w in zip(middle, waits, strict=True)], color=colors)
         axis.barh(found, [1e3 * w for w in waits], left=[m - 1e3 * w for m, w in zip(middle, waits, strict=True)],
-                  color="white", edgecolor=colours, hatch="///")  # fmt: skip
+                  color="white", edgecolor=colors, hatch="///")  # fmt: skip
         axis.errorbar(middle, found, xerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
         axis.invert_yaxis()
-        axis.set(title=group["name"], xlabel="ms a step", xlim=(0, None))
+        axis.set(title=group["name"], xlabel="ms per step", xlim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
 
 
 def _speedups(facts: Facts, pyplot: Any) -> None:
-    """A line a ratio, with the paper's where it has one."""
+    """One line per ratio, with the paper's if there is one."""
     rows = _compared(facts)
     labels = [f"{words}\n{group['name']}" for group, words, _, _ in rows]
     _, axis = pyplot.subplots(figsize=(8, 1 + 0.42 * len(rows)))
@@ -290,7 +288,7 @@ def _speedups(facts: Facts, pyplot: Any) -> None:
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_yticks(range(len(rows)), labels, fontsize=7)
     axis.invert_yaxis()
-    axis.set(xlabel="times as fast", xlim=(0, None))
+    axis.set(xlabel="speed-up", xlim=(0, None))
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", alpha=0.2)
     axis.legend(fontsize=8, frameon=False)

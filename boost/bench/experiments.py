@@ -27,7 +27,7 @@ MODULES = {
     "perplexity": "bench.perplexity",
     "families": "bench.families",
     "validation": "measure.validate",
-    "modelled": "bench.modelled",
+    "modeled": "bench.modeled",
 }
 """Modules, below boost, by the name that stands in a result as 'experiment'."""
 
@@ -45,7 +45,7 @@ def goals(facts: Facts) -> list[Goal]:
 def place(name: str) -> int:
     """Of an experiment in the report. Raises ConfigError if it is not known."""
     if name not in MODULES:
-        raise ConfigError(f"experiment = '{name}' is not known; the experiments are {', '.join(MODULES)}")
+        raise ConfigError(f"experiment = '{name}' is unknown; experiments: {', '.join(MODULES)}")
     return list(MODULES).index(name)
 
 

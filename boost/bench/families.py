@@ -215,7 +215,7 @@ def best_rate(sweep: Iterable[Facts], contender: str) -> float:
     """The rate of the lowest held-out loss. Raises TrainingError if none of them trained."""
     sound = [(row["loss"], row["lr"]) for row in sweep if row["contender"] == contender and row["loss"] is not None]
     if not sound:
-        raise TrainingError(f"{contender} diverged at every rate of --sweep; give it lower ones")
+        raise TrainingError(f"{contender} diverged at every learning rate of --sweep; try lower ones")
     return float(min(sound)[1])
 
 
@@ -365,7 +365,7 @@ def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], Family
                 yield future.result()
         except BrokenProcessPool:
             raise TrainingError(
-                "a process was lost in the middle of a run (killed, or out of memory); what had finished is kept: run the "
+                "a process died during a run (killed, or out of memory); finished runs are kept: run the "
                 "command again, with fewer --jobs if memory is short"
             ) from None
         finally:

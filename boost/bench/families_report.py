@@ -63,17 +63,17 @@ def section(facts: Facts) -> Section:
             f"lr: that of {grid} with the lowest held-out loss after {steps} steps on seed {seed} (* at their edge). "
         )
     if every := next((c["exact_every"] for c in facts["contenders"].values() if c["exact_every"]), 0):
-        chosen += f"LORO: an exact step in {every}, behind which its rate dips. "
+        chosen += f"LORO: an exact step every {every} steps, after which its learning rate dips. "
     commits = sorted({(row["git"] or {}).get("commit") or "unknown" for row in facts["runs"]})
     tokens = train["global_batch"] * train["seq_len"]
     words = (
         f"Width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}; "
         f"{train['steps']} steps of {tokens} tokens ({train['steps'] * tokens / 1e6:.2f}M), seeds "
-        f"{', '.join(str(s) for s in facts['seeds'])}; all contenders of a seed see the same tokens in the same order, on the same "
+        f"{', '.join(str(s) for s in facts['seeds'])}; with the same seed, all contenders have the same tokens, data order and "
         f"schedule. {chosen}Commits of the runs: {', '.join(commit[:10] for commit in commits)}."
     )
     caption = (
-        "Measured. Loss in nats a token on all held-out text, ± the standard deviation over seeds. Against "
+        "Measured. Loss in nats per token on all held-out text, ± the standard deviation over seeds. Against "
         f"{first['contender']}: the difference in loss, paired by seed. ms: median step with its quartiles, {timing['rounds']} "
         "interleaved rounds on one thread. Parameters and FLOPs are computed."
     )
@@ -81,13 +81,13 @@ def section(facts: Facts) -> Section:
         "model",
         "linear",
         "parameters, M:",
-        "FLOPs a token, M:",
+        "FLOPs per token, M:",
         "lr:",
         "held-out loss:",
         "perplexity:",
     )
-    headings += (f"against {first['contender']}:", "ms a step:")
-    below = "Loss over the steps, with a band over seeds; final perplexity over parameters, FLOPs and time."
+    headings += (f"against {first['contender']}:", "ms per step:")
+    below = "Loss by step with a band over seeds; final perplexity over parameters, FLOPs and time."
     return Section(
         "Families side by side",
         (
@@ -151,13 +151,13 @@ def draw(facts: Facts, path: Path) -> None:
     """Loss over steps with a band over seeds; final perplexity over parameters, FLOPs and time."""
     pyplot = drawing.pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 8))
-    colours = pyplot.get_cmap("tab10")
+    colors = pyplot.get_cmap("tab10")
     table = rows(facts)
-    _draw_curves(axes[0][0], facts, colours)
+    _draw_curves(axes[0][0], facts, colors)
     panels = (
         (axes[0][1], "parameters, M", lambda row: [row["parameters"] / 1e6] * 3),
-        (axes[1][0], "FLOPs a token, M", lambda row: [row["flops_per_token"] / 1e6] * 3),
-        (axes[1][1], "ms a step", lambda row: [1e3 * s for s in row["step_s"]]),
+        (axes[1][0], "FLOPs per token, M", lambda row: [row["flops_per_token"] / 1e6] * 3),
+        (axes[1][1], "ms per step", lambda row: [1e3 * s for s in row["step_s"]]),
     )
     for axis, label, place in panels:
         for number, row in enumerate(table):
@@ -165,7 +165,7 @@ def draw(facts: Facts, path: Path) -> None:
                 continue
             (mean, spread), (x, low, high) = row["perplexity"], place(row)
             axis.errorbar(
-                x, mean, yerr=spread, xerr=[[x - low], [high - x]], marker="o", capsize=3, color=colours(number),
+                x, mean, yerr=spread, xerr=[[x - low], [high - x]], marker="o", capsize=3, color=colors(number),
                 label=row["contender"],
             )  # fmt: skip
         axis.set(xlabel=label, ylabel="held-out perplexity", xlim=(0, None))
@@ -176,7 +176,7 @@ def draw(facts: Facts, path: Path) -> None:
     drawing.write(figure, path)
 
 
-def _draw_curves(axis: Any, facts: Facts, colours: Any) -> None:
+def _draw_curves(axis: Any, facts: Facts, colors: Any) -> None:
     steps = facts["config"]["train"]["steps"]
     window = max(steps // 20, 1)
     for number, (name, contender) in enumerate(facts["contenders"].items()):
@@ -187,10 +187,10 @@ def _draw_curves(axis: Any, facts: Facts, colours: Any) -> None:
         ]
         length = min(len(curve) for curve in curves)
         at = list(zip(*(curve[:length] for curve in curves), strict=True))
-        axis.plot(range(1, length + 1), [statistics.fmean(losses) for losses in at], color=colours(number), label=name)
+        axis.plot(range(1, length + 1), [statistics.fmean(losses) for losses in at], color=colors(number), label=name)
         axis.fill_between(
             range(1, length + 1), [min(losses) for losses in at], [max(losses) for losses in at],
-            color=colours(number), alpha=0.2, linewidth=0,
+            color=colors(number), alpha=0.2, linewidth=0,
         )  # fmt: skip
     shown = sorted(loss for row in facts["runs"] for loss in smooth(row["losses"], window)[steps // 10 :])
     if shown:  # without the fall of the first steps, beside which nothing else would be seen

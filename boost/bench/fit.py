@@ -1,8 +1,8 @@
-"""What fits: the largest batch and the longest sequence that one process of a given memory can train, by policy.
+"""The largest batch and the longest sequence that fit into a given memory, by recomputation policy.
 
-Memory is the peak of a whole step, measured on tensors that have shapes and no memory (`boost.measure.memory`). It grows on a
-line with the number of blocks, and with the tokens of a micro-batch once they are more than a chunk of the loss: what is
-measured is small, and tests hold what is added to it to the measurement of the whole.
+Peak memory of a whole step is measured on fake tensors (`boost.measure.memory`). It is linear in the number of blocks, and in
+the tokens of a micro-batch beyond a chunk of the loss: small models are measured and extrapolated; tests compare with
+measurements of whole models.
 """
 
 import functools
@@ -72,10 +72,10 @@ def fits(name: str, config: Config, policy: RecomputeName, memory_bytes: int) ->
 
 
 def peak(config: Config) -> int:
-    """Bytes at the worst moment of a step in which gradients of earlier micro-batches are there.
+    """Peak memory of a step in which gradients of earlier micro-batches exist.
 
-    Every block adds the same: two and three of them are measured, and the others added. (The worst moment is the loss or the
-    backward pass of the last block, when all the others have what they keep.)
+    Every block adds the same: two and three blocks are measured and extrapolated. (The peak is at the loss or in the backward
+    pass of the last block, when all other blocks hold their saved activations.)
     """
     layers = config.model.layers
     if layers <= 3:
@@ -129,8 +129,8 @@ def section(facts: Facts) -> Section:
     words = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, TP {config['parallel']['tp']}, "
         f"{train['param_dtype']} weights, {train['compute_dtype']} activations, AdamW; {facts['memory_gb']:g} GB (10^9 bytes) "
-        "a process. Peak of a whole step with gradients accumulated: the allocator's rounding, the runtime and communication "
-        "buffers come on top."
+        "per process. Peak of a whole step with accumulated gradients, without the allocator's rounding, the runtime and "
+        "communication buffers."
     )
     headings: tuple[str, ...] = (
         "layout",
@@ -138,13 +138,13 @@ def section(facts: Facts) -> Section:
         "weights, gradients, optimizer GB:",
         f"largest batch of {train['seq_len']} tokens:",
     )
-    headings += ("its peak GB:", "longest sequence, batch 1:", "its peak GB:")
+    headings += ("peak GB:", "longest sequence, batch 1:", "peak GB:")
 
     def cells(row: Facts) -> tuple[str, ...]:
         peaks = [f"{row[key] / 1e9:.1f}" for key in ("static_bytes", "batch_peak_bytes", "seq_len_peak_bytes")]
         return row["layout"], row["policy"], peaks[0], str(row["batch"]), peaks[1], f"{row['seq_len']:,}", peaks[2]
 
-    caption = "Measured on tensors that have shapes and no memory, so for any machine: what fits into one process."
+    caption = "Measured on fake tensors, independent of the machine: what fits into one process."
     rows = tuple(map(cells, facts["rows"]))
     return Section("What fits, by layout and recomputation policy", (words, Table(caption, headings, rows)))
 

@@ -1,4 +1,4 @@
-"""Matrix products of one process's share of a block, by layout and TP: their time, and how much of the hardware they use.
+"""GEMMs of one process's part of a block, by layout and TP: time and hardware utilization.
 
 The products are recorded while the block itself runs, on fake tensors, and then done again on real ones that lie in memory as
 theirs did: the same shapes, transpositions and counts, each with operands of its own. No other process takes part, and nothing
@@ -45,7 +45,7 @@ from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.memory import fake_mesh
 from boost.measure.results import Facts, facts_of
 from boost.parallel.mesh import Mesh
-from boost.plan.published import GEMM_MS, UTILISATION
+from boost.plan.published import GEMM_MS, UTILIZATION
 from boost.train.hardware import peak_flops
 from boost.train.rundir import available_cores
 
@@ -98,7 +98,7 @@ def measure(config: Config, mesh: Mesh, tps: Sequence[int], batch: int, squares:
             peak=None if math.isnan(peak) else peak,
             rows=rows,
             turns=asdict(turns),
-            modelled=as_facts(comparison().gemms()),
+            modeled=as_facts(comparison().gemms()),
         )
 
 
@@ -174,7 +174,7 @@ def ceiling(facts: Facts) -> tuple[int, list[float]]:
     return max(rates.items(), key=lambda item: middle(item[1]))
 
 
-def utilisation(facts: Facts, row: Facts) -> Ratio:
+def utilization(facts: Facts, row: Facts) -> Ratio:
     """FLOPs over time over the ceiling, with the ceiling of the same round."""
     _, rates = ceiling(facts)
     return ratio([row["flops"] / rate for rate in rates], facts["turns"]["seconds"][row["name"]])
@@ -190,25 +190,25 @@ def section(facts: Facts) -> Section:
     side, rates = ceiling(facts)
     dtype, peak = facts["config"]["train"]["compute_dtype"], facts["peak"]
     lead = (
-        f"{shape_words(facts)}, {facts['tokens']} tokens. One process's share of TP, by itself: only its matrix products, with the "
-        "shapes, transpositions and counts that the block issues. Utilisation: FLOPs over time over the ceiling of the same "
-        f"round, a square product of side {side}, {middle(rates) / 1e12:.3g} TFLOP/s in {dtype}"
-        + (f" ({middle(rates) / peak:.0%} of the data sheet's {peak / 1e12:.0f})." if peak else ".")
-        + f" Times are {turns_words(facts)}. At TP 1 all layouts of a model are one."
+        f"{shape_words(facts)}, {facts['tokens']} tokens. Single-rank emulation of TP: only the GEMMs of one process, with the "
+        "shapes, transpositions and counts of the block. Utilization: FLOP/s over those of a square GEMM of the same "
+        f"round (the ceiling): side {side}, {middle(rates) / 1e12:.3g} TFLOP/s in {dtype}"
+        + (f" ({middle(rates) / peak:.0%} of the datasheet's {peak / 1e12:.0f})." if peak else ".")
+        + f" Times are {turns_words(facts)}. At TP 1 all layouts of a model are the same."
     )
     parts: list[str | Table | Figure] = [lead]
     parts += [_halves_table(facts, phase) for phase in ("forward", "backward")]
     parts += [_factors_table(facts), *_against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's times and utilisations, 7B, TP 4, forward, beside what the performance model says of the same; nothing "
-            "ran here. The paper's MLP columns are those of four linears of d_ff, and the model has three: both are shown.",
-            facts["modelled"],
+            "The paper's times and utilizations, 7B, TP 4, forward, next to our predictions; nothing ran here. The paper's MLP "
+            "columns correspond to four linears of d_ff, but the model has three: both are shown.",
+            facts["modeled"],
         )
     )
-    caption = "Utilisation of one process's products, forward: share of the ceiling, 95 % intervals (measured)"
+    caption = "GEMM utilization of one process, forward: percent of the ceiling, 95 % intervals (measured)"
     parts.append(Figure("gemms", caption, lambda path: draw_bars(path, _panels(facts), "% of the ceiling")))
-    return Section("Matrix products: time and utilisation by layout", tuple(parts))
+    return Section("GEMMs: time and utilization by layout", tuple(parts))
 
 
 def _find(facts: Facts, layout: str, tp: int, what: str, phase: str = "forward") -> Facts | None:
@@ -227,15 +227,15 @@ def _halves_table(facts: Facts, phase: str) -> Table:
         for half in ("attention", "MLP"):
             row = _find(facts, layout, tp, half, phase)
             assert row is not None
-            cell += [f"{row['flops'] / 1e9:.2f}", milliseconds(seconds[row["name"]]), percent(utilisation(facts, row))]
+            cell += [f"{row['flops'] / 1e9:.2f}", milliseconds(seconds[row["name"]]), percent(utilization(facts, row))]
             if peak:
                 cell.append(f"{100 * row['flops'] / middle(seconds[row['name']]) / peak:.0f}")
         cells.append(tuple(cell))
     of_peak = [f"{half} % of peak:" for half in ("attention", "MLP")] if peak else ["", ""]
     headings = ["TP:", "layout"]
     for half, more in zip(("attention", "MLP"), of_peak, strict=True):
-        headings += [f"{half} GFLOP:", f"{half} ms:", f"{half} utilisation %:", *([more] if more else [])]
-    return Table(f"Products of one process, {phase} pass (measured).", tuple(headings), tuple(cells))
+        headings += [f"{half} GFLOP:", f"{half} ms:", f"{half} utilization %:", *([more] if more else [])]
+    return Table(f"GEMMs of one process, {phase} pass (measured).", tuple(headings), tuple(cells))
 
 
 def _factors_table(facts: Facts) -> Table:
@@ -248,13 +248,13 @@ def _factors_table(facts: Facts) -> Table:
         seconds = facts["turns"]["seconds"][row["name"]]
         cells.append(
             (str(row["tp"]), row["layout"], row["what"][3:], f"[{m}, {k}] x [{k}, {n}]", milliseconds(seconds),
-             percent(utilisation(facts, row)))
+             percent(utilization(facts, row)))
         )  # fmt: skip
     caption = (
-        "The linear `o` of attention, factor by factor, forward (measured). A cut along the rank (vanilla) leaves slivers r/p "
-        "thin; a cut along the width leaves r whole. FLOPs of a process are the same."
+        "The linear `o` of attention, by factor, forward (measured). Sharding along the rank (vanilla) leaves thin factors of "
+        "rank r/p; sharding along the width keeps r. FLOPs per process are the same."
     )
-    return Table(caption, ("TP:", "layout", "factor", "product", "ms:", "utilisation %:"), tuple(cells))
+    return Table(caption, ("TP:", "layout", "factor", "product", "ms:", "utilization %:"), tuple(cells))
 
 
 def _against_paper(facts: Facts) -> Iterator[Table]:
@@ -278,11 +278,11 @@ def _against_paper(facts: Facts) -> Iterator[Table]:
         for contender in (VANILLA, BTP):
             row = _find(facts, contender.name, PAPER_TP, half)
             assert row is not None and contender.way is not None
-            paper_share = f"{100 * UTILISATION[contender.way][place]:.0f}"
-            cells.append((f"utilisation %, {contender.name}, {half}", percent(utilisation(facts, row)), paper_share))
+            paper_share = f"{100 * UTILIZATION[contender.way][place]:.0f}"
+            cells.append((f"utilization %, {contender.name}, {half}", percent(utilization(facts, row)), paper_share))
     caption = (
-        f"TP {PAPER_TP}, forward: our block, measured here, beside the paper's 7B on A100s. The paper's utilisation is of the data "
-        "sheet's peak, ours of the ceiling. Other sizes on other hardware: ratios say whether the same holds, not how much."
+        f"TP {PAPER_TP}, forward: our block, measured here, next to the paper's 7B on A100s. The paper's utilization is relative "
+        "to the datasheet peak, ours to the ceiling. Sizes and hardware differ: compare the trend of the ratios, not their values."
     )
     yield Table(caption, ("what", "ours:", "paper, 7B:"), tuple(cells))
 
@@ -293,7 +293,7 @@ def _panels(facts: Facts) -> dict[str, dict[str, dict[str, RangeBar]]]:
         series: dict[str, dict[str, RangeBar]] = {}
         for row in facts["rows"]:
             if (row["what"], row["phase"]) == (half, "forward"):
-                found = utilisation(facts, row)
+                found = utilization(facts, row)
                 bar = RangeBar(100 * found.value, 100 * found.low, 100 * found.high)
                 series.setdefault(row["layout"], {})[f"TP {row['tp']}"] = bar
         panels[half] = series

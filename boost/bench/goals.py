@@ -1,4 +1,4 @@
-"""The figures of speed and memory that the project is held to, in their order, and what experiments found of them."""
+"""The project's goals for speed and memory, in order, and how findings of experiments decide them."""
 
 import re
 from collections.abc import Iterable
@@ -13,19 +13,19 @@ Status = Literal["met", "not met", "not measured"]
 
 @dataclass(frozen=True)
 class Target:
-    """A figure to reach."""
+    """A goal."""
 
     what: str
-    """Its name, which a `Goal` of an experiment bears."""
+    """Name, shared with the `Goal` of an experiment."""
     figure: str
     where: str
-    """The devices and dtypes that it is to be measured with."""
+    """Devices and dtypes to measure it with."""
     experiment: str
-    """What measures it: the name of an experiment."""
+    """The experiment that measures it."""
     gpu: bool = False
-    """Whether it takes a GPU."""
+    """Whether it needs a GPU."""
     arithmetic: bool = False
-    """Whether it is a figure of the performance model by itself, which no measurement can answer."""
+    """Whether it is about the performance model itself, so that a prediction decides it."""
 
 
 _MODEL = "everywhere it can be measured"
@@ -34,7 +34,7 @@ TARGETS = (
     Target(
         "best low-rank layout against strong vanilla",
         ">= 2.3x a training step, TP 2, d >= 1024 (the paper's best: 2.27x)",
-        "CPU and gloo, bf16; modelled for 4 and 8 GPUs",
+        "CPU and gloo, bf16; modeled for 4 and 8 GPUs",
         "steps",
     ),
     Target("btp-sp against btp, bytes", "0.50x", "counted", "steps"),
@@ -47,14 +47,14 @@ TARGETS = (
     Target(
         "best low-rank layout against full-rank megatron-sp",
         ">= 1.95x a training step, TP 2, d >= 1024 (the paper's best: 1.91x)",
-        "CPU and gloo, fp32; modelled for 4 and 8 GPUs",
+        "CPU and gloo, fp32; modeled for 4 and 8 GPUs",
         "steps",
     ),
     Target("low-rank at TP=1 against dense, tokens/s", ">= 0.85 x the ratio of FLOPs", "CPU; H200", "single"),
     Target("layout machinery at TP=1 against plain PyTorch modules", "<= 1.02x the time", "CPU; H200", "single"),
     Target(
         "TP=2 against the ideal",
-        ">= 0.90 of half the computation of TP 1 plus the wire time of its bytes",
+        ">= 0.90 of half the TP 1 compute plus its communication time",
         "CPU and gloo",
         "ideal",
     ),
@@ -67,7 +67,7 @@ TARGETS = (
     ),
     Target("performance model: time", "within 15 % of every measured step", _MODEL, "validation"),
     Target("performance model: bytes", "equal to those counted", _MODEL, "validation"),
-    Target("performance model: memory", "within 10 % at the worst moment", _MODEL, "validation"),
+    Target("performance model: memory", "within 10 % at the peak", _MODEL, "validation"),
     Target(
         "performance model: published ratios",
         "every ratio of the paper's five sizes within 15 %",
@@ -80,9 +80,9 @@ TARGETS = (
 
 
 def target_of(what: str) -> Target:
-    """The target that a goal of an experiment is about: the same name, or one that begins with it or is begun by it.
+    """The target of an experiment's goal: one name must be a prefix of the other.
 
-    Capitals, punctuation and spaces do not count. Raises MeasurementError if there is none, or more than one.
+    Case, punctuation and spaces are ignored. Raises MeasurementError if there is none, or more than one.
     """
     named = _plain(what)
     exact = [target for target in TARGETS if _plain(target.what) == named]
@@ -95,12 +95,12 @@ def target_of(what: str) -> Target:
 
 
 def counts(target: Target, goal: Goal) -> bool:
-    """Whether a finding decides a target: it has a verdict, and is no prediction where a measurement is asked for."""
-    return goal.met is not None and (target.arithmetic or goal.kind != "modelled")
+    """Whether a finding decides a target: it has a verdict, and is not a prediction of something to be measured."""
+    return goal.met is not None and (target.arithmetic or goal.kind != "modeled")
 
 
 def status(target: Target, goals: Iterable[Goal]) -> Status:
-    """Of all that was found: met if every measurement says so, not met if one does not. Predictions do not decide."""
+    """Met if all measurements meet the target, not met if one does not. Predictions do not count."""
     verdicts = [goal.met for goal in goals if counts(target, goal)]
     if not verdicts:
         return "not measured"
@@ -108,9 +108,9 @@ def status(target: Target, goals: Iterable[Goal]) -> Status:
 
 
 def missing(target: Target) -> str:
-    """Why nothing was found of a target."""
-    needs = ", which takes a CUDA GPU" if target.gpu else ""
-    return f"No result of `boost bench {target.experiment}`{needs}, answers it here."
+    """Why there is no finding for a target."""
+    needs = ", which needs a CUDA GPU" if target.gpu else ""
+    return f"No result of `boost bench {target.experiment}`{needs}, here."
 
 
 def _plain(text: str) -> str:

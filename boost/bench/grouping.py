@@ -1,6 +1,6 @@
-"""Grouping, on and off, in one block: linears of one input in one product and one collective, or each by itself.
+"""Grouping on and off in one block: linears with the same input share one GEMM and one collective, or run separately.
 
-Both forms of a layout compute the same function and are timed in one interleaved run.
+Both forms of a layout compute the same function; they are interleaved in one run.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
         tp=mesh.tp.size,
         rows=rows,
         turns=asdict(turns),
-        modelled=as_facts(comparison().grouping()),
+        modeled=as_facts(comparison().grouping()),
     )
 
 
@@ -73,19 +73,19 @@ def goals(facts: Facts) -> list[Goal]:
 def section(facts: Facts) -> Section:
     """Both forms by layout and batch, the paper's numbers."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}. One block by itself, the same function with linears of one input grouped (q, k, "
-        f"v; gate, up: one product with A, one collective) and each by itself. Times are {turns_words(facts)}; products and "
-        "collectives are counted at the dispatcher. Bytes are the same, but for the backward pass of vanilla, which ungrouped sums "
-        "the gradient of its input once a linear."
+        f"{shape_words(facts)}, TP {facts['tp']}. One block, the same function with linears of the same input grouped (q, k, v; "
+        f"gate, up: one GEMM with A, one collective) and ungrouped. Times are {turns_words(facts)}; GEMMs and collectives "
+        "are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla: ungrouped, it all-reduces "
+        "the input gradient once per linear."
     )
     parts: list[str | Table | Figure] = [lead, *(_table(facts, words) for words in PASSES), _against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's 7B block, TP 4, forward, beside the performance model (nothing ran here).",
-            facts["modelled"],
+            "The paper's 7B block, TP 4, forward, next to our prediction (nothing ran here).",
+            facts["modeled"],
         )
     )
-    caption = "One block with linears grouped and not (measured; quartiles)"
+    caption = "One block, grouped and ungrouped (measured; quartiles)"
     parts.append(Figure("grouping", caption, lambda path: draw_bars(path, _panels(facts), "ms")))
     return Section("Linear layer grouping", tuple(parts))
 
@@ -118,7 +118,7 @@ def _table(facts: Facts, words: str) -> Table:
     headings = ["layout", "batch:"]
     for form in ("ungrouped", "grouped"):
         headings += [f"{form} products:", "collectives:", "MB sent:", "ms:"]
-    caption = f"{words.capitalize()} of one block (products, collectives and bytes counted, MB = 2^20; times measured)."
+    caption = f"{words.capitalize()} of one block (GEMMs, collectives and bytes counted, MB = 2^20; times measured)."
     return Table(caption, (*headings, "ungrouped / grouped:"), tuple(cells))
 
 
@@ -130,7 +130,7 @@ def _against_paper(facts: Facts) -> Table:
             ours = _gain(facts, "btp", batch, "forward")
             cells.append((str(batch), ours, f"{ungrouped / grouped:.2f}x", f"{ungrouped} / {grouped} us"))
     caption = (
-        "btp, forward, ungrouped over grouped: our block, measured here, beside the paper's 7B block on A100s at TP 4."
+        "btp, forward, ungrouped over grouped: our block, measured here, next to the paper's 7B block on A100s at TP 4."
     )
     return Table(caption, ("batch:", "ours:", "paper:", "paper, times:"), tuple(cells))
 

@@ -1,8 +1,8 @@
-"""How near a step under tensor parallelism comes to the ideal: its share of the step of one process, and its bytes on the wire.
+"""How close a tensor-parallel step comes to the ideal: perfectly split compute plus communication.
 
-One interleaved run on p processes times (i) a step under each layout, (ii) the step of the same model and batch on every
-process alone, all of them at the same time, so that what they share is alike, and (iii) the collectives of (i) and nothing else,
-one after the other, as they were counted. Ideal is (ii) / p + (iii): nothing computed twice, nothing overlapped.
+One interleaved run on p processes times (i) a step under each layout, (ii) a single-process step of the same model and batch on
+all processes at the same time, so that they share the machine equally, and (iii) the collectives of (i) alone, one after
+another. The ideal is (ii) / p + (iii): no redundant compute, no overlap.
 """
 
 from collections.abc import Sequence

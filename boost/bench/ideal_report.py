@@ -20,9 +20,9 @@ def section(facts: Facts) -> Section:
     return Section(
         f"TP={facts['tp']} against the ideal",
         (
-            f"The ideal is the step of one process divided by {facts['tp']}, and the step's collectives by themselves, one after "
-            f"the other. {_where(facts)}. Medians of {facts['rounds']} interleaved rounds, quartiles in brackets; of ideal: "
-            "median of the ratio within a round, with its 95 % bootstrap interval. Whole training steps.",
+            f"The ideal is the single-process step time divided by {facts['tp']}, plus the step's collectives in isolation. "
+            f"{_where(facts)}. Medians of {facts['rounds']} interleaved rounds, quartiles in brackets; the ratio to the ideal is "
+            "the median within rounds, with its 95 % bootstrap interval. Whole training steps.",
             _table(facts),
             Figure("ideal-parts", f"Where the time of a TP={facts['tp']} step goes", lambda path: draw(facts, path)),
         ),
@@ -96,7 +96,7 @@ def _table(facts: Facts) -> Table:
         "collectives:",
     )
     return Table(
-        "Where the time of a step goes. Times are measured; collectives and bytes (MB = 10^6 that a process sends) are counted.",
+        "Breakdown of the step time. Times are measured; collectives and bytes (MB = 10^6 bytes sent by one process) are counted.",
         (*headings, "sent, MB:", "of ideal:"),
         tuple(rows),
     )
@@ -123,9 +123,9 @@ def draw(facts: Facts, path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7, 4))
     places, bottom = range(len(LAYOUTS)), [0.0] * len(LAYOUTS)
     parts = ((f"1/{facts['tp']} of TP=1", _compute, "#4c78a8"), ("wire", _wire, "#f58518"))
-    for label, part, colour in parts:
+    for label, part, color in parts:
         heights = [1e3 * spread(part(facts, layout)).median for layout in LAYOUTS]
-        axis.bar(places, heights, bottom=bottom, label=label, color=colour, width=0.6)
+        axis.bar(places, heights, bottom=bottom, label=label, color=color, width=0.6)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     steps = [spread(facts["turns"]["seconds"][layout]) for layout in LAYOUTS]
     errors = [[1e3 * (s.median - s.low) for s in steps], [1e3 * (s.high - s.median) for s in steps]]

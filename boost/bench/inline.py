@@ -1,7 +1,7 @@
 """Pictures made fit to stand inside a page: SVG without names that clash, without fixed black and white, without metadata.
 
 A page is one document: two drawings that both call something `a` would show the first one's. And what a drawing paints
-black on white is unreadable on a dark page, so those two, and the greys of grids and frames, become colours of the page.
+black on white is unreadable on a dark page, so those two, and the grays of grids and frames, become colors of the page.
 """
 
 import re
@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ET
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 
-_GREYS = ((0x20, "ink"), (0x90, "muted"), (0xFA, "line"), (0xFF, "paper"))
-"""Colours of the page for greys up to so bright: ink, words on the side, grids and bands, the sheet."""
+_GRAYS = ((0x20, "ink"), (0x90, "muted"), (0xFA, "line"), (0xFF, "paper"))
+"""Colors of the page for grays up to so bright: ink, words on the side, grids and bands, the sheet."""
 
 _LEFT_OUT = {f"{{{SVG}}}metadata", f"{{{SVG}}}style", f"{{{SVG}}}title", f"{{{SVG}}}desc", f"{{{SVG}}}script"}
 _LONG = re.compile(r"-?\d+\.\d{3,}")
@@ -49,16 +49,16 @@ def _attribute(key: str, value: str, prefix: str) -> str:
         return f"#{prefix}{value[1:]}" if value.startswith("#") else "#"
     value = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}\1)", value)
     if key in ("style", "fill", "stroke"):
-        return re.sub(r"#([0-9a-f]{2})\1\1\b", _grey, value)
+        return re.sub(r"#([0-9a-f]{2})\1\1\b", _gray, value)
     if key in ("d", "points"):
         # A hundredth of a point is not seen, and the page is smaller.
         return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
     return value
 
 
-def _grey(found: re.Match[str]) -> str:
+def _gray(found: re.Match[str]) -> str:
     brightness = int(found[1], 16)
-    return f"var(--{next(name for limit, name in _GREYS if brightness <= limit)})"
+    return f"var(--{next(name for limit, name in _GRAYS if brightness <= limit)})"
 
 
 def _bare(text: str | None) -> str | None:

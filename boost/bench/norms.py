@@ -1,9 +1,9 @@
-"""RMSNorm over a width that is cut among processes (btp): its statistic by itself (sync) or with the next collective (online).
+"""RMSNorm over a sharded width (btp): its statistic in a separate all-reduce (sync) or in the next collective (online).
 
-Three looks: a whole block; the norms' own part of it (statistic, scaling and what they send, beside the all-reduces of the
-latents, which both forms have); and, in bf16, how far gradients are from those of one process in fp32.
+Three measurements: a whole block; the norms alone (statistic, scaling and their communication, plus the all-reduces of the
+latents, which both forms have); and the error of bf16 gradients relative to one process in fp32.
 
-Legend: T tokens, D = d/p hidden width held here, R latent width of an entering group.
+Legend: T tokens, D = d/p local hidden width, R latent width of an input projection group.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,22 +49,22 @@ from boost.train.model import build_decoder
 CONTENDERS: tuple[BlockVariant, ...] = (BTP,)
 NORMS = ("sync", "online")
 BARE = "latents alone"
-"""The all-reduces of the latents without a norm: what both forms have."""
+"""The all-reduces of the latents without a norm, common to both forms."""
 
 PASSES = ("forward", "forward and backward")
 LEAST_S = 0.02
 """Seconds of a timed sample."""
 
 LIMIT = 1.05
-"""Error of online over that of sync, at most (goals: Exactness)."""
+"""Maximum error of online over that of sync (goals: Exactness)."""
 
 SEEDS = (0, 1, 2)
 SMALL = {"layers": 2, "vocab_size": 1024}
-"""What the model of the precision table has less of than the block's: what counts is the width."""
+"""Reduced sizes for the precision table, where only the width matters."""
 
 
 def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> Facts:
-    """Times both norms at every batch, and finds how exact they are."""
+    """Times both norms at every batch, and measures their accuracy."""
     rows: list[Facts] = []
     calls: dict[str, Call] = {}
 
@@ -94,12 +94,12 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
         rows=rows,
         turns=asdict(turns),
         precision=list(precision(config, mesh)),
-        modelled=as_facts(comparison().norms()),
+        modeled=as_facts(comparison().norms()),
     )
 
 
 class NormPart:
-    """Both norms of a block without its products: from residual and partial latents to what the next operation takes."""
+    """Both norms of a block without its GEMMs: from residual stream and partial latents to the input of the next operation."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         train, model = config.train, config.model
@@ -136,12 +136,12 @@ class NormPart:
         return [sum_forward(u_TR, self.axis)]
 
     def _sync(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
-        """The statistic has an all-reduce of its own, forward and backward; x is scaled."""
+        """The statistic has its own all-reduce, forward and backward; x is scaled."""
         s_T = sum_both(sum_of_squares(x_TD), self.axis)
         return [scale(x_TD, inverse_rms(s_T, self.width, self.eps)), sum_forward(u_TR, self.axis)]
 
     def _online(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
-        """The statistic travels with the latents, and they are scaled."""
+        """The statistic is all-reduced with the latents, which are then scaled."""
         u_TR, s_T = SumWithStatistic(u_TR, sum_of_squares(x_TD), self.axis).wait()
         return [scale(u_TR, inverse_rms(s_T, self.width, self.eps))]
 
@@ -204,22 +204,22 @@ def _small(config: Config, mesh: Mesh, norm: str, seed: int, small: dict[str, in
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the Performance table; the goal of precision stands in the section, and in a test of every commit."""
+    """None of the Performance table; the precision goal is in the section and in a test."""
     return []
 
 
 def section(facts: Facts) -> Section:
     """The block, the norms' part, the paper's numbers, precision."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}, layout btp. Sync: the norm's statistic has an all-reduce of its own, forward and "
-        f"backward. Online: it travels with the latents. Times are {turns_words(facts)}."
+        f"{shape_words(facts)}, TP {facts['tp']}, layout btp. Sync: the norm's statistic has its own all-reduce, forward and "
+        f"backward. Online: it is all-reduced with the latents. Times are {turns_words(facts)}."
     )
     parts: list[str | Table | Figure] = [lead, _block_table(facts), _norm_table(facts)]
     parts += [
         compared_table(
-            "The paper's RMSNorm, 7B, TP 4 (it does not say of what exactly), beside the performance model's time of both norms "
-            "of a block, forward (nothing ran here).",
-            facts["modelled"],
+            "The paper's RMSNorm, 7B, TP 4 (it does not say which norms), next to the modeled time of both norms of a block, "
+            "forward (nothing ran here).",
+            facts["modeled"],
         ),
         _precision_table(facts),
         Figure(
@@ -270,8 +270,8 @@ def _norm_table(facts: Facts) -> Table:
             paper = " / ".join(f"{ms:g}" for ms in NORM_MS.get(batch, ())) if words == "forward" else ""
             cells.append((str(batch), words, milliseconds(bare), *added, times(sync, online), paper))
     caption = (
-        "Both norms of a block without its products (measured): all-reduces of the latents alone, and what either norm adds to "
-        "them, as difference within a round. The ratio is of the whole, latents included. The paper's are milliseconds on A100s."
+        "Both norms of a block without its GEMMs (measured): all-reduces of the latents alone, and the time that either norm adds, "
+        "as a difference within a round. The ratio includes the latents. The paper's numbers are milliseconds on A100s."
     )
     headings = (
         "batch:",

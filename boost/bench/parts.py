@@ -1,6 +1,6 @@
-"""The whole against its parts: from the dense model under Megatron to btp-sp, one optimisation added at a time, in one run.
+"""Ablation: from the dense model under megatron-sp to btp-sp, adding one optimization at a time, in one run.
 
-Then what recomputation adds in time and takes in memory: whole blocks, as is usual, and low-rank, which sends nothing again.
+Then the time and memory of recomputation: full blocks, as usual, and low-rank, which needs no re-communication.
 """
 
 import os
@@ -24,7 +24,7 @@ LADDER = "ladder"
 
 @dataclass(frozen=True)
 class AblationStep:
-    """A configuration, and what it has that the one before has not."""
+    """A configuration, and what it adds to the previous one."""
 
     name: str
     added: str
@@ -40,39 +40,39 @@ LAYOUTS = (
     AblationStep("dense, megatron-sp", "the full-rank model, token-sharded", {"layout": "megatron-sp"}, family="dense"),
     AblationStep(
         "vanilla, published",
-        "low-rank factors, cut along r; attention and gated product whole on every process, each linear by itself",
+        "low-rank factors sharded along r; attention and gated product replicated on every process, linears ungrouped",
         {"layout": "vanilla", "vanilla": "published", "grouping": False},
     ),
-    AblationStep("vanilla, strong", "attention and gated product cut, linears grouped", {"layout": "vanilla"}),
+    AblationStep("vanilla, strong", "attention and gated product sharded, linears grouped", {"layout": "vanilla"}),
     AblationStep(
         "btp, sync, ungrouped",
-        "cut along d and f: collectives at the bottleneck",
+        "sharded along d and f: collectives at the bottleneck",
         {**_BTP, "norm": "sync", "grouping": False},
     ),
     AblationStep(
         "btp, sync, grouped", "one GEMM and one collective for q,k,v and for gate,up", {**_BTP, "norm": "sync"}
     ),
-    AblationStep("btp, online", "RMSNorm's statistic rides with the latents", _BTP),
+    AblationStep("btp, online", "RMSNorm's statistic all-reduced with the latents", _BTP),
     AblationStep(
         "btp-sp",
         "token-sharded residual stream: collectives of one phase, no norm across processes",
         {"layout": "btp-sp"},
     ),
 )
-"""Each adds one thing to the one before; vanilla, published, is as the paper has it, so that the next rung takes back two."""
+"""Each step adds one thing; 'vanilla, published' is the paper's form, so the next step undoes two."""
 
 COMPILED = AblationStep("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
 
 RECOMPUTED = (
     AblationStep(
         "btp-sp, full-block",
-        "whole blocks are computed again, collectives too",
+        "full blocks recomputed, including collectives",
         {"layout": "btp-sp"},
         {"recompute": "full-block"},
     ),
     AblationStep(
         "btp-sp, low-rank",
-        "instead, only what latents make is computed again: nothing is sent",
+        "only operations after the latents recomputed: no re-communication",
         {"layout": "btp-sp"},
         {"recompute": "low-rank"},
     ),
@@ -126,19 +126,19 @@ def parts(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path
 def section(facts: Facts) -> Section:
     """A table and a figure a group."""
     intro = (
-        "Whole optimizer steps; every row has one thing more than the row before, and all rows of a table took turns in one run of "
-        f"{facts['rounds']} rounds. Seconds are medians with quartiles; ratios are medians of ratios of one round with their 95 % "
-        "bootstrap interval, above 1 where the row is faster. Recomputation costs time and is there for memory. MB = 10^6 bytes."
+        "Whole optimizer steps; every row adds one thing to the previous row, and the rows of a table are interleaved in a run of "
+        f"{facts['rounds']} rounds. Times are medians with quartiles; ratios are medians of ratios within a round with 95 % "
+        "bootstrap intervals, above 1 where the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     shown: list[Table | Figure] = []
     for number, group in enumerate(facts["groups"]):
-        caption = f"{group['name']}: a bar from the rung before to this one; lines are quartiles"
+        caption = f"{group['name']}: each bar runs from the previous step to this one; lines are quartiles"
         shown += [
             Figure(f"parts{f'-{number}' if number else ''}", caption, _drawn(group)),
             _table(group, facts["added"]),
         ]
-    return Section("The whole against its parts", (intro, *shown, *left_out))
+    return Section("Ablation: one optimization at a time", (intro, *shown, *left_out))
 
 
 def goals(facts: Facts) -> list[Goal]:
@@ -160,14 +160,14 @@ def _table(group: Facts, added: dict[str, str]) -> Table:
     share = group["share"]
     rows = []
     for row, (name, to_before, to_first) in zip(group["rows"], before_each(group), strict=True):
-        modelled = [f"{1e3 * group['waits_s'][name]:.1f}"] if share else []
-        cells = [name, added[name], in_ms(spread_of(group, name)), *modelled]
+        modeled = [f"{1e3 * group['waits_s'][name]:.1f}"] if share else []
+        cells = [name, added[name], in_ms(spread_of(group, name)), *modeled]
         cells += ["", ""] if row is group["rows"][0] else [in_words(to_before), in_words(to_first)]
         rows.append((*cells, f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 1e6:.1f}"))
-    headings = ["rung", "what is added", f"step ms, {'computation measured' if share else 'measured'}:"]
-    headings += ["of it collectives ms, modelled:"] if share else []
-    headings += ["against the one before:", "against the first:", "sent MB, counted:", "peak MB, measured:"]
-    priced = f" Collectives priced by: {group['priced_by']}." if share else ""
+    headings = ["configuration", "what it adds", f"step ms, {'computation measured' if share else 'measured'}:"]
+    headings += ["collectives ms, modeled:"] if share else []
+    headings += ["speed-up over previous:", "speed-up over first:", "sent MB, counted:", "peak MB, measured:"]
+    priced = f" Collective times modeled with: {group['priced_by']}." if share else ""
     return Table(f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}", tuple(headings), tuple(rows))
 
 
@@ -196,7 +196,7 @@ def _drawn(group: Facts) -> Callable[[Path], None]:
         for x, value in enumerate(middle):
             axis.annotate(f"{middle[0] / value:.2f}x", (x, max(value, middle[max(x - 1, 0)])), (0, 4),
                           textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-        axis.set(ylabel="ms a step", title=group["name"])
+        axis.set(ylabel="ms per step", title=group["name"])
         memory.bar(labels, [row["peak_bytes"] / 1e6 for row in group["rows"]], color="#8a8a8a")
         memory.set(ylabel="peak MB")
         memory.tick_params(axis="x", rotation=30)

@@ -1,9 +1,8 @@
-"""What a user would otherwise pick for tensor parallelism, as contenders: transformers' LLaMA with its own plan, and plain
-PyTorch modules under DTensor's `parallelize_module`. Each starts from the initial weights that ours has.
-
-The plans with DTensor are torchtitan's for LLaMA (github.com/pytorch/torchtitan, models/llama3/infra/parallelize.py): inputs
-of linears are prepared once for all that share them, embedding and head are cut along the vocabulary, the loss is computed on
-cut logits. A peer that is not installed or not able to run is left out, with the reason.
+"""Other libraries for tensor parallelism: transformers' LLaMA with its own TP plan, and plain PyTorch modules under DTensor's
+`parallelize_module`. Each starts from our initial weights.
+The DTensor plans are torchtitan's for LLaMA (github.com/pytorch/torchtitan, models/llama3/infra/parallelize.py): inputs
+of linears are redistributed once for all that share them, embedding and head are sharded along the vocabulary, and the loss is
+computed on sharded logits. A library that is not installed or cannot run is skipped, with the reason.
 """
 
 import json
@@ -89,7 +88,7 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
     """The step, or why there is none: the first line of what it raised on the first process where it did."""
     step, reason = None, ""
     if mesh.size > mesh.tp.size:
-        return None, "is cut by tensor parallelism alone here; set parallel.pp and parallel.dp to 1"
+        return None, "runs under tensor parallelism only; set parallel.pp and parallel.dp to 1"
     try:
         step = build()
         step()
@@ -105,10 +104,10 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
 
 
 def with_dtensor(config: Config, mesh: Mesh, sequence: bool = False, heads_cut: bool = False) -> PlainStep:
-    """Plain modules under `parallelize_module`. `sequence`: norms and residual stream cut along the sequence (dense)."""
+    """Plain modules under `parallelize_module`. `sequence`: norms and residual stream sharded along the sequence (dense)."""
     assert mesh.device_mesh is not None
     if (heads_cut or not config.model.low_rank) and config.model.kv_heads % mesh.tp.size:
-        raise ValueError(f"{config.model.kv_heads} key/value heads cannot be cut over {mesh.tp.size} processes")
+        raise ValueError(f"{config.model.kv_heads} key/value heads cannot be sharded over {mesh.tp.size} processes")
     module = build_plain(config, mesh.device, merged=False)
     tp = mesh.device_mesh["tp"]
     if config.model.low_rank:
@@ -164,7 +163,7 @@ def _cut_low_rank(module: PlainDecoder, tp: DeviceMesh, heads_cut: bool) -> None
 
 
 def _cut_ends(module: PlainDecoder, tp: DeviceMesh, residual: Any, sequence: bool) -> None:
-    """Embedding and head along the vocabulary; logits stay cut."""
+    """Embedding and head along the vocabulary; logits stay sharded."""
     head = ColwiseParallel(input_layouts=residual, output_layouts=Shard(-1), use_local_output=False)
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=residual),
@@ -181,7 +180,7 @@ def _prepare(residual: Any) -> PrepareModuleInput:
 
 
 def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
-    """transformers' LlamaForCausalLM of a dense configuration, cut by its own plan: its own forward pass and loss, sdpa.
+    """transformers' LlamaForCausalLM of a dense configuration under its own TP plan: its own forward pass and loss, sdpa.
 
     It is read from a folder that process 0 writes to a temporary place. Raises whatever transformers raises.
     """
@@ -217,7 +216,7 @@ def _transformers(mesh: Mesh) -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: pip install 'boost-llm[peers]'") from None
     if mesh.tp.size > 1 and mesh.device.type == "cpu" and torch.accelerator.is_available():
-        raise ValueError("transformers puts tensor parallelism on the GPU that it sees, and this run is on the CPU")
+        raise ValueError("transformers runs tensor parallelism on the visible GPU, but this run is on the CPU")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*`?tp_plan`?.*", category=FutureWarning)  # 4.x knows no other name

@@ -1,7 +1,7 @@
 """Final perplexity of every layout: the same model, hyper-parameters and data, several seeds, in the dtype of training.
 
-A layout is one implementation of one function, so a user who takes another one should get the same model. What rounding makes of
-that over a whole run is seen where it matters: in the held-out perplexity, beside how much perplexity differs from seed to seed.
+All layouts implement the same function, so all should train the same model. The effect of rounding over a whole run is measured
+in held-out perplexity, relative to the spread between seeds.
 """
 
 import math
@@ -146,24 +146,24 @@ def section(facts: Facts) -> Section:
     train, seeds = facts["config"]["train"], facts["seeds"]
     words = (
         f"{shape_words(facts['config'])}, TP {facts['config']['parallel']['tp']}, {facts['dtype']}: {train['steps']} steps with "
-        f"each of the seeds {', '.join(map(str, seeds))}, from the same weights, with the same hyper-parameters, on the same "
-        "tokens in the same order whatever the layout. `single` is one process. The paper has no such table."
+        f"each of the seeds {', '.join(map(str, seeds))}; all layouts use the same initial weights, hyperparameters, tokens and "
+        "data order. `single` is one process. The paper has no such table."
     )
     caption = (
-        "Measured: training loss of the last step in nats a token and perplexity on all held-out text, mean ± standard deviation "
-        f"over {len(seeds)} seeds; the largest difference of perplexity to `single` with the same seed, and what share that is of "
-        f"the standard deviation of `single` over seeds, which holds up to {facts['limit']:.0%}."
+        "Measured: training loss of the last step in nats per token and perplexity on all held-out text, mean ± standard deviation "
+        f"over {len(seeds)} seeds; the largest perplexity difference to `single` with the same seed, as a percentage of the "
+        f"standard deviation of `single` over seeds, which may be at most {facts['limit']:.0%}."
     )
     headings = ("family", "layout", "final loss:", "held-out perplexity:", "largest difference to single:")
     picture = (
-        "Left: loss over the steps, the band from the lowest to the highest seed, each layout drawn thinner than the one below it. "
-        "Right: held-out perplexity, every seed a point, with mean and standard deviation."
+        "Left: loss by step, with a band over seeds; each layout is drawn thinner than the one below it. "
+        "Right: held-out perplexity, one point per seed, with mean and standard deviation."
     )
     return Section(
         "Final perplexity of all layouts",
         (
             words,
-            Table(caption, (*headings, "of the spread over seeds:", "verdict"), tuple(map(_cells, rows(facts)))),
+            Table(caption, (*headings, "relative to seed spread:", "verdict"), tuple(map(_cells, rows(facts)))),
             Figure("perplexity", picture, lambda path: draw(facts, path)),
         ),
     )
@@ -192,18 +192,18 @@ def draw(facts: Facts, path: Path) -> None:
     table = rows(facts)
     families = list(dict.fromkeys(row.family for row in table))
     figure, axes = pyplot.subplots(len(families), 2, figsize=(11, 4 * len(families)), squeeze=False)
-    colours = pyplot.get_cmap("tab10")
+    colors = pyplot.get_cmap("tab10")
     for (left, right), family in zip(axes, families, strict=True):
         of_family = [row for row in table if row.family == family]
         for number, row in enumerate(of_family):
             runs = [run for run in facts["runs"] if (run["family"], run["layout"]) == (family, row.layout)]
-            _draw_curve(left, runs, row.layout, colours(number), 0.8 * (len(of_family) - number))
+            _draw_curve(left, runs, row.layout, colors(number), 0.8 * (len(of_family) - number))
             # The points beside the error bar, so that both are seen.
             right.plot(
-                [number + 0.15] * len(runs), [r["perplexity"] for r in runs], "o", color=colours(number), markersize=4
+                [number + 0.15] * len(runs), [r["perplexity"] for r in runs], "o", color=colors(number), markersize=4
             )
             mean, spread = row.perplexity
-            right.errorbar(number - 0.1, mean, yerr=spread, marker="s", capsize=4, color=colours(number))
+            right.errorbar(number - 0.1, mean, yerr=spread, marker="s", capsize=4, color=colors(number))
         left.set(title=f"{family}: loss, nats a token ({facts['dtype']})", xlabel="step")
         left.legend(fontsize=8, frameon=False)
         right.set(
@@ -216,8 +216,8 @@ def draw(facts: Facts, path: Path) -> None:
     drawing.write(figure, path)
 
 
-def _draw_curve(axis: Any, runs: Sequence[Facts], name: str, colour: Any, width: float) -> None:
+def _draw_curve(axis: Any, runs: Sequence[Facts], name: str, color: Any, width: float) -> None:
     at = list(zip(*(run["losses"] for run in runs), strict=True))
     steps = range(1, len(at) + 1)
-    axis.plot(steps, [statistics.fmean(each) for each in at], label=name, color=colour, linewidth=width)
-    axis.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.1, linewidth=0)
+    axis.plot(steps, [statistics.fmean(each) for each in at], label=name, color=color, linewidth=width)
+    axis.fill_between(steps, list(map(min, at)), list(map(max, at)), color=color, alpha=0.1, linewidth=0)

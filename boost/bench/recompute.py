@@ -1,6 +1,6 @@
-"""Activation checkpointing, measured: how much memory each policy saves, and what time it costs (the paper's Table 3).
+"""Activation checkpointing, measured: the memory that each policy saves, and the time it adds (the paper's Table 3).
 
-One model a layout and batch; its policy is exchanged from step to step, so that all of them are timed in one interleaved run
+One model per layout and batch; its policy changes from step to step, so all policies are timed in one interleaved run
 on the same weights. Added time is the difference to policy `none` in the same round.
 """
 
@@ -46,19 +46,19 @@ class Timed:
     """Sequences of the micro-batch."""
     policy: RecomputeName
     kept_bytes: int
-    """Seen to be kept between forward and backward pass."""
+    """Measured between forward and backward pass."""
     predicted_bytes: int
     saved_bytes: int
-    """Less than policy none keeps."""
+    """Saved relative to policy none."""
     seconds: list[float]
     """Forward and backward pass of a micro-batch, of every round."""
     step_s: float
     """Their median."""
     added_s: float
-    """More than policy none in the same round, median."""
+    """Added relative to policy none in the same round, median."""
     added_quartiles_s: tuple[float, float]
     saved_per_added: float
-    """Bytes a second; 0 for policy none, and where no added time could be seen."""
+    """Bytes per second; 0 for policy none, and if no added time is measurable."""
     against_full_block: float
     """saved_per_added over that of full-block, the same layout and batch; 0 for policy none, and where one is not seen."""
     against_full_block_interval: tuple[float, float | None] | None
@@ -222,7 +222,7 @@ def section(facts: Facts) -> Section:
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens a "
         f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}. Medians of {facts['rounds']} interleaved rounds, "
         "quartiles in brackets, ratios with their 95 % bootstrap interval over rounds; forward and backward pass of a "
-        "micro-batch, bytes of one process (MB = 10^6), dense beside low-rank of the same d and f. Added time is the difference "
+        "micro-batch, bytes of one process (MB = 10^6), dense next to low-rank of the same d and f. Added time is the difference "
         "to policy `none` in the same round."
     )
     headings: tuple[str, ...] = (
@@ -239,7 +239,7 @@ def section(facts: Facts) -> Section:
     parts: list[str | Table | Figure] = [
         words,
         Table(
-            "Measured; what is kept is counted, beside the prediction of the memory model.",
+            "Measured; saved activations are counted, next to the prediction of the memory model.",
             (*headings, "x full-block:"),
             tuple(map(_cells, facts["rows"])),
         ),
@@ -247,12 +247,12 @@ def section(facts: Facts) -> Section:
     beside = [_beside_paper(batch, rows) for batch, rows in _headline(facts).items() if batch in SAVED_PER_ADDED]
     if beside:
         caption = (
-            "The same beside the paper's, which is of a 7B on A100s and calls its baseline vanilla: the ratio is what compares. "
-            "Ours is measured, `low-rank` against `full-block`."
+            "Next to the paper's numbers, for a 7B on A100s with a baseline that it calls vanilla: compare the ratios. Ours is "
+            "measured, `low-rank` against `full-block`."
         )
         headings = ("batch:", "low-rank MB/ms:", "full-block MB/ms:", "ratio:", "paper, low-rank MB/ms:")
         parts.append(Table(caption, (*headings, "paper, vanilla MB/ms:", "paper, ratio:"), tuple(beside)))
-    caption = "Memory saved over time added, a panel a batch: what lies on a steeper line is the better bargain."
+    caption = "Memory saved over time added, one panel per batch: a steeper line is a better trade-off."
     parts.append(Figure("recompute", caption, lambda path: draw(facts, path)))
     return Section("Memory saved per added time, by layout and recomputation policy", tuple(parts))
 
@@ -325,13 +325,13 @@ def _cells(row: Facts) -> tuple[str, ...]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Memory saved over time added, a panel a batch: what lies on a steeper line is the better bargain."""
+    """Memory saved over time added, one panel per batch."""
     pyplot = drawing.pyplot()
     rows = [row for row in facts["rows"] if row["policy"] != "none"]
     batches = sorted({row["batch"] for row in rows})
     layouts, names = list(dict.fromkeys(r["layout"] for r in rows)), list(dict.fromkeys(r["policy"] for r in rows))
     figure, axes = pyplot.subplots(1, len(batches), figsize=(5.5 * len(batches), 4.5), squeeze=False)
-    colours = pyplot.get_cmap("tab10")
+    colors = pyplot.get_cmap("tab10")
     for axis, batch in zip(axes[0], batches, strict=True):
         for row in rows:
             if row["batch"] != batch:
@@ -340,11 +340,11 @@ def draw(facts: Facts, path: Path) -> None:
             spread = [[x - 1e3 * row["added_quartiles_s"][0]], [1e3 * row["added_quartiles_s"][1] - x]]
             axis.errorbar(
                 x, y, xerr=spread, marker="osD^v"[names.index(row["policy"])], markersize=7, linewidth=0.8,
-                color=colours(layouts.index(row["layout"])),
+                color=colors(layouts.index(row["layout"])),
             )  # fmt: skip
         axis.set(xlim=(0, None), ylim=(0, None), title=f"batch {batch}", xlabel="added time, ms", ylabel="saved, MB")
         drawing.tidy(axis)
-    marks = [pyplot.Line2D([], [], color=colours(i), linewidth=3, label=name) for i, name in enumerate(layouts)]
+    marks = [pyplot.Line2D([], [], color=colors(i), linewidth=3, label=name) for i, name in enumerate(layouts)]
     marks += [
         pyplot.Line2D([], [], color="black", marker="osD^v"[i], linewidth=0, label=n) for i, n in enumerate(names)
     ]

@@ -1,7 +1,7 @@
-"""Every result on one page: what the project is held to, what was measured where, what is modelled, then each experiment.
+"""Every result on one page: the goals, what was measured where, what is modeled, then each experiment.
 
-The page is one file that fetches nothing. It says nothing that is not in the results, the time of its making included, so
-that the same results give the same bytes. Results of one experiment on several machines stand one under the other.
+The page is one self-contained file. It depends on the results only (it has no creation time), so the same results give the
+same bytes. Results of one experiment on several machines are listed one after another.
 """
 
 import base64
@@ -28,20 +28,20 @@ from boost.measure.results import Facts, figures, machine, origin, read
 from boost.train.rundir import storage_errors
 
 DOTS_PER_INCH = 160
-"""Of pictures as PNG."""
+"""Resolution of PNG pictures."""
 
-KINDS = ("measured", "counted", "modelled")
-"""What a number can be. A table says which in its caption or headings, and bears a badge for each."""
+KINDS = ("measured", "counted", "modeled")
+"""Kinds of numbers. A table names them in its caption or headings, and has a badge for each."""
 
 DASH, TIMES, MINUS = "\u2013", "\u00d7", "\u2212"
-"""Signs that source code does not like to hold."""
+"""Typographic characters, escaped for the source."""
 
 _VERDICTS = {"met": "met", "holds": "met", "not met": "unmet", "does not hold": "unmet"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """A result file and what its experiment makes of it."""
+    """A result file with the section and goals of its experiment."""
 
     path: Path
     facts: Facts
@@ -56,7 +56,7 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The page and the pictures that stand beside the results."""
+    """The page, and the pictures next to the results."""
 
     html: str
     pictures: dict[Path, bytes]
@@ -71,7 +71,9 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     for folder in folders:
         paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("*/*.json"))]
         if not paths:
-            raise ConfigError(f"--results = '{folder}' holds no result; name a folder with the .json of boost bench")
+            raise ConfigError(
+                f"--results = '{folder}' contains no results; name a folder with .json files of boost bench"
+            )
         for path in paths:
             facts = read(path)
             try:
@@ -83,7 +85,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 
 
 def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
-    """The page as it is to lie at `out`. `png`: its pictures in that format, too."""
+    """Makes the page for the path `out`. `png`: pictures as PNG, too."""
     pictures: dict[Path, bytes] = {}
     blocks: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -109,8 +111,8 @@ def make(results: Sequence[Result], out: Path, png: bool = True) -> BenchReport:
         goals=goals,
         tally=[(words, sum(goal["status"] == words for goal in goals)) for words in ("met", "not met", "not measured")],
         sections=sections,
-        modelled=[section for section in sections if "modelled" in section["kinds"]],
-        origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modelled"]],
+        modeled=[section for section in sections if "modeled" in section["kinds"]],
+        origins=[block for of_name in blocks.values() for block in of_name if block["kinds"] != ["modeled"]],
     )
     return BenchReport(html, pictures)
 
@@ -125,13 +127,13 @@ def write(report: BenchReport, out: Path) -> None:
 
 
 def stale(report: BenchReport, out: Path) -> list[Path]:
-    """The page, and pictures in SVG, that are missing or not what the results give."""
+    """The page and SVG pictures that are missing or out of date."""
     wanted = {out: report.html.encode()} | {p: content for p, content in report.pictures.items() if p.suffix == ".svg"}
     return [path for path, content in wanted.items() if not path.is_file() or path.read_bytes() != content]
 
 
 def prose(text: str) -> Markup:
-    """A text of an experiment, escaped; `code` set as such, and signs of arithmetic elsewhere as printers have them."""
+    """Escaped prose with `code` markup, and typographic signs outside of code."""
     parts = text.split("`")
     if len(parts) % 2 == 0:  # a backtick by itself
         parts = [text]
@@ -140,7 +142,7 @@ def prose(text: str) -> Markup:
 
 
 def cell(text: str) -> Markup:
-    """A cell of a table: verdicts and what was skipped stand out."""
+    """A table cell; verdicts and skipped entries are highlighted."""
     plain = text.strip().lower()
     kind = "skipped" if plain.startswith("skipped") else _VERDICTS.get(plain) or (plain if plain in KINDS else None)
     if kind is None:
@@ -283,7 +285,7 @@ def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
 def _machine_of(goal: Goal, result: Result) -> str:
     """Where a goal was found; '' of arithmetic, and where the goal says so itself."""
     name = machine(result.facts["environment"])
-    return "" if goal.kind == "modelled" or name in goal.where else name
+    return "" if goal.kind == "modeled" or name in goal.where else name
 
 
 def dtypes(facts: Facts) -> list[str]:

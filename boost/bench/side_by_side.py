@@ -1,7 +1,7 @@
-"""Whole optimizer steps of several configurations, timed in turns in one run; beside them what each sends, holds and is.
+"""Whole optimizer steps of several configurations, interleaved in one run, with their communication, memory and size.
 
-A group is one run: on processes of its own, where `launch` starts them, or on those of torchrun. A share is the work of one
-TP process by itself, whose collectives are priced by the performance model.
+A group is one run, on processes that `launch` starts or on those of torchrun. A share is single-rank emulation: the work of one
+TP process, with communication modeled.
 """
 
 import json
@@ -27,7 +27,7 @@ from boost.measure.steps import Stepper, largest, look_at
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh, world_size
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
-from boost.plan.prediction import waited_for
+from boost.plan.prediction import exposed_collectives
 from boost.plan.timing import Predictor
 from boost.train.launch import launch, under_torchrun
 from boost.train.rundir import available_cores
@@ -105,7 +105,7 @@ def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware |
     run = next(iter(group.contenders.values())).run
     if not group.share:
         return measure_group(group, open_mesh(group.parallel, run.device, run.timeout_s), rounds)
-    assert hardware is not None, "collectives of a share have a price"
+    assert hardware is not None, "single-rank emulation needs a hardware profile"
     with without_the_others(group.parallel, choose_device(run.device)) as mesh:
         return measure_group(group, mesh, rounds) | {"priced_by": hardware.title} | _prices(group, hardware)
 
@@ -171,7 +171,7 @@ def sent_in_blocks(config: Config, counted: Sequence[Collective]) -> int:
     table = list(step_collectives(config, 0))
     if Counter(map(_seen_as, counted)) != Counter(map(_seen_as, table)):
         raise MeasurementError(
-            f"{config.parallel.layout} issued other collectives than its table has: a defect of BOOST"
+            f"{config.parallel.layout} issued collectives that differ from the collective table: a bug in BOOST"
         )
     places = {group.name for group in linears(config.model, 0)}
     return sum(each.sent_bytes for each in table if each.place in places and each.phase != "step")
@@ -182,14 +182,14 @@ def _seen_as(collective: Collective) -> tuple[str, int, str, int]:
 
 
 def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
-    """Modelled seconds of a step that each contender waits for its collectives, by name."""
+    """Modeled seconds of a step that each contender waits for its collectives, by name."""
     predictor = Predictor(hardware)
-    waits = {name: waited_for(predictor.predict(config)) for name, config in group.contenders.items()}
+    waits = {name: exposed_collectives(predictor.predict(config)) for name, config in group.contenders.items()}
     return {"waits_s": waits}
 
 
 def seconds_of(group: Facts, name: str) -> list[float]:
-    """Seconds of a contender's step in each round; of a share with the modelled price of its collectives."""
+    """Seconds of a contender's step in each round; of a share with the modeled price of its collectives."""
     row = next(row for row in group["rows"] if row["name"] == name)
     waits: float = group.get("waits_s", {}).get(name, 0.0)
     return [taken + waits for taken in row["seconds"]]

@@ -1,8 +1,8 @@
-"""One process: is what low-rank saves in operations saved in time, and what does the layout machinery cost?
+"""One process: do low-rank FLOP savings become time savings, and what does the layout machinery cost?
 
-Contests of whole training steps, each one interleaved run: the families and a large matrix product, which is the machine's
-ceiling; then, for each family, ours and the same model in plain PyTorch modules. Contests are apart because on a GPU not all
-models fit beside each other.
+Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, which is the machine's
+ceiling; then, for each family, ours and the same model in plain PyTorch modules. Comparisons are separate because not all
+models fit on one GPU at once.
 """
 
 from collections.abc import Sequence

@@ -17,17 +17,15 @@ LEAST_SHARE, MOST_OVERHEAD, LEAST_MFU = 0.85, 1.02, 0.5
 def section(facts: Facts) -> Section:
     """Tables and a figure."""
     return Section(
-        "One process: low-rank against dense, and ours against plain modules",
+        "One process: low-rank against dense, and ours against plain PyTorch modules",
         (
             f"Whole training steps: forward and backward pass, clipping, AdamW. Medians of {facts['rounds']} interleaved "
-            "rounds, quartiles in brackets; ratios are medians of the ratio within a round, with their 95 % bootstrap interval. "
-            "Times are measured; operations of a token (6 a weight and attention, embedding excluded) are counted by formula.",
+            "rounds, quartiles in brackets; ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
+            "Times are measured; FLOPs per token (6 per weight plus attention, without the embedding) are computed by formula.",
             *(_families(size) for size in facts["sizes"]),
             _overhead(facts),
             *(f"{s['size']}: left out: {name} ({why})." for s in facts["sizes"] for name, why in s["left_out"].items()),
-            Figure(
-                "single-share", "Speed-up over dense beside the ratio of operations", lambda path: draw(facts, path)
-            ),
+            Figure("single-share", "Speed-up over dense next to the ratio of FLOPs", lambda path: draw(facts, path)),
         ),
     )
 
@@ -67,7 +65,7 @@ def _mfu_goal(facts: Facts) -> Goal:
     if not judged:
         found = "; ".join(f"{s['size']} {_percent(ceiling(s, 'cola'))}" for s in facts["sizes"])
         return Goal(
-            what, figure, "", "", None, remark=f"needs a GPU and bf16; of this machine's ceiling, cola: {found}"
+            what, figure, "", "", None, remark=f"needs a GPU and bf16; cola on this machine, of its ceiling: {found}"
         )
     shares = {f"{s['size']} {family}": ceiling(s, family) for s in judged for family in LOW_RANK}
     met = all(found.value >= LEAST_MFU for found in shares.values())
@@ -130,8 +128,8 @@ def _families(size: Facts) -> Table:
         f"{_where(size)}. The ceiling is a product of {gemm['width']} x {gemm['width']} x {gemm['width']} in {gemm['dtype']}, "
         f"{gemm['flops'] / product.median / 1e12:.3g} TFLOP/s, in the same rounds. Measured."
     )
-    headings = ("model", "parameters, M:", "MFLOP a token:", "step, ms:", "tokens/s:", "x dense:", "FLOP ratio:")
-    return Table(caption, (*headings, "share of it:", "of ceiling:"), tuple(rows))
+    headings = ("model", "parameters, M:", "MFLOP per token:", "step, ms:", "tokens/s:", "x dense:", "FLOP ratio:")
+    return Table(caption, (*headings, "fraction of it:", "of ceiling:"), tuple(rows))
 
 
 def _overhead(facts: Facts) -> Table:
@@ -144,8 +142,8 @@ def _overhead(facts: Facts) -> Table:
             cells = (f"{1e3 * x.median:.0f} ({1e3 * x.low:.0f} to {1e3 * x.high:.0f})" for x in (ours, plain))
             rows.append((size["size"], family, *cells, in_words(overhead(size, family))))
     caption = (
-        "Our step against that of the same model in plain PyTorch modules (linears of one input merged, as ours), from the "
-        "same weights. Measured."
+        "Our step against that of the same model in plain PyTorch modules (linears with the same input merged, as in ours), with "
+        "the same weights. Measured."
     )
     return Table(caption, ("size", "family", "ours, ms:", "plain, ms:", "ours / plain:"), tuple(rows))
 
@@ -178,7 +176,7 @@ def draw(facts: Facts, path: Path) -> None:
     places = range(len(names))
     axis.bar(places, [each.value for each in found], yerr=errors, capsize=3, color="#4c78a8", label="measured")
     ratios = [flop_ratio(size, family) for size, family in names]
-    axis.scatter(places, ratios, marker="_", s=900, color="black", label="ratio of operations", zorder=3)
+    axis.scatter(places, ratios, marker="_", s=900, color="black", label="ratio of FLOPs", zorder=3)
     axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
     axis.set_ylabel("tokens/s over dense")

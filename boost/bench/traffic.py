@@ -1,7 +1,7 @@
-"""What one block sends, by layout and batch: bytes counted while it runs, and the time that the wire takes for them.
+"""Communication of one block, by layout and batch: bytes counted while it runs, and the time of its collectives.
 
-Collectives are counted at the dispatcher in a real forward and backward pass, then issued again by themselves, in the same order
-and of the same sizes, and timed. Beside them the paper's sizes, as the performance model has them.
+Collectives are counted at the dispatcher in a real forward and backward pass, then replayed in isolation, in the same order
+and with the same sizes, and timed. The paper's sizes are modeled.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,7 +88,7 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
         rows=rows,
         turns=asdict(turns),
         published=as_facts(comparison().communication()),
-        modelled=list(modelled()),
+        modeled=list(modeled()),
     )
 
 
@@ -100,14 +100,14 @@ class Payloads:
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def call(self, collectives: Iterable[Collective]) -> Call:
-        """Issues the collectives one after the other, each waited for as in a block."""
+        """Issues the collectives one after another, and waits for each as in a block."""
         axis = self.mesh.tp
         issued = [(each.kind, self._payload(each, axis)) for each in collectives]
         return lambda: [ISSUE[kind](x, axis) for kind, x in issued]
 
     def _payload(self, each: Collective, axis: Axis) -> Tensor:
         elements = each.elements // axis.size if each.kind == "all-gather" else each.elements
-        # Whole rows for every process: what is cut among them is cut along the first axis.
+        # Whole rows for every process: sharded along dim 0.
         rows = axis.size if each.kind in ("reduce-scatter", "all-to-all") else 1
         key = (rows, elements // rows), getattr(torch, each.dtype)
         if key not in self._made:
@@ -116,7 +116,7 @@ class Payloads:
 
 
 def volume(collectives: Sequence[Collective]) -> Facts:
-    """Number, payload and bytes that one process sends."""
+    """Number, payload and bytes sent by one process."""
     return {
         "count": len(collectives),
         "payload_bytes": sum(each.elements * ITEMSIZE[each.dtype] for each in collectives),
@@ -124,8 +124,8 @@ def volume(collectives: Sequence[Collective]) -> Facts:
     }
 
 
-def modelled() -> Iterator[Facts]:
-    """The paper's sizes at its TP, batch and hardware, forward, of our layouts: exact volumes, times as modelled."""
+def modeled() -> Iterator[Facts]:
+    """The paper's sizes at its TP, batch and hardware, forward, of our layouts: exact volumes, times as modeled."""
     hardware = load_hardware(PROFILE)
     for size in COMMUNICATION:
         row = replace(next(each for each in STEPS if each.size == size), tp=PAPER_TP, pp=1)
@@ -151,7 +151,7 @@ def _listed(collectives: Sequence[Collective]) -> list[Facts]:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None: the Performance table asks for the bytes of whole steps."""
+    """None: the Performance table is about bytes of whole steps."""
     return []
 
 
@@ -159,17 +159,17 @@ def section(facts: Facts) -> Section:
     """Counts and times of our block, the paper's numbers, the paper's sizes under our layouts."""
     lead = (
         f"{shape_words(facts)}, TP {facts['tp']}, {facts['backend']}. Bytes are counted at the dispatcher while the block runs; "
-        f"times are of the same collectives issued by themselves, {turns_words(facts)}. MB are 2^20 bytes that one process sends "
+        f"times are those of the same collectives in isolation, {turns_words(facts)}. MB are 2^20 bytes sent by one process "
         f"(all-reduce of N bytes: 2N(p-1)/p; all-gather and reduce-scatter: N(p-1)/p)."
     )
     batches = sorted({row["batch"] for row in facts["rows"]})
     parts: list[str | Table | Figure] = [lead, *(_batch_table(facts, batch) for batch in batches)]
     parts.append(
-        "What `once a step` says is sent once an optimizer step, however many micro-batches it has: gradients of weights that a "
-        "layout does not cut. It is from the collective table, not counted here."
+        "`once per step` is communication per optimizer step, independent of the number of micro-batches: gradients of "
+        "replicated weights. It comes from the collective table and is not counted here."
     )
     parts += [_paper_table(facts), _sizes_table(facts)]
-    caption = "Time of one block's collectives, issued by themselves (measured; quartiles)"
+    caption = "Time of one block's collectives in isolation (measured; quartiles)"
     parts.append(Figure("traffic", caption, lambda path: draw_bars(path, _panels(facts, batches), "ms")))
     return Section("Communication of one block by layout and batch", tuple(parts))
 
@@ -204,7 +204,7 @@ def _batch_table(facts: Facts, batch: int) -> Table:
     headings = ["layout"]
     for phase in PHASES:
         headings += [f"{phase} collectives:", "MB sent:", "ms:"]
-    headings += ["both: bytes / btp:", "time / btp:", "MB once a step:"]
+    headings += ["both: bytes / btp:", "time / btp:", "MB once per step:"]
     caption = f"Batch {batch} (bytes counted, times measured)."
     return Table(caption, tuple(headings), tuple(cells))
 
@@ -218,9 +218,9 @@ def _paper_table(facts: Facts) -> Table:
         (mb["what"], f"{mb['published']:g}", f"{mb['predicted']:g}", f"{ms['published']:g}", f"{ms['predicted']:.2f}")
         for mb, ms in zip(by_kind["volume"], by_kind["time"], strict=True)
     )
-    headings = ("size, layout", "paper MB:", "ours MB:", "paper ms:", f"modelled ms, {PROFILE}:")
+    headings = ("size, layout", "paper MB:", "ours MB:", "paper ms:", f"modeled ms, {PROFILE}:")
     caption = (
-        "The paper's communication, one block, forward, TP 4, batch 4, beside its runs in our terms (modelled; MB are payload, "
+        "The paper's communication, one block, forward, TP 4, batch 4, next to our prediction (modeled; MB are payload, "
         "2^20 bytes, without RMSNorm's statistic)."
     )
     return Table(caption, headings, cells)
@@ -228,15 +228,17 @@ def _paper_table(facts: Facts) -> Table:
 
 def _sizes_table(facts: Facts) -> Table:
     cells = []
-    for row in facts["modelled"]:
-        btp = next(r for r in facts["modelled"] if (r["size"], r["layout"]) == (row["size"], BTP.name))
+    for row in facts["modeled"]:
+        btp = next(r for r in facts["modeled"] if (r["size"], r["layout"]) == (row["size"], BTP.name))
         cells.append(
             (row["size"], row["layout"], str(row["count"]), _mb(row["payload_bytes"]), _mb(row["sent_bytes"]),
              f"{1e3 * row['seconds']:.2f}", f"{row['sent_bytes'] / btp['sent_bytes']:.2f}x",
              f"{row['seconds'] / btp['seconds']:.2f}x")
         )  # fmt: skip
     headings = ("size", "layout", "collectives:", "payload MB:", "MB sent:", "ms:", "bytes / btp:", "time / btp:")
-    caption = f"The same sizes, TP and batch under our layouts, forward (modelled, {PROFILE}; all-reduce sends twice its share)."
+    caption = (
+        f"The same sizes, TP and batch under our layouts, forward (modeled, {PROFILE}; an all-reduce counts twice)."
+    )
     return Table(caption, headings, tuple(cells))
 
 

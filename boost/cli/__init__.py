@@ -16,6 +16,7 @@ COMMANDS = (
     "plan calibrate",
     "plan validate",
     "bench",
+    "checkpoint",
     "export",
     "import",
 )

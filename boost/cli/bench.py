@@ -18,7 +18,7 @@ EXPERIMENTS = (
     "curves",
     "perplexity",
     "families",
-    "modelled",
+    "modeled",
     "report",
     "compare",
 )
@@ -28,11 +28,11 @@ EXPERIMENTS = (
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="the paper's evaluation, rerun here: experiments, each by itself, and one page of all results",
-        description="Runs an experiment and writes its numbers, with a table and pictures, under benchmarks/results.",
+        help="rerun the paper's evaluation: individual experiments, and one page of all results",
+        description="Runs an experiment and writes its results, with tables and figures, to benchmarks/results.",
         epilog="examples:\n"
         "  boost bench steps                                      a training step by layout, family and size\n"
-        "  boost bench parts                                      one optimisation added at a time\n"
+        "  boost bench parts                                      one optimization added at a time\n"
         "  boost bench gemms --tps 1 4                            a block's products by layout; traffic, grouping, norms likewise\n"
         "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
         "  boost bench fit boost-7b --tp 4 --memory-gb 80\n"

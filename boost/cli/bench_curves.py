@@ -14,7 +14,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "curves",
-        "loss curves of all layouts over each other",
+        "loss curves of all layouts in one figure",
         "Trains one model under every layout that carries it, in float64 and float32, from the same seed and data, and\n"
         "compares every step with one process. Exit code 1 if a difference is above its limit.",
     )

@@ -12,10 +12,10 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         experiments,
         "fit",
         "the largest batch and longest sequence that fit, under every layout and policy",
-        "Runs one process's share of a step on tensors that have shapes and no memory, and searches: no GPU and no other\n"
-        "process is needed. A 7B model takes some seconds for each layout and policy.",
+        "Runs one process's part of a step on fake tensors, and searches: no GPU and no other\n"
+        "process is needed. A 7B model takes a few seconds per layout and policy.",
     )
-    parser.add_argument("--memory-gb", type=float, default=80, metavar="GB", help="of one process (default 80)")
+    parser.add_argument("--memory-gb", type=float, default=80, metavar="GB", help="memory of one process (default 80)")
     return parser
 
 
@@ -23,5 +23,5 @@ def run(args: argparse.Namespace) -> int:
     from boost.bench.fit import fit
 
     if not args.memory_gb > 0:
-        raise ConfigError(f"--memory-gb = {args.memory_gb:g} holds nothing; take the memory of one GPU, such as 80")
+        raise ConfigError(f"--memory-gb = {args.memory_gb:g} is too small; use the memory of one GPU, such as 80")
     return fit(tp_config(args), args.memory_gb, args.out)

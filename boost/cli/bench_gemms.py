@@ -11,7 +11,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = block_parser(
         experiments,
         "gemms",
-        "time and FLOP utilisation of a block's matrix products, by layout and TP",
+        "time and FLOP utilization of a block's matrix products, by layout and TP",
         "Records the GEMMs of one TP rank's shard of a block and replays them, all layouts in one interleaved run.\n"
         "No other process takes part: TP may be larger than the machine.",
         rounds=9,

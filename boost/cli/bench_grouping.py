@@ -10,7 +10,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = block_parser(
         experiments,
         "grouping",
-        "a block with linears grouped and not, by layout and batch",
+        "a block with linears grouped and ungrouped, by layout and batch",
         "Times one block forward, and forward and backward, with its linears of one input grouped and ungrouped, all in one\n"
         "interleaved run, and counts its products and collectives.",
         rounds=25,

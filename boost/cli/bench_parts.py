@@ -1,4 +1,4 @@
-"""`boost bench parts`: every optimisation by itself."""
+"""`boost bench parts`: every optimization by itself."""
 
 import argparse
 from typing import Any, get_args
@@ -12,12 +12,12 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "parts",
-        "the whole against its parts: what each optimisation adds, from megatron-sp to btp-sp",
-        "Times whole optimizer steps from the dense model under megatron-sp to btp-sp, one optimisation added at a time, all of\n"
-        "them in turns; then what recomputation costs and saves. Sizes go with the device and TP, as in 'boost bench steps'.",
+        "ablation: what each optimization adds, from megatron-sp to btp-sp",
+        "Times whole optimizer steps from the dense model under megatron-sp to btp-sp, one optimization added at a time, all of\n"
+        "them interleaved; then what recomputation costs and saves. Sizes go with the device and TP, as in 'boost bench steps'.",
         tp=False,
     )
-    parser.add_argument("--tp", type=int, metavar="N", help="TP processes (default: one a GPU, 2 on CPUs)")
+    parser.add_argument("--tp", type=int, metavar="N", help="TP processes (default: one per GPU, 2 on CPUs)")
     parser.add_argument(
         "--dtypes", nargs="+", choices=get_args(DType), default=["bfloat16"], metavar="D", help="(default bfloat16)"
     )
@@ -29,8 +29,10 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="TP sizes to measure by single-rank emulation as well",
     )
-    parser.add_argument("--hardware", metavar="FILE|NAME", help="profile that prices the collectives of --shares")
-    parser.add_argument("--compile", action="store_true", help="one more step: torch.compile")
+    parser.add_argument(
+        "--hardware", metavar="FILE|NAME", help="hardware profile that models the collectives of --shares"
+    )
+    parser.add_argument("--compile", action="store_true", help="add a step with torch.compile")
     add_rounds(parser, 9)
     return parser
 

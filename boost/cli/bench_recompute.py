@@ -19,7 +19,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "recompute",
         "memory saved and time added by every recomputation policy, under every layout",
         "Times the forward and backward pass of a micro-batch under every policy, all of them in one interleaved run on the\n"
-        "same weights, and counts the bytes that each keeps.",
+        "same weights, and counts the saved activations of each.",
     )
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[4, 8], metavar="B", help="micro-batches (default 4 8)"

@@ -18,7 +18,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         "measured where, then every table and figure next to the paper's numbers. Figures are also written next to the results.",
         epilog="examples:\n"
         "  boost bench report\n"
-        "  boost bench report --check                             is the page what the results give?\n"
+        "  boost bench report --check                             check that the page is up to date\n"
         "  boost bench report --results benchmarks/results --results from-the-gpu --out /tmp/report.html",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -17,7 +17,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         tp=False,
     )
     parser.add_argument(
-        "--tp", type=int, metavar="N", help="TP processes (default: one a GPU, 2 on CPUs; 1: no sharded models)"
+        "--tp", type=int, metavar="N", help="TP processes (default: one per GPU, 2 on CPUs; 1: no sharded models)"
     )
     parser.add_argument(
         "--hardware",

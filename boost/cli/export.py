@@ -13,11 +13,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="write a checkpoint as a Hugging Face folder",
         description="Writes weights, configuration, tokenizer and a model card that transformers reads by\n"
         "AutoModelForCausalLM.from_pretrained. dense, and svd with its factors multiplied, are stock LlamaForCausalLM; cola\n"
-        "is the official CoLA format; everything else comes with a modelling file (trust_remote_code=True).",
+        "is the official CoLA format; everything else comes with a modeling file (trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
-        "  boost export runs/svd --out exported/svd --no-merge      keep the factors, with our modelling file",
+        "  boost export runs/svd --out exported/svd --no-merge      keep the factors, with our modeling file",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

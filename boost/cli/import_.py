@@ -1,4 +1,4 @@
-"""`boost import`: weights of others as a checkpoint of ours."""
+"""`boost import`: converts Hugging Face weights to a checkpoint."""
 
 import argparse
 from pathlib import Path
@@ -17,10 +17,10 @@ MOST_ROWS = 35
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "import",
-        help="make a checkpoint of LLaMA or CoLA weights",
-        description="Makes a checkpoint at step 0 of a Hugging Face folder with safetensors weights: stock LLaMA, the official\n"
-        "CoLA class, or what 'boost export' wrote. 'boost eval', 'generate' and 'train --start-from' take it.\n"
-        "--family svd factors dense weights (a folder's or a checkpoint's) by truncated SVD, and says what each linear lost.",
+        help="convert LLaMA or CoLA weights to a checkpoint",
+        description="Converts a Hugging Face folder with safetensors weights to a checkpoint at step 0: stock LLaMA, the official\n"
+        "CoLA class, or a folder of 'boost export'. Use it with 'boost eval', 'generate' or 'train --start-from'.\n"
+        "--family svd factors dense weights (a folder's or a checkpoint's) by truncated SVD, and reports the error of each linear.",
         epilog="examples:\n"
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"

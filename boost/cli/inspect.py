@@ -1,4 +1,4 @@
-"""`boost inspect`: how a model is cut over TP processes, and what they send each other; as text, JSON or a picture."""
+"""`boost inspect`: how a model is sharded over TP processes, and their collectives; as text, JSON or a picture."""
 
 import argparse
 import json
@@ -25,33 +25,31 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
-        help="how is it cut? every weight, the residual stream, every collective",
+        help="how a model is sharded: every weight, the residual stream, every collective",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
-        description="Says which part of each weight one process of a TP group holds, and every collective of an optimizer\n"
-        "step with its shape and bytes. Nothing is started: it is the table to which tests hold the runtime.",
+        description="Prints the shard of each weight on one process of a TP group, and every collective of an optimizer\n"
+        "step with its shape and bytes. Starts no process. Tests check the runtime against this table.",
         epilog="examples:\n"
-        "  boost inspect demo                                     the demo as it is trained\n"
+        "  boost inspect demo                                     the demo preset\n"
         "  boost inspect boost-7b --layout btp-sp --tp 8\n"
         "  boost inspect boost-7b --layout megatron --model.family dense\n"
         "  boost inspect boost-7b --memory --train.recompute low-rank\n"
-        "  boost inspect boost-13b --memory --pp-rank 1           the last of its two pipeline processes\n"
-        "  boost inspect boost-7b --layout vanilla --json         for programs: one entry for every collective\n"
+        "  boost inspect boost-13b --memory --pp-rank 1           the last of its two pipeline ranks\n"
+        "  boost inspect boost-7b --layout vanilla --json         machine-readable: one entry per collective\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
-        "Bytes are those that one process sends: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
+        "Bytes are sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
         "all-gather, a reduce-scatter or an all-to-all. Units are decimal: 1 MB = 1,000,000 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="preset name or TOML file")
     parser.add_argument("--layout", metavar="L", help="short for --parallel.layout")
     parser.add_argument("--tp", metavar="N", help="short for --parallel.tp")
-    parser.add_argument(
-        "--pp-rank", type=int, default=0, metavar="R", help="which pipeline process is shown (default 0)"
-    )
+    parser.add_argument("--pp-rank", type=int, default=0, metavar="R", help="pipeline rank to show (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="bytes of a step by category, kept and at its worst moment, predicted and measured",
+        help="memory of a step by category, between passes and at the peak, predicted and measured",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block")
     parser.set_defaults(takes_overrides=True)
@@ -87,18 +85,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(config: Config, args: argparse.Namespace) -> None:
-    """Raises ConfigError for a pipeline process that is none."""
+    """Raises ConfigError for an invalid pipeline rank."""
     parallel = config.parallel
     if not 0 <= args.pp_rank < parallel.pp:
         nearest = min(max(args.pp_rank, 0), parallel.pp - 1)
         raise ConfigError(
-            f"--pp-rank = {args.pp_rank} is none of the {parallel.pp} pipeline processes; nearest valid value: {nearest}"
+            f"--pp-rank = {args.pp_rank} is not one of the {parallel.pp} pipeline ranks; nearest valid value: {nearest}"
         )
 
 
 def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, MeasuredMemory | None]":
-    """Predicted, and measured by running one process's share of a step on tensors without memory, which is possible where it
-    has all blocks and shares no weights."""
+    """Predicted memory; without pipeline and sharding also measured, by running one process's part of a step on fake
+    tensors."""
     from boost.plan.memory import memory
     from boost.plan.peak import peak
 
@@ -108,28 +106,28 @@ def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, Measured
 
     from rich.console import Console
 
-    with Console(stderr=True).status("running a step on tensors without memory, to see what it holds"):
+    with Console(stderr=True).status("running a step on fake tensors to measure its memory"):
         from boost.measure.memory import measure
 
         return *predicted, measure(config)
 
 
 def _notes(config: Config) -> Iterator[str]:
-    """What the tables do not say by themselves."""
+    """Notes that the tables do not show."""
     model, parallel = config.model, config.parallel
     if parallel.tp == 1:
         effective = spec_of(parallel).name
         same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' is then '{effective}')"
-        yield f"parallel.tp = 1: one process holds every weight whole{same}; there are no collectives inside the model"
+        yield f"parallel.tp = 1: one process holds all weights{same}; the model has no collectives"
     elif placement_of("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
         yield (
-            f"model.kv_heads = {model.kv_heads} are fewer than the {parallel.tp} TP processes: each holds the weights of all "
-            "key/value heads and uses the rows of its own head"
+            f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of all "
+            "key/value heads and uses the rows of its own"
         )
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:
-    """The inspection for programs. Parameters in elements, shapes as lists, bytes as one process sends them."""
+    """The inspection as JSON. Parameters in elements, shapes as lists, bytes sent by one process."""
     config = inspection.config
     return {
         "family": config.model.family,
@@ -179,11 +177,11 @@ def _collective_as_json(collective: Collective) -> dict[str, Any]:
 
 
 def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
-    """The tables for people."""
+    """Prints the tables."""
     from rich.console import Console
     from rich.text import Text
 
-    # A pipe has no width, and a terminal's default there of 80 columns would break rows of large models.
+    # For a pipe, the default of 80 columns would wrap rows of large models.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
     config = inspection.config
     model, parallel, train = config.model, config.parallel, config.train
@@ -197,17 +195,16 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     facts = {
         "model": f"{name}: {model.title}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}"
         + (f", r {model.rank}" if model.rank else ""),
-        "parameters": f"{_count(inspection.parameters)}, of which one process holds "
-        f"{_count(inspection.parameters_per_process)}",
+        "parameters": f"{_count(inspection.parameters)}; on one process: {_count(inspection.parameters_per_process)}",
         "layout": ", ".join(mesh),
-        "tokens": f"T = {train.micro_batch} x {train.seq_len} = {inspection.tokens} in a micro-batch, {batches} a step",
+        "tokens": f"T = {train.micro_batch} x {train.seq_len} = {inspection.tokens} per micro-batch, {batches} per step",
         "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.spec.residual]}",
         "wide side": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
     }
     if parallel.pp > 1:
         lengths = ", ".join(str(stage.layers) for stage in stages(config))
         shown = " and ".join(_stage(stage) for stage in inspection.stages)
-        facts["stages"] = f"of {lengths} blocks; shown is pipeline process {inspection.pp_rank}: {shown}"
+        facts["stages"] = f"of {lengths} blocks; pipeline rank {inspection.pp_rank}: {shown}"
     for key, value in facts.items():
         console.print(Text(f"{key:<12}{value}"), soft_wrap=True)
     for note in notes:
@@ -215,7 +212,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     _print_weights(console, inspection)
     for phase, title in _PHASES.items():
         _print_collectives(console, [row for row in inspection.rows if row.collective.phase == phase], title)
-    _print_collectives(console, inspection.exact_rows, f"every {config.optim.exact_every} steps, for an exact one")
+    _print_collectives(console, inspection.exact_rows, f"every {config.optim.exact_every} steps, in the exact step")
     _print_totals(console, inspection)
 
 
@@ -230,11 +227,11 @@ def _stage(stage: Stage) -> str:
 
 
 _RESIDUAL = {
-    "tokens": "each process: some tokens, whole width",
-    "hidden": "each process: all tokens, some columns",
-    "replicated": "each process: all of it",
+    "tokens": "sharded along tokens",
+    "hidden": "sharded along hidden",
+    "replicated": "replicated",
 }
-_PHASES = {"forward": "forward", "recompute": "again, to recompute", "backward": "backward", "step": "once a step"}
+_PHASES = {"forward": "forward", "recompute": "recompute", "backward": "backward", "step": "once per step"}
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -242,17 +239,17 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     from rich.table import Table
 
     model = inspection.config.model
-    alike = "a block's are the same in every block"
+    alike = "the same in every block"
     if model.has_latent_gates:
-        alike += " but the first, in which no latents arrive"
+        alike += " except the first, which has no latent gates"
     if any(name.startswith("layers.") for name in model.ranks):
-        alike = f"those of block {inspection.layer}; blocks have linears of other ranks"
+        alike = f"of block {inspection.layer}; other blocks have other ranks"
     console.print(f"\nweights ({alike})", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("name")
     table.add_column("global", justify="right")
     table.add_column("one process", justify="right")
-    table.add_column("cut")
+    table.add_column("sharding")
     for weight in inspection.weights:
         cells = (weight.short_name, _shape(weight.shape), _shape(weight.local), weight.where)
         table.add_row(
@@ -262,7 +259,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
 
 
 def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", title: str) -> None:
-    """Those of one phase of the whole step, blocks and micro-batches added up."""
+    """Collectives of one phase of a step, summed over blocks and micro-batches."""
     from rich.table import Table
 
     from boost.plan.inspection import human_bytes
@@ -290,38 +287,38 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
     from boost.plan.inspection import human_bytes
 
     if not inspection.issued:
-        console.print(Text("\nno collectives: one process does everything"), soft_wrap=True)
+        console.print(Text("\nno collectives: one process"), soft_wrap=True)
         return
     console.print("\none process sends", style="bold")
     totals = {
-        "a token": inspection.bytes_per_token,
-        "a micro-batch": inspection.bytes_per_micro_batch,
-        "a step": inspection.bytes_per_step,
+        "per token": inspection.bytes_per_token,
+        "per micro-batch": inspection.bytes_per_micro_batch,
+        "per step": inspection.bytes_per_step,
     }
     if inspection.exact:
-        totals["an exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
+        totals["per exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
     for per, sent in totals.items():
         console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
 
 
 def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:
-    """Bytes on one process for programs; what was not measured is null."""
+    """Bytes on one process as JSON; null if not measured."""
     return {
         "predicted": predicted.by_category,
         "predicted_peak": peak.by_category,
-        "moment": peak.moment,
+        "moment": peak.during,
         "measured": measured.kept if measured else None,
         "peak": measured.peak if measured else None,
         "kept": [
             {"category": k.held.category, "what": k.held.made_by, "shape": k.held.shape, "dtype": k.held.dtype,
              "bytes": k.bytes, "place": k.held.place, "layer": k.layer}
-            for k in predicted.kept
+            for k in predicted.saved
         ],
     }  # fmt: skip
 
 
 def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> None:
-    """What one process holds between forward and backward pass, and at the worst moment."""
+    """Prints the memory of one process between forward and backward pass, and at the peak."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -340,18 +337,18 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
     table.add_column("category", no_wrap=True)
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what it is", style="dim")
+    table.add_column("description", style="dim")
     sides = [side for _, side in columns]
     for category, words in CATEGORIES.items():
         if any(side.get(category) for side in sides):
             table.add_row(category, *(human_bytes(side[category]) if category in side else "" for side in sides), words)
     table.add_row("sum", *(human_bytes(sum(side.values())) for side in sides), style="bold")
     console.print(table)
-    console.print(Text(f"The peak is predicted for: {peak.moment}. Before it: what is there between the passes."))
+    console.print(Text(f"Predicted peak during: {peak.during}. Columns before the peak: memory between the passes."))
     if measured:
-        console.print("Measured on tensors that have shapes and no memory: the allocator's rounding comes on top.")
+        console.print("Measured on fake tensors, without the allocator's rounding.")
     else:
-        console.print("Predicted only: a pipeline and weights that replicas share cannot be run in one process.")
+        console.print("Predicted only: a pipeline or sharded weights cannot run in one process.")
 
 
 def _count(number: int) -> str:

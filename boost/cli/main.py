@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from boost import __version__
 from boost.cli import COMMANDS, SubcommandGroup, joined, load_command
+from boost.config.text import printable
 from boost.errors import BoostError, StorageError
 
 
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(joined(words))
     try:
         if not getattr(args, "takes_overrides", False) and overrides + unknown:
-            parser.error(f"unrecognized arguments: {' '.join(overrides + unknown)} (see boost {args.command} --help)")
+            parser.error(
+                printable(f"unrecognized arguments: {' '.join(overrides + unknown)} (see boost {args.command} --help)")
+            )
         args.overrides = overrides + unknown
         return args.run(args) or 0
     except BoostError as error:
@@ -78,8 +81,8 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def print_error(message: str) -> None:
-    """One line on standard error, whatever the message holds."""
-    print(f"boost: error: {' '.join(message.split())}", file=sys.stderr)
+    """One line on standard error, whatever the message holds: names and values in it may be of others."""
+    print(f"boost: error: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def _leave(code: int) -> int:

@@ -1,4 +1,4 @@
-"""`boost plan`: which layout, mesh and batch for these GPUs, how fast it will be, and why; before any of them is rented."""
+"""`boost plan`: the best layout, mesh and batch for given GPUs, the predicted speed, and why."""
 
 import argparse
 import re
@@ -21,60 +21,60 @@ if TYPE_CHECKING:
     from boost.plan.search import Plan, Search, Tick
 
 SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
-"""Beside parallel.*: what the search chooses if the command line does not."""
+"""Searched in addition to parallel.*, unless the command line fixes them."""
 
 SLACK = 0.05
-"""A global batch in tokens may be rounded so far, to sequences that meshes divide."""
+"""Maximum relative rounding of a global batch in tokens to a divisible number of sequences."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "plan",
-        help="which layout, mesh and batch, before renting the GPUs",
+        help="find the best layout, mesh and batch for given GPUs",
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
-        "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      one configuration, broken down",
-        description="Searches all legal configurations of a model on so many GPUs for the fastest that fits, and says why the\n"
-        "others lose. Nothing is started: it is arithmetic, and takes seconds.",
+        "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
+        description="Searches all legal configurations of a model on N GPUs for the fastest that fits, and explains why the\n"
+        "others lose. A prediction that starts no process; takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
-        "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost of 10^9 tokens\n"
-        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           TP 4, broken down\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost per 1B tokens\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           TP 4, explained\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
-        "  boost plan run.toml --gpu a100-80g --svg run.svg                                   a configuration of yours\n"
+        "  boost plan run.toml --gpu a100-80g --svg run.svg                                   your own configuration\n"
         "  boost plan --model 7b --gpus 4 --gpu a100-80g --longest-sequence                   or --largest-batch\n"
         "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
-        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them) or a TOML file; of a file, [parallel]\n"
-        "and what is searched for are not read. Any --parallel.KEY, --train.micro_batch, --train.recompute fixes that choice.\n"
-        "'boost plan calibrate' makes a profile of this machine; 'boost plan validate' says how right predictions are.\n"
+        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them) or a TOML file (its [parallel]\n"
+        "and searched fields are ignored). --parallel.KEY, --train.micro_batch and --train.recompute fix a choice.\n"
+        "'boost plan calibrate' profiles this machine; 'boost plan validate' measures the accuracy of predictions.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="a preset or TOML file to explain as it is, no search"
-    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a preset or TOML file to explain without a search")
     parser.add_argument("--model", metavar="M", help="size, preset or TOML file")
     parser.add_argument("--family", metavar="F", help="short for --model.family")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs, all of them in one mesh")
-    parser.add_argument("--gpu", metavar="PROFILE", help="hardware: name of a profile, or a .toml file")
-    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default: the profile's)")
-    parser.add_argument("--global-batch", metavar="B", help="sequences or tokens of a step (default: the model file's)")
-    parser.add_argument("--seq", type=int, metavar="L", help="tokens of a sequence (default: the model file's)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs in the mesh")
+    parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile: a name or a .toml file")
+    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
+    parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
+    parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of the run")
     parser.add_argument("--compute-dtype", metavar="D", help="short for --train.compute_dtype (default: bfloat16)")
-    parser.add_argument("--price", type=float, metavar="P", help="of one GPU and hour: the cost of 10^9 tokens is told")
-    parser.add_argument("--top", type=int, default=8, metavar="K", help="runners-up that are shown (default 8)")
+    parser.add_argument("--price", type=float, metavar="P", help="USD per GPU-hour; prints the cost per 1B tokens")
+    parser.add_argument("--top", type=int, default=8, metavar="K", help="number of runners-up to show (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--explain", action="store_true", help="time and memory of the best, broken down")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw that")
+    parser.add_argument("--explain", action="store_true", help="break down time and memory of the best")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best as a configuration for 'boost train'"
     )
-    parser.add_argument("--force", action="store_true", help="let --write replace a file")
+    parser.add_argument("--force", action="store_true", help="let --write overwrite a file")
     questions = parser.add_mutually_exclusive_group()
-    questions.add_argument("--longest-sequence", action="store_true", help="the most tokens of a sequence that fit")
-    questions.add_argument("--largest-batch", action="store_true", help="the largest micro-batch that fits")
+    questions.add_argument("--longest-sequence", action="store_true", help="find the longest sequence that fits")
+    questions.add_argument("--largest-batch", action="store_true", help="find the largest micro-batch that fits")
     questions.add_argument(
-        "--largest-model", action="store_true", help="the largest boost-* shape that fits, and its most blocks"
+        "--largest-model",
+        action="store_true",
+        help="find the largest boost-* shape that fits, and its maximum number of blocks",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
     if args.price is not None and not args.price > 0:
-        raise ConfigError(f"--price = {args.price:g} must be more than 0, the price of one GPU and hour")
+        raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
     if args.write is not None and args.write.exists() and not args.force:
-        raise ConfigError(f"{args.write} exists; --force replaces it")
+        raise ConfigError(f"{args.write} exists; --force overwrites it")
     if args.config is not None:
         return _explain_config(args, hardware)
     if args.largest_model and args.model is None:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _best(args: argparse.Namespace, request: "Request") -> int:
     from boost.cli import plan_report
-    from boost.plan.compare import contenders, notes
+    from boost.plan.compare import alternatives, notes
     from boost.plan.search import Search, require_legal
 
     begun = time.perf_counter()
@@ -121,7 +121,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         best = search.fastest()
         if best is None:
             raise ConfigError(_fits_nowhere(args, search))
-        others = contenders(search, best, tick)
+        others = alternatives(search, best, tick)
         dense = _dense(request)
     said = list(notes(search, best, others, dense))
     command = plan_report.command_line(args, best.config, source_of(args.model))
@@ -140,12 +140,12 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
 
 
 def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
-    """One configuration as it is."""
-    from boost.plan.search import Plan, worst_peak
+    """Explains one configuration without a search."""
+    from boost.plan.search import Plan, max_peak
     from boost.plan.timing import predict
 
     config = load(args.config, args.overrides)
-    held, pp_rank = worst_peak(config, hardware.has_fused_norm)
+    held, pp_rank = max_peak(config, hardware.has_fused_norm)
     plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes)
     if args.json:
         import json
@@ -188,12 +188,12 @@ def _question(args: argparse.Namespace, request: "Request") -> int:
             name, model = found
             args.model = name
             request = replace(request, base=request.base.model_copy(update={"model": model}))
-            answers = questions.most_layers(request, tick)
-            what = f"blocks of {name}'s shape"
+            answers = questions.max_layers(request, tick)
+            what = f"blocks of the shape of {name}"
         elif args.longest_sequence:
-            answers, what = questions.longest_sequence(request, tick), "tokens of a sequence"
+            answers, what = questions.longest_sequence(request, tick), "tokens per sequence"
         else:
-            answers, what = questions.largest_batch(request, tick), "sequences of a micro-batch"
+            answers, what = questions.largest_batch(request, tick), "sequences per micro-batch"
     plan_report.print_answers(args, request, answers, what)
     return 0
 
@@ -203,7 +203,7 @@ def _shape(args: argparse.Namespace, name: str) -> Any:
 
 
 def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
-    """What is asked for. Raises ConfigError."""
+    """The search request. Raises ConfigError."""
     from boost.plan.candidates import Request
 
     base, fixed = base_of(args)
@@ -211,7 +211,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
 
 
 def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
-    """(what is not searched for, keys that are fixed)."""
+    """(base configuration, fixed keys)."""
     changes = dict(parse_overrides(args.overrides))
     for key, value in (
         ("model.family", args.family), ("train.compute_dtype", args.compute_dtype), ("train.steps", args.steps),
@@ -241,36 +241,36 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
 
 
 def source_of(model: str) -> str:
-    """The preset or file that is meant by '7b', 'cola-1b', 'my.toml'. Raises ConfigError."""
+    """The preset or file for '7b', 'cola-1b', 'my.toml'. Raises ConfigError."""
     sizes = [name.removeprefix("boost-") for name in presets() if name.startswith("boost-")]
     if model.lower() in sizes:
         return f"boost-{model.lower()}"
     if model not in presets() and not Path(model).is_file():
         ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
         raise ConfigError(
-            f"--model = '{model}' is no size, preset or file; the sizes are {', '.join(ordered)}, "
-            "and 'boost config' lists the presets"
+            f"--model = '{model}' is not a size, preset or file; sizes: {', '.join(ordered)}; "
+            "'boost config' lists the presets"
         )
     return model
 
 
 def global_batch(words: str, seq_len: int, gpus: int) -> int:
-    """Sequences of '256' (as many), '1M-tokens', '500k' (tokens, rounded by at most SLACK to what meshes divide)."""
+    """Sequences for '256' (sequences), '1M-tokens', '500k' (tokens, rounded by at most SLACK to a divisible number)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)(-tokens|-sequences)?", words.replace(",", "").replace("_", ""))
     if not found:
         raise ConfigError(
-            f"--global-batch = '{words}' is no number of sequences (256) or tokens (1M-tokens, 500k-tokens, 4M)"
+            f"--global-batch = '{words}' is not a number of sequences (256) or tokens (1M-tokens, 500k-tokens, 4M)"
         )
     number, unit, of = found.groups()
     amount = float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit.lower()]
     if of != "-tokens" and (not unit or of == "-sequences"):
         if amount < 1 or amount != int(amount) or amount > 2**31:
-            raise ConfigError(f"--global-batch = '{words}': sequences are a whole number, 1 to {2**31:,}")
+            raise ConfigError(f"--global-batch = '{words}': sequences must be an integer from 1 to {2**31:,}")
         return int(amount)
     wanted = amount / seq_len
     if wanted < 1:
         raise ConfigError(
-            f"--global-batch = '{words}' is less than one sequence of {seq_len:,} tokens; the smallest is {seq_len}-tokens"
+            f"--global-batch = '{words}' is less than one sequence of {seq_len:,} tokens; smallest valid value: {seq_len}-tokens"
         )
     if wanted > 2**31:
         raise ConfigError(f"--global-batch = '{words}' is too large; largest valid value: {2**31} sequences")
@@ -283,7 +283,7 @@ def global_batch(words: str, seq_len: int, gpus: int) -> int:
 
 
 def _dense(request: "Request") -> "Plan | None":
-    """The best of the dense model of the same shape, or what comes nearest to fitting."""
+    """The best plan of the dense model of the same shape, or the smallest if none fits."""
     from boost.plan.search import Search
 
     base = request.base
@@ -298,21 +298,21 @@ def _dense(request: "Request") -> "Plan | None":
 def _fits_nowhere(args: argparse.Namespace, search: "Search") -> str:
     from boost.plan.compare import choices, mesh
     from boost.plan.inspection import human_bytes
-    from boost.plan.questions import way_out
+    from boost.plan.questions import where_it_fits
 
     nearest = search.smallest()
     assert nearest is not None
-    config, ways = nearest.config, way_out(search)
+    config, ways = nearest.config, where_it_fits(search)
     return (
-        f"{args.model} ({config.model.family}) fits in no configuration on {args.gpus} x {args.gpu}: the thriftiest "
+        f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: the smallest "
         f"({mesh(config.parallel)}, {choices(config)}) needs {human_bytes(nearest.memory)} of {human_bytes(nearest.usable)}; "
-        + (f"it fits {ways}" if ways else "nor on more of them; take a smaller model")
+        + (f"it fits {ways}" if ways else "nor does it fit on more of them; use a smaller model")
     )
 
 
 @contextmanager
 def progress(what: str) -> "Iterator[Tick]":
-    """A bar on standard error, where that is a terminal and it takes longer than a moment."""
+    """A progress bar on stderr, if that is a terminal and it takes longer than a second."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

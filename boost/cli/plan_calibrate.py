@@ -12,11 +12,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "calibrate",
         help="measure this machine: GEMMs, attention, memory, collectives",
-        description="Measures what this machine reaches (a sweep of GEMM shapes, attention, what moves memory, and collectives\n"
-        "between its processes) and writes a hardware profile, which --gpu takes. A minute or two; leave the machine alone\n"
-        "meanwhile. All processes measure at once, as in training, and then one by itself.",
+        description="Measures the speed of this machine (GEMM shapes, attention, memory-bound operations, and collectives\n"
+        "between its processes) and writes a hardware profile for --gpu. Takes a minute or two; keep the machine idle\n"
+        "meanwhile. All processes measure at once, as in training, and then one process alone.",
         epilog="examples:\n"
-        "  boost plan calibrate --out local.toml                  one process a GPU, or a core\n"
+        "  boost plan calibrate --out local.toml                  one process per GPU or core\n"
         "  boost plan calibrate --nproc 2 --dtypes float32 bfloat16\n"
         "  boost plan --model 1b --gpu local.toml --gpus 2 --global-batch 64",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -26,17 +26,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--nproc",
         type=int,
         metavar="N",
-        help="processes at once (default: one for each GPU, or for each core, at most 8)",
+        help="number of processes (default: one per GPU, or per core up to 8)",
     )
     parser.add_argument(
         "--dtypes",
         nargs="+",
         choices=get_args(DType),
         metavar="D",
-        help="of computation (default: float32, and bfloat16 on GPUs)",
+        help="compute dtypes (default: float32, and bfloat16 on GPUs)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument("--quick", action="store_true", help="few and small shapes: some seconds, a rough profile")
+    parser.add_argument("--quick", action="store_true", help="few and small shapes: a rough profile in seconds")
     return parser
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc = {args.nproc} measures nothing; smallest valid value: 1")
     if args.out.suffix != ".toml":
-        raise ConfigError(f"--out = '{args.out}' must end in .toml, by which --gpu knows a file from a name")
+        raise ConfigError(f"--out = '{args.out}' must end in .toml, so that --gpu recognizes it as a file")
 
     import torch
 

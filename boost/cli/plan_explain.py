@@ -1,4 +1,4 @@
-"""`boost plan --explain`: one configuration's time and memory, as tables and as bars."""
+"""`boost plan --explain`: time and memory of one configuration, as tables and bars."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from boost.plan.timing import PARTS, Predictor
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PHASES = {"forward": "fwd", "recompute": "again", "backward": "bwd", "step": "step"}
+_PHASES = {"forward": "fwd", "recompute": "recompute", "backward": "bwd", "step": "step"}
 _BAR = 28
 
 
@@ -25,21 +25,21 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
 
     out = console()
     rank = busiest(plan.config, Predictor(hardware))
-    where = f", pipeline process {rank} (the busiest)" if plan.config.parallel.pp > 1 else ""
+    where = f", pipeline rank {rank} (the slowest)" if plan.config.parallel.pp > 1 else ""
     out.print(f"\ntime of a step{where}", style="bold")
     _print_parts(out, plan.time.parts, {part: human_seconds(s) for part, s in plan.time.parts.items()}, PARTS)
     if plan.time.hidden > 0:
-        out.print(f"DP collectives that computation hides: {human_seconds(plan.time.hidden)}", style="dim")
+        out.print(f"DP collectives overlapped with computation: {human_seconds(plan.time.hidden)}", style="dim")
     _print_products(out, plan, hardware, rank)
     _print_sent(out, plan, hardware, rank)
-    where = f", pipeline process {plan.pp_rank} (the fullest)" if plan.config.parallel.pp > 1 else ""
-    out.print(f"\nmemory of one GPU at its worst moment: {plan.peak.moment}{where}", style="bold")
+    where = f", pipeline rank {plan.pp_rank} (the highest)" if plan.config.parallel.pp > 1 else ""
+    out.print(f"\npeak memory of one GPU: {plan.peak.during}{where}", style="bold")
     held = _in_order(plan)
     _print_parts(out, held, {category: human_bytes(size) for category, size in held.items()}, CATEGORIES)
-    if plan.missing > 0:
-        out.print(f"out of memory by {human_bytes(plan.missing)}", style="red")
+    if plan.shortfall > 0:
+        out.print(f"out of memory by {human_bytes(plan.shortfall)}", style="red")
     else:
-        out.print(f"left of {human_bytes(plan.usable)}: {human_bytes(-plan.missing)}", style="dim")
+        out.print(f"free of {human_bytes(plan.usable)}: {human_bytes(-plan.shortfall)}", style="dim")
 
 
 def _in_order(plan: Plan) -> dict[str, float]:
@@ -73,7 +73,7 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
 
     listed = products(plan.config, hardware, rank)
     shown = list(rows_that_matter(listed))
-    out.print("\nmatrix products and attention of one process in a step", style="bold")
+    out.print("\nGEMMs and attention of one process per step", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("place", "pass"):
         table.add_column(heading, no_wrap=True)
@@ -90,16 +90,16 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     rest = listed[len(shown) :]
     if rest:
         out.print(f"and {len(rest)} smaller shapes: {human_seconds(sum(each.seconds for each in rest))}", style="dim")
-    out.print("Attention's shape: sequences, heads, key/value heads, tokens, width of a head.", style="dim")
+    out.print("Shape of attention: sequences, heads, key/value heads, tokens, head dimension.", style="dim")
 
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
     from rich.table import Table
 
     listed = sent(plan.config, hardware, rank)
-    out.print("\ncollectives of one process in a step", style="bold")
+    out.print("\ncollectives of one process per step", style="bold")
     if not listed:
-        out.print("none: one process does everything")
+        out.print("none: one process")
         return
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("axis", "place", "pass", "kind", "over"):
@@ -118,19 +118,19 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
 def picture(plan: Plan, name: str, gpu: str) -> str:
     """Both bars as SVG."""
     time, held = plan.time, _in_order(plan)
-    left = max(-plan.missing, 0)
+    left = max(-plan.shortfall, 0)
     bars = [
         StackedBar(
-            f"A step: {human_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
+            f"Step time: {human_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
             time.parts,
             {part: human_seconds(seconds) for part, seconds in time.parts.items()},
         ),
         StackedBar(
-            f"Memory of a GPU at its worst moment: {human_bytes(plan.memory)}",
+            f"Peak memory of one GPU: {human_bytes(plan.memory)}",
             held,
             {category: human_bytes(size) for category, size in held.items()},
             float(left),
-            f"{human_bytes(left)} of {human_bytes(plan.usable)} are left" if left else "it does not fit",
+            f"{human_bytes(left)} of {human_bytes(plan.usable)} free" if left else "does not fit",
         ),
     ]
     parallel = plan.config.parallel

@@ -1,4 +1,4 @@
-"""What `boost plan` found, for people, for programs, and as a configuration file."""
+"""The result of `boost plan` as text, as JSON, and as a configuration file."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Everything that was found out."""
+    """The result of a search."""
 
     args: argparse.Namespace
     request: Request
@@ -32,31 +32,31 @@ class PlanReport:
     others: list[Alternative]
     notes: list[str]
     command: list[str]
-    """`boost train` and its flags."""
+    """Arguments of `boost`: train and its flags."""
     seconds: float
-    """That the search took."""
+    """Duration of the search."""
 
 
 def console() -> "Console":
-    """As wide as the terminal; a pipe has no width."""
+    """A console as wide as the terminal, or 110 columns for a pipe."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=110)
 
 
 def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
-    """`boost train` with the flags that make `config` of `source`; or with the file that was written."""
+    """`boost train` with the flags that turn `source` into `config`, or with the written file."""
     if args.write is not None:
         return ["train", str(args.write)]
     return ["train", source, *flags(config, source)]
 
 
 def flags(config: Config, source: str) -> list[str]:
-    """`--section.key value` words that make `config` of a preset or file."""
+    """The `--section.key value` arguments that turn a preset or file into `config`."""
     words: list[str] = []
     tree = read_source(source)
     before, after = validated(tree).model_dump(), config.model_dump()
-    for section, tag in tags():  # first what selects a class: its other keys have other defaults
+    for section, tag in tags():  # class selectors first: they change the defaults of other keys
         if after[section][tag] != before[section][tag]:
             words += [f"--{section}.{tag}", after[section][tag]]
             change(tree, {f"{section}.{tag}": after[section][tag]})
@@ -73,7 +73,7 @@ def _word(value: Any) -> str:
 
 
 def launch(report: PlanReport) -> list[str]:
-    """The command that starts it, in lines."""
+    """The launch command, as lines."""
     parallel, per_node = report.best.config.parallel, report.request.hardware.per_node
     command, gpus = report.command, parallel.world_size
     if gpus <= per_node:
@@ -88,7 +88,7 @@ def launch(report: PlanReport) -> list[str]:
 
 
 def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
-    """A command in lines that end in a backslash; a flag stays with its value."""
+    """A command wrapped with backslashes; a flag stays on the line of its value."""
     pieces: list[str] = []
     for word in words:
         quoted = shlex.quote(word)
@@ -107,14 +107,14 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
 
 
 def written(report: PlanReport) -> str:
-    """The configuration file, with what was asked and predicted as comments."""
+    """The configuration file, with the request and the prediction as comments."""
     best, args = report.best, report.args
     asked = "boost " + shlex.join(_asked(args))
     lines = [
         f"# Chosen by: {asked}",
-        f"# Predicted on {report.request.gpus} x {args.gpu}: {human_seconds(best.time.seconds)} a step, "
+        f"# Predicted on {report.request.gpus} x {args.gpu}: {human_seconds(best.time.seconds)} per step, "
         f"{best.time.tokens_per_second:,.0f} tokens/s, MFU {best.time.mfu:.1%}, {human_bytes(best.memory)} of "
-        f"{human_bytes(best.usable)} a GPU.",
+        f"{human_bytes(best.usable)} per GPU.",
     ]
     return "\n".join(lines) + "\n" + to_toml(best.config)
 
@@ -127,7 +127,7 @@ def _asked(args: argparse.Namespace) -> list[str]:
     return [*words, *args.overrides]
 
 
-# For programs.
+# JSON.
 
 
 def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
     time = plan.time
     cost = {} if price is None else {"cost_per_billion_tokens": time.cost_per_billion(price)}
     return {
-        "fits": plan.missing <= 0,
+        "fits": plan.shortfall <= 0,
         "step_seconds": time.seconds,
         "step_parts": time.parts,
         "tokens_per_second": time.tokens_per_second,
@@ -143,7 +143,7 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
         "memory_bytes": plan.memory,
         "usable_bytes": plan.usable,
         "memory_by_category": plan.peak.by_category,
-        "memory_moment": plan.peak.moment,
+        "memory_moment": plan.peak.during,
         "pp_rank": plan.pp_rank,
         **cost,
         "config": plan.config.model_dump(),
@@ -151,7 +151,7 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
 
 
 def print_json(report: PlanReport) -> None:
-    """All of it."""
+    """Prints the whole result."""
     args, search = report.args, report.search
     train = report.best.config.train
     result = {
@@ -171,11 +171,11 @@ def print_json(report: PlanReport) -> None:
     print(json.dumps(result, indent=2))
 
 
-# For people.
+# Text.
 
 
 def print_report(report: PlanReport) -> None:
-    """The best, how to run it, the runners-up, and what should be known."""
+    """Prints the best plan, how to run it, the runners-up, and notes."""
     from rich.text import Text
 
     out, args = console(), report.args
@@ -187,9 +187,9 @@ def print_report(report: PlanReport) -> None:
     for key, value in facts.items():
         out.print(Text(f"{key:<12}{value}"), soft_wrap=True)
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
-    out.print(Text(f"\nthe fastest that fits (of {effort})", style="bold"))
+    out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
     print_plan(out, report.best, args)
-    out.print("\nrun it", style="bold")
+    out.print("\ncommand", style="bold")
     for line in launch(report):
         out.print(Text(f"  {line}"), soft_wrap=True)
     _print_others(out, report)
@@ -213,34 +213,36 @@ def _model(config: Config, name: str) -> str:
 def _batch(config: Config, asked: str | None) -> str:
     train = config.train
     tokens = train.global_batch * train.seq_len
-    source = ", the model file's; --global-batch 1M-tokens asks for another" if asked is None else ""
+    source = ", from the model; change it with --global-batch 1M-tokens" if asked is None else ""
     if asked is not None and asked != str(train.global_batch):
-        source = f" (asked for: {asked}, rounded to sequences that meshes divide)"
-    return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens a step{source}"
+        source = f" (from {asked}, rounded to a divisible number of sequences)"
+    return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens per step{source}"
 
 
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace) -> None:
-    """Choices and predictions of one configuration."""
+    """Prints choices and predictions of one configuration."""
     from rich.text import Text
 
     time, parallel = plan.time, plan.config.parallel
-    process = f", pipeline process {plan.pp_rank}" if parallel.pp > 1 else ""
-    room = f"{plan.memory / plan.usable:.0%}" if plan.missing <= 0 else f"OUT OF MEMORY by {human_bytes(plan.missing)}"
+    process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
+    room = (
+        f"{plan.memory / plan.usable:.0%}" if plan.shortfall <= 0 else f"OUT OF MEMORY by {human_bytes(plan.shortfall)}"
+    )
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
         "step": human_seconds(time.seconds),
         "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
-        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable a GPU ({room}{process})",
+        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process})",
     }
     if args.price is not None:
         cost = time.cost_per_billion(args.price)
-        facts["cost"] = f"{cost:,.2f} for 10^9 tokens, at {args.price:g} for a GPU and hour"
+        facts["cost"] = f"{cost:,.2f} USD per 1B tokens at {args.price:g} USD per GPU-hour"
     for key, value in facts.items():
         out.print(Text(f"  {key:<10}{value}"), soft_wrap=True)
     parts = sorted(time.parts.items(), key=lambda each: -each[1])
     shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
-    out.print(Text(f"  {'of which':<10}{', '.join(shares)}"), soft_wrap=True)
+    out.print(Text(f"  {'breakdown':<10}{', '.join(shares)}"), soft_wrap=True)
 
 
 def _print_others(out: "Console", report: PlanReport) -> None:
@@ -249,7 +251,7 @@ def _print_others(out: "Console", report: PlanReport) -> None:
 
     if not report.others:
         return
-    out.print("\nrunners-up: the best of each other kind, and what it loses by", style="bold")
+    out.print("\nrunners-up: the best of each other kind, and why it loses", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("best", no_wrap=False, max_width=24)
     table.add_column("step", justify="right", no_wrap=True)
@@ -257,7 +259,7 @@ def _print_others(out: "Console", report: PlanReport) -> None:
     table.add_column("memory", justify="right", no_wrap=True)
     table.add_column("configuration, and why it loses")
     for other in report.others:
-        plan, fits = other.plan, other.plan.missing <= 0
+        plan, fits = other.plan, other.plan.shortfall <= 0
         words = Text(f"{mesh(plan.config.parallel)}; {choices(plan.config)}\n")
         words.append(other.why, style="dim" if fits else "red")
         ratio = f"{plan.time.seconds / report.best.time.seconds:.2f} x" if fits else ""
@@ -267,7 +269,7 @@ def _print_others(out: "Console", report: PlanReport) -> None:
 
 
 def print_answers(args: argparse.Namespace, request: Request, answers: list[Answer], what: str) -> None:
-    """A question's answer for each recomputation policy."""
+    """Prints the answer for each recomputation policy."""
     from rich.table import Table
     from rich.text import Text
 
@@ -285,13 +287,13 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         return
     out = console()
     if not found:
-        out.print(Text(f"not even the least fits on {args.gpus} x {args.gpu}"))
+        out.print(Text(f"nothing fits on {args.gpus} x {args.gpu}"))
         return
     most = max(found, key=lambda each: each.amount)
     out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"), soft_wrap=True)
     if most.plan is not None:
         out.print(Text(_model(most.plan.config, args.model)), soft_wrap=True)
-    out.print("\nby what the backward pass recomputes", style="bold")
+    out.print("\nby recomputation policy", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("train.recompute", no_wrap=True)
     for heading in ("most", "memory", "tokens/s"):
@@ -308,8 +310,4 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
     out.print(table)
-    out.print(
-        Text(
-            "\nOf a global batch of two micro-batches for each replica and stage; larger ones are faster where there is a pipeline."
-        )
-    )
+    out.print(Text("\nGlobal batch: two micro-batches per replica and stage. Larger ones are faster with a pipeline."))

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "validate",
-        help="how right is it? against the paper's table and steps measured on machines",
-        description="Compares the performance model with the paper's measurements, and with steps that were measured on CPUs and\n"
-        "GPUs (PATH.json). Predictions are made again, from the profiles that stand beside the measurements. Exit code 1 if\n"
-        "one is farther off than its limit.",
+        help="compare predictions with the paper's numbers and with measured steps",
+        description="Compares the performance model with the paper's measurements, and with steps measured on CPUs and GPUs\n"
+        "(PATH.json). Predictions are recomputed from the profiles stored with the measurements. Exit code 1 if an error\n"
+        "exceeds its limit.",
         epilog="examples:\n"
         "  boost plan validate                                    the verdicts\n"
         "  boost plan validate --json                             every number\n"
-        "  boost plan validate --write                            the report again, under benchmarks/results\n"
+        "  boost plan validate --write                            rewrite the report in benchmarks/results\n"
         "  boost plan calibrate --out local.toml && boost plan validate --measure --hardware local.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--measure", action="store_true", help="measure steps on this machine first (some minutes)")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="profile of this machine, for --measure")
-    parser.add_argument("--write", action="store_true", help="write the report (with --measure it is written anyway)")
+    parser.add_argument("--write", action="store_true", help="write the report (implied by --measure)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     if args.hardware is not None and not args.measure:
-        raise ConfigError(f"--hardware = '{args.hardware}' is the profile of a machine to be measured; add --measure")
+        raise ConfigError(f"--hardware = '{args.hardware}' is used only with --measure; add it")
     if (args.measure or args.write) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
 
@@ -73,6 +73,9 @@ def print_verdicts(facts: "Facts") -> None:
     for verdict in facts["verdicts"]:
         shown.add_row(*verdict_words(verdict), style=None if verdict["holds"] else "bold red")
     console.print(shown)
-    for name, words, file in ((MACHINE, "No steps were measured on CPUs", "local"), (GPU, "No GPU was at hand", "gpu")):
+    for name, words, file in (
+        (MACHINE, "No steps were measured on CPUs", "local"),
+        (GPU, "No GPU was available", "gpu"),
+    ):
         if not facts[name]:
             console.print(Text(f"\n{words}: {CALIBRATE.format(name=file)}", style="dim"), soft_wrap=True)

@@ -23,8 +23,8 @@ examples:
 Without --out the store is data/stdlib, or data/ and the name of the first input. Running the same command again does
 nothing when the input is unchanged. An interrupted run leaves no store; an older one stays until the new is complete.
 
-Files are read by suffix: .jsonl .ndjson .json (one JSON object a line), .parquet, and anything else as UTF-8 text, one
-document a file; .gz is unpacked. In folders, unreadable files are skipped and reported; a file that you name must be
+Files are read by suffix: .jsonl .ndjson .json (one JSON object per line), .parquet, and anything else as UTF-8 text, one
+document per file; .gz is decompressed. In folders, unreadable files are skipped and reported; a file that you name must be
 readable. Pickles and other formats that can hold code are refused.
 
 Held out is a fraction of the documents, chosen by the hash of their names; of a single document, its last part.

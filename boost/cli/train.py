@@ -7,23 +7,33 @@ from typing import Any
 
 from boost.config import Config, load, presets
 from boost.errors import ConfigError
+from boost.train.faults import KINDS, Fault, parse_fault
+from boost.train.signals import StopRequest
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    faults = "\n".join(f"  {kind:<11} {what}" for kind, what in KINDS.items())
     parser = subparsers.add_parser(
         "train",
         help="train a model",
-        usage="boost train [CONFIG] [--nproc N] [--resume auto|PATH] [--start-from CHECKPOINT] [--section.key value ...]",
-        description="Trains a model. CONFIG is a TOML file or the name of a preset; any of its keys can be overridden after it.\n"
+        usage="boost train [CONFIG] [--nproc N] [--resume auto|PATH] [--restart] [--start-from CHECKPOINT]\n"
+        "                   [--section.key value ...]",
+        description="Trains a model. CONFIG is a TOML file or a preset name; flags after it override its keys.\n"
         "Without torchrun, it starts tp x pp x dp local processes.",
         epilog="examples:\n"
         "  boost train demo                                      a few million parameters, btp on 2 processes\n"
         "  boost train demo --parallel.tp 1 --run.dir runs/one   the same model on one process\n"
         "  boost train my.toml --train.steps 500 --optim.lr 1e-3\n"
-        "  boost train my.toml --resume auto                     go on where the run in run.dir stopped, on any mesh\n"
-        "  boost train --start-from checkpoints/llama --data.store data/mine   train imported or earlier weights on\n"
+        "  boost train my.toml --resume auto                     resume from the latest checkpoint in run.dir, on any mesh\n"
+        "  boost train --start-from checkpoints/llama --data.store data/mine   continue training imported weights\n"
         "  boost train my.toml --parallel.tp 2 --parallel.pp 2 --parallel.dp 2 --parallel.shard optimizer\n"
         "  torchrun --nproc-per-node 8 -m boost.cli.main train my.toml --parallel.tp 4 --parallel.dp 2\n\n"
+        "signals, to any process of the run:\n"
+        "  SIGTERM, SIGUSR1, SIGHUP, SIGINT (Ctrl-C)   save after this step and exit; a second Ctrl-C aborts without saving\n"
+        "  SIGUSR2                                     save after this step and go on\n"
+        "  SIGQUIT                                     write the stacks of the process (stderr, or logs/rankN.stacks)\n\n"
+        "faults of --inject-fault, each on one process just before STEP:\n"
+        f"{faults}\n\n"
         f"presets: {', '.join(presets())}\n"
         "'boost config --fields' explains every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,30 +51,54 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "PATH: from that checkpoint or run directory",
     )
     parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --resume auto: start over at step 0 where the checkpoints of an earlier run are gone (otherwise an error)",
+    )
+    parser.add_argument(
         "--start-from",
         metavar="CHECKPOINT",
         help="begin at step 0 with the weights of a checkpoint ('boost import' makes them too) and a fresh optimizer; [model] is "
         "the checkpoint's unless CONFIG has one, which must be the same",
+    )
+    parser.add_argument(
+        "--inject-fault",
+        action="append",
+        default=[],
+        metavar="KIND@STEP[:RANK]",
+        help="rehearse a fault: strike rank RANK (default 0) at step STEP; may be repeated; the kinds are listed below",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    config = _config(args)
-    _check_processes(config, args.nproc)
+    # Signals are caught before torch is imported, which takes seconds.
+    with StopRequest() as request:
+        config = _config(args)
+        _check_processes(config, args.nproc)
+        faults = [parse_fault(text, config.train.steps, config.parallel.world_size) for text in args.inject_fault]
+        return _run(args, config, faults, request)
 
+
+def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
     from boost.data.fit import open_fitting_store
+    from boost.train.checkpoint import fallback_folder
+    from boost.train.console import progress
     from boost.train.metrics import tracker_modules
-    from boost.train.resume import check_start
+    from boost.train.resume import check_start, require_nothing_lost, resume_candidates
+    from boost.train.run_lock import require_unlocked
     from boost.train.rundir import RunDirectory
 
     # What the processes would find after their start of several seconds is better said at once.
     run = RunDirectory(config.run.dir)
+    require_unlocked(run.path)
     if not run.continued_by(args.resume):
         run.require_empty()
+    if args.resume == "auto":
+        require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), args.restart)
     tracker_modules(config)
-    store = open_fitting_store(config)
+    store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
     if args.start_from:
         check_start(args.start_from, config, store)
 
@@ -74,9 +108,13 @@ def run(args: argparse.Namespace) -> int:
 
     require_torch(config.parallel)
 
+    work = (config, args.resume, args.start_from, faults, args.restart)
     if under_torchrun() or config.parallel.world_size == 1:
-        return train_process(config, args.resume, args.start_from)
-    return launch(train_process, (config, args.resume, args.start_from), config.parallel.world_size, log_dir=run.logs)
+        return train_process(*work)
+    if request.requested:
+        print(f"stopped by {request.name} in start-up, before any step; nothing is lost")
+        return 0
+    return launch(train_process, work, config.parallel.world_size, log_dir=run.logs, holds_signals=True)
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -89,8 +127,8 @@ def _config(args: argparse.Namespace) -> Config:
         return load(args.config, args.overrides)
     if args.resume not in (None, "auto"):
         raise ConfigError(
-            f"--resume {args.resume} and --start-from {args.start_from} both say where the weights come from; take one "
-            "(--resume auto goes with --start-from: it prefers the run's own checkpoints)"
+            f"--resume {args.resume} and --start-from {args.start_from} conflict; use one of them "
+            "(--resume auto is compatible with --start-from: it prefers the run's own checkpoints)"
         )
 
     from boost.train.checkpoint import open_checkpoint

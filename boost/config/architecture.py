@@ -1,4 +1,4 @@
-"""The parameters of a model as data: names and global shapes of the mathematics, before any cut. Arithmetic only.
+"""The parameters of a model as data: names and global (unsharded) shapes.
 
 A block is four groups of linears, each with one input: two enter the wide side (qkv; gate_up), two leave it (o; down).
 Checkpoints, initial weights, layouts and cost models all speak of parameters by these names, never of fused storage.
@@ -17,13 +17,13 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Parameter:
-    """One mathematical parameter: its name, its global shape, and the role by which a layout decides where to cut it."""
+    """One mathematical parameter: its name, its global shape, and the role that determines its placement in a layout."""
 
     name: str
     shape: tuple[int, ...]
     role: str
     """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | kv.{B,W}, which end in key/value heads | latent.rows and
-    latent.whole, which act on the latents of a crossing family (the former may be cut along the rank)"""
+    latent.whole, which act on the latents of a crossing family (the former may be sharded along the rank)"""
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ class GroupSpec:
 
 
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
-    """The four groups of block `layer`, in the order in which a token meets them."""
+    """The four groups of block `layer`, in forward order."""
     d, f = model.dim, model.ffn_dim
     kv = model.kv_heads * model.head_dim
 
@@ -84,7 +84,7 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
 
 
 def has_latent_gate(model: ModelConfig, layer: int) -> bool:
-    """Whether latents of the block before arrive in block `layer`."""
+    """Whether block `layer` takes latents of the previous block."""
     return model.has_latent_gates and layer > 0
 
 
@@ -92,6 +92,8 @@ def first_alike(model: ModelConfig, layer: int) -> int:
     """The first block that has linears of the same shapes as block `layer`, and latents arriving like it."""
     if model.has_latent_gates:  # whose ranks are the same in all blocks
         return min(layer, 1)
+    if not model.ranks:
+        return 0
     named = {int(name.split(".")[1]) for name in model.ranks if name.startswith("layers.")}
     return layer if layer in named else next(n for n in range(model.layers) if n not in named)
 
@@ -100,8 +102,9 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
     """What acts on the latents of a group where those of the block before arrive, by the stored tensor that holds it.
 
     LayerNorm's `norm_weight` and `norm_bias`, then the gate's: `gate_weight` [r, r] and `gate_bias` [r] of a dense one; `gate_rows`
-    [a, a] and `gate_columns` [b, b] of a tensor one, which takes a latent as [a, b]. Vectors of all slots share one
-    tensor; matrices have one a slot, `gate_weight_q`, for ranks may differ.
+    [a, a] and `gate_columns` [b, b] of a tensor one, which takes a latent as [a, b]. The LayerNorm's of all slots share one
+    tensor; a gate's have one a slot, `gate_weight_q`: ranks may differ, and a bias that several GEMMs share would tie
+    their weight gradients together, which torch's zero-bubble schedule computes twice then.
     """
     shapes: dict[str, Callable[[int], tuple[int, ...]]] = {"norm_weight": lambda r: (r,), "norm_bias": lambda r: (r,)}
     if model.gate == "dense":
@@ -117,7 +120,7 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
         of_slots = {
             slot: Parameter(f"{prefix}.{slot.name}.{name}", shape(slot.rank or 0), role) for slot in group.slots
         }
-        if len(shape(1)) == 1:
+        if name.startswith("norm_"):
             stored[name] = tuple(of_slots.values())
         else:
             stored |= {f"{name}_{slot.name.partition('.')[2]}": (each,) for slot, each in of_slots.items()}
@@ -173,7 +176,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Floating-point operations of forward and backward for one token: what model FLOP utilisation (MFU) counts.
+    """Floating-point operations of forward and backward for one token: what model FLOP utilization (MFU) counts.
 
     6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and attention.
     Recomputation is never counted.

@@ -1,4 +1,4 @@
-"""Factors as the optimizers that need whole ones meet them, and what of them is worked on at once. Arithmetic only.
+"""Factor shapes and buckets for optimizers that need whole factors.
 
 A factor is tall here: [n, r], B as it is and A transposed; n is the wide side as one TP process holds it, r the whole rank.
 """
@@ -20,9 +20,9 @@ class FactorShape:
     rows: int
     """n: d_in of an A, d_out of a B, or this process's part of it."""
     rank: int
-    """r, whole, even where the rank is cut."""
+    """r, the full rank even if it is sharded."""
     sharded: Literal["rows", "rank"] | None
-    """What TP processes share of it; None: each holds all of it."""
+    """The dimension that TP shards; None: replicated."""
 
     @property
     def elements(self) -> int:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from boost.config import rules
 from boost.config.schema import Config, ModelConfig
 from boost.config.section import Tagged
+from boost.config.text import brief, brief_text, read_toml
 from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
@@ -105,22 +106,16 @@ def read_source(source: str) -> dict[str, Any]:
     """The document of a preset or of a file, unchecked. Raises ConfigError."""
     path = Path(source)
     if source in presets():
-        text = (_PRESETS / f"{source}.toml").read_text(encoding="utf-8")
-    elif path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{source} is not a UTF-8 text file (byte {error.start}); a configuration is TOML"
-            ) from None
-    else:
-        raise ConfigError(
-            f"no configuration file and no preset named '{source}'; {_suggest(source, presets(), 'preset')}"
-        )
+        return tomllib.loads((_PRESETS / f"{source}.toml").read_text(encoding="utf-8"))
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not TOML: {error}") from None
+        found = path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds NUL
+        found = False
+    if found:
+        return read_toml(path)
+    raise ConfigError(
+        f"no configuration file and no preset named '{brief_text(source)}'; {_suggest(source, presets(), 'preset')}"
+    )
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
@@ -177,7 +172,7 @@ def _parse_value(text: str, expected: str) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:  # not TOML, or a number of thousands of digits
+    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, or nested without end
         return text
 
 
@@ -205,6 +200,7 @@ def _explain(error: ValidationError) -> str:
     """The first of pydantic's findings as one line: field, value, nearest valid value."""
     detail = error.errors()[0]
     known, value, context = dict(fields()), detail["input"], detail.get("ctx", {})
+    shown = brief(value)
     key = ".".join(str(part) for part in detail["loc"])
     if key not in known and (flat := f"{detail['loc'][0]}.{detail['loc'][-1]}") in known:
         key = flat  # in a part of a section, whose keys stand in the section itself
@@ -213,31 +209,30 @@ def _explain(error: ValidationError) -> str:
             return f"unknown key '{key}'; {_suggest(key, known, 'key')}"
         return f"unknown section '{key}'; {_suggest(key, Config.model_fields, 'section')}"
     if key in Config.model_fields:
-        return f"{key} = {value!r} is not a section; write its keys under [{key}]"
+        return f"{key} = {shown} is not a section; write its keys under [{key}]"
     match detail["type"]:
         case "misplaced":
             return detail["msg"]
         case "literal_error":
             choices = [str(choice) for choice in get_args(known[key].annotation)]
             near = _suggest(str(value), choices, "value")
-            return f"{key} = {value!r} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith(
-                "did you mean"
-            )
+            return f"{key} = {shown} is not one of {', '.join(choices)}" + f"; {near}" * near.startswith("did you mean")
         case "greater_than_equal":
-            return f"{key} = {value} is too small; smallest valid value: {context['ge']}"
+            return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
-            return f"{key} = {value} is too small; it must be more than {context['gt']}"
+            return f"{key} = {shown} is too small; it must be more than {context['gt']}"
         case "less_than":
-            return f"{key} = {value} is too large; it must be less than {context['lt']}"
+            return f"{key} = {shown} is too large; it must be less than {context['lt']}"
         case "string_too_short":
             return f"{key} is empty; write a path"
+        case "string_pattern_mismatch":
+            return f"{key} = {shown} holds a character that no path has (NUL); write another path"
         case "less_than_equal":
-            return f"{key} = {value} is too large; largest valid value: {context['le']}"
-    shown = repr(value)
+            return f"{key} = {shown} is too large; largest valid value: {context['le']}"
     if key.startswith(f"{RANKS}."):
         return f"{key} = {shown} is not of type integer; write {key} = integer"
     if key not in known:  # an item of a list
-        key, shown = key.rpartition(".")[0], f"an item {value!r}"
+        key, shown = key.rpartition(".")[0], f"an item {shown}"
     examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }"}
     default = examples.get(type_name(known[key]), known[key].default)
     example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from boost.config.architecture import block_parameters
 from boost.config.layouts import layout_names, layout_spec, layouts_of, num_shards, spec_of
 from boost.config.numbers import nearest
-from boost.config.schema import Config
+from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
 
 
@@ -23,8 +24,33 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _pipeline_problems(config)
 
 
+MAX_PARAMETERS = 10**13
+"""Ten times what anyone has trained: beyond it a dimension is a typing error, which would only show as memory that is not there."""
+_USUAL = {"model.dim": 16384, "model.layers": 128, "model.vocab_size": 262144, "model.ffn_dim": 65536}
+"""Of the largest models, to tell which dimension is out of proportion."""
+
+
+def _size_problems(model: ModelConfig) -> Iterator[str]:
+    of_block = sum(parameter.size for parameter in block_parameters(model, 0))
+    total = model.layers * of_block + 2 * model.vocab_size * model.dim
+    if total > MAX_PARAMETERS:
+        field, value = out_of_proportion(model)
+        yield (
+            f"{field} = {value} makes a model of {total:.1e} parameters; the largest that boost builds has "
+            f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
+        )
+
+
+def out_of_proportion(model: ModelConfig) -> tuple[str, int]:
+    """The dimension, and its value, that is largest compared with those of the largest models."""
+    values: dict[str, int] = {field: getattr(model, field.partition(".")[2]) for field in _USUAL}
+    field = max(values, key=lambda name: values[name] / _USUAL[name])
+    return field, values[field]
+
+
 def _model_problems(config: Config) -> Iterator[str]:
     model = config.model
+    yield from _size_problems(model)
     if model.dim % 2:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
         yield f"model.dim = {model.dim} must be even, for the pairs of rotary; nearest valid value: {best}"
@@ -227,6 +253,8 @@ def _train_problems(config: Config) -> Iterator[str]:
             f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
             f"{dp} x {train.micro_batch} = {chunk}; nearest valid value: {best}"
         )
+    if train.keep_best and not train.eval_every:
+        yield "train.keep_best = true needs periodic evaluations, and train.eval_every = 0; set train.eval_every, such as to 100"
     yield from _recompute_problems(config)
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}
     if widths[train.param_dtype] < widths[train.compute_dtype]:

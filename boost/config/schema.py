@@ -146,10 +146,37 @@ class TrainConfig(Section):
     """Held-out tokens per periodic evaluation; 0: all of them. The final evaluation always uses all."""
 
     save_every: Natural = 0
-    """Steps between checkpoints; 0: only at the end (and on SIGTERM)."""
+    """Steps between checkpoints; 0: by wall clock only (save_minutes). There is always one at the end and on a stop signal."""
+
+    save_minutes: NonNegative = 30.0
+    """Minutes between checkpoints, in addition to save_every; 0: none by wall clock."""
+
+    async_save: bool = True
+    """True: a checkpoint is copied to host memory (pinned on GPUs) and written in the background; training stalls for the copy
+    only. Needs host memory for one copy of this process's share of weights and optimizer state, none on the GPU. False:
+    training waits until it is written. The last checkpoint of a run is always waited for."""
 
     keep: Count = 3
-    """Number of complete checkpoints to keep; older ones are removed once a newer one is complete."""
+    """Number of complete checkpoints to keep; older ones are removed once a newer one is complete. The newest one that a later
+    healthy step has proven stays in any case."""
+
+    keep_every: Natural = 0
+    """Checkpoints of every so many steps are never removed; 0: of none."""
+
+    keep_best: bool = False
+    """True: also save whenever the held-out loss of a periodic evaluation is the lowest so far, and keep that checkpoint."""
+
+    spike_sigma: NonNegative = 6.0
+    """A loss or gradient norm that is more than this many standard deviations above the mean of the last 128 healthy steps is a
+    spike: a warning, and no periodic checkpoint until it is over; 0: never. Losses above 1.5 ln(vocab_size) count as diverged."""
+
+    on_spike: Literal["warn", "rollback"] = "warn"
+    """What a spike or divergence does. warn: the run continues. rollback: it returns to the newest checkpoint from before, skips
+    the data since then, and gives up if three rollbacks do not bring it past the trouble."""
+
+    check_replicas_every: Natural = 100
+    """Steps between checks that all replicas hold the same weights, bit for bit, and only finite ones; also made before the first
+    step and before each checkpoint. Reads the weights three times and exchanges 32 bytes per process. 0: never."""
 
     log_every: Count = 10
     """Steps between log lines when stdout is not a terminal. metrics.jsonl has every step."""
@@ -168,6 +195,14 @@ class DataConfig(Section):
     isolate_documents: bool = False
     """True: tokens attend only to earlier tokens of their own document; False: to all earlier tokens of their sequence."""
 
+    verify: bool = True
+    """True: every byte of the store is verified before the first step, once per machine as long as size, modification time and
+    inode of its files stay the same (1 to 2 GB/s per core, up to 8 cores); False: only the sizes of files are."""
+
+    recheck_every: Natural = 100
+    """Steps between samples in training: each process verifies one random block of 4 MB of the training tokens (about 5 ms).
+    0: never."""
+
 
 class RunConfig(Section):
     """Run directory, device and experiment trackers."""
@@ -178,8 +213,25 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU of this process if there is one, else the CPU."""
 
+    fallback_dir: str = ""
+    """Folder for the last checkpoint of a run if run.dir cannot be written (under the absolute path of run.dir, so several runs
+    may share it); all nodes must share it. '--resume auto' looks there too. Empty: none."""
+
+    save_retry_minutes: NonNegative = 30.0
+    """How long the last save of a run retries when it cannot write, such as on a full disk: one warning per attempt, then
+    fallback_dir if there is one (at once where a signal stops the run). 0: no retry."""
+
     timeout_s: Count = 600
-    """Timeout of a collective in seconds; a hung collective then ends the run."""
+    """Timeout in seconds of a collective of a step; one that hangs ends the run, which names the process that did not respond."""
+
+    startup_timeout_s: Count = 1800
+    """The same before the first step: joining, loading weights, verifying a checkpoint."""
+
+    eval_timeout_s: Count = 1800
+    """The same during an evaluation."""
+
+    save_timeout_s: Count = 1800
+    """The same during a save, while processes wait for those that write."""
 
     peak_tflops: NonNegative = 0.0
     """Peak TFLOP/s of one device in compute_dtype, for MFU; 0: from a table of GPUs, or a measured GEMM on a CPU."""

@@ -23,7 +23,7 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Place = Annotated[str, Field(min_length=1)]
+Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Pipeline stages: which blocks each holds, balanced by what they cost, and which process holds which. Arithmetic only.
+"""Pipeline stages: blocks per stage, balanced by cost, and the assignment of stages to pipeline ranks.
 
 Stage s of pp x v stages belongs to pipeline process s mod pp, so that a process with several has them pp apart. The first
 stage embeds, the last one predicts.
@@ -27,12 +27,12 @@ class Stage:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether tokens enter here."""
+        """Whether this stage has the embedding."""
         return self.index == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether the loss is formed here."""
+        """Whether this stage has the head and the loss."""
         return self.index == self.count - 1
 
     @property
@@ -59,7 +59,7 @@ def stages(config: Config) -> tuple[Stage, ...]:
 
 
 def stages_of(config: Config, pp_rank: int) -> tuple[Stage, ...]:
-    """The stages that pipeline process `pp_rank` holds."""
+    """The stages of pipeline rank `pp_rank`."""
     return stages(config)[pp_rank :: config.parallel.pp]
 
 
@@ -91,7 +91,7 @@ def costs(config: Config) -> Costs:
 
 @functools.lru_cache(maxsize=4096)
 def balanced(costs: Costs, count: int) -> tuple[int, ...]:
-    """Blocks of each of `count` stages, at least one: the cheapest worst stage, and of those splits the evenest.
+    """Blocks per stage, at least one each: minimizes the slowest stage, then prefers the most even split.
 
     Exact, by dynamic programming over (stage, blocks before it).
     """

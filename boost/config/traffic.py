@@ -1,4 +1,4 @@
-"""Numbers of the wire on which runtime and performance model must agree: one place, arithmetic only."""
+"""Communication constants shared by the runtime and the performance model."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Collective:
     phase: str
     """forward | recompute | backward (of one micro-batch) | step (once an optimizer step)"""
     kind: str
-    """all-reduce | all-gather | reduce-scatter | all-to-all | send (to the neighbour in a pipeline)"""
+    """all-reduce | all-gather | reduce-scatter | all-to-all | send (to the neighbor in a pipeline)"""
     shape: tuple[int, ...]
     """The payload: the tensor (all-reduce), the gathered tensor (all-gather, reduce-scatter), one process's part of
     the tensor (all-to-all), what is sent (send)."""
@@ -38,7 +38,7 @@ class Collective:
     layer: int | None = None
     """Number of the block, for the four groups and for weights that are gathered with it."""
     axis: str = "tp"
-    """Which processes take part: tp | dp | replicas (dp x tp) | pp (two neighbours) | world."""
+    """Which processes take part: tp | dp | replicas (dp x tp) | pp (two neighbors) | world."""
 
     @property
     def elements(self) -> int:
@@ -47,7 +47,7 @@ class Collective:
 
     @property
     def on_the_wire(self) -> tuple[str, str, int, str, int]:
-        """What can be seen of it while it runs: (phase, kind, elements, dtype, processes). Blocks recompute in backward."""
+        """What is observable at run time: (phase, kind, elements, dtype, processes). Recomputation is part of backward."""
         phase = "backward" if self.phase == "recompute" else self.phase
         return phase, self.kind, self.elements, self.dtype, self.processes
 
@@ -66,12 +66,12 @@ def statistic_dtype(dtype: str) -> str:
 
 
 def statistic_columns(dtype: str, processes: int) -> int:
-    """Elements a token that the statistic of online RMSNorm adds to a payload of `dtype`."""
+    """Elements per token that online RMSNorm's statistic adds to a payload of `dtype`."""
     return 1 if dtype == statistic_dtype(dtype) else STATISTIC_TERMS * processes
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Tokens whose logits over `vocabulary` local rows are alive at once."""
+    """Tokens per chunk of logits over `vocabulary` local rows."""
     return max(CHUNK_ELEMENTS // vocabulary, 1)
 
 

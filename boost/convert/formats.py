@@ -23,7 +23,7 @@ _FIELDS = {
 }
 """Ours and LLaMA's names of what both always have."""
 _OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
-"""What a folder with our modelling file says under our names."""
+"""What a folder with our modeling file says under our names."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
 
@@ -168,7 +168,7 @@ def _refuse_what_ours_has_not(content: dict[str, Any], where: str) -> None:
         raise ConfigError(f"head_dim = {width!r} in {where}: our decoder's heads are as wide as {legal}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"quantization_config ({method!r}) in {where}: import the weights that were quantised")
+        raise ConfigError(f"quantization_config ({method!r}) in {where}: import the weights that were quantized")
 
 
 def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights of others as a checkpoint of ours at step 0, in one stream; or dense weights as the start of a low-rank model."""
+"""Imports Hugging Face weights as a checkpoint at step 0, streaming; or factors dense weights into a low-rank model."""
 
 import json
 import math
@@ -59,7 +59,7 @@ class FolderWeights:
         if folder.model.layers > len(self._tensors.shapes):  # before every layer is gone through
             stored = f"{len(self._tensors.shapes)} tensors"
             raise ConfigError(
-                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but {stored} are there"
+                f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
             )
         self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, folder.form)}
         self._tied = folder.tied
@@ -150,8 +150,8 @@ def open_weights(source: Path, truncation: Truncation | None) -> Weights:
         weights: Weights = FolderWeights(source)
     elif truncation is None:
         raise ConfigError(
-            f"'{source}' is a checkpoint of boost already; start a run from it by: boost train --start-from {source}, or "
-            "factor it by --family svd"
+            f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
+            "factor it with --family svd"
         )
     else:
         weights = CheckpointWeights(find_checkpoint(source))

@@ -2,7 +2,7 @@
 
 llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same, of svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
-boost   our own modelling file: factors and crossings as they are, inside LLaMA's module names
+boost   our own modeling file: factors and crossings as they are, inside LLaMA's module names
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The truncated SVD of every linear of a dense model: where a low-rank model starts from trained weights.
+"""Truncated SVD of every linear of a dense model, to start a low-rank model from trained weights.
 
 W is replaced by the closest B A of its rank (Eckart-Young); what is lost is said of each linear. `boost/models/factorize.py`
 has the mathematics.
@@ -48,7 +48,7 @@ class Truncation:
 
 @dataclass(frozen=True)
 class FactoredLinear:
-    """What became of one linear."""
+    """Result for one linear."""
 
     name: str
     """layers.3.attn.q"""
@@ -62,7 +62,7 @@ class FactoredLinear:
 
 
 class Factorizer:
-    """Factors linears one after the other and remembers what was lost."""
+    """Factors linears one after another and records the error."""
 
     def __init__(self, dense: ModelConfig, truncation: Truncation) -> None:
         truncation.check(dense)

@@ -21,7 +21,7 @@ class Vocabulary:
     """The tokenizer that comes with weights."""
 
     json: str
-    """Its file, as `boost prepare` would keep it, so that a token store of the same tokenizer is recognised."""
+    """Its file, as `boost prepare` would keep it, so that a token store of the same tokenizer is recognized."""
     fingerprint: str
     eos: int | None
     """Its end-of-document token, where that can be told."""

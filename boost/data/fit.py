@@ -5,14 +5,20 @@ from pathlib import Path
 from boost.config import Config
 from boost.data.batches import Batches, EvaluationBatches
 from boost.data.store import TokenStore
+from boost.data.verify import Progress, verify_once
 from boost.errors import ConfigError
 
 
-def open_fitting_store(config: Config) -> TokenStore:
-    """The token store of a configuration. Raises DataError or ConfigError if it is missing, damaged, too small for one
-    sequence, or has more tokens in its vocabulary than the model."""
+def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
+    """The token store of a configuration, verified unless data.verify is false. Raises DataError or ConfigError if it is
+    missing, damaged, too small for one sequence, or has more tokens in its vocabulary than the model.
+
+    `progress` goes around the blocks that are read, if this machine has not verified the store before.
+    """
     store = TokenStore.open(Path(config.data.store))
     check_vocabulary(config, store)
+    if config.data.verify:
+        verify_once(store, progress)
     Batches(store.split("train"), config.train.seq_len, config.train.global_batch, config.train.seed)
     EvaluationBatches(store.split("heldout"), config.train.seq_len, config.train.micro_batch)
     return store
@@ -24,6 +30,6 @@ def check_vocabulary(config: Config, store: TokenStore) -> None:
         tp = config.parallel.tp
         legal = -(-store.vocab_size // tp) * tp
         raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size}, but data.store = '{store.path}' holds tokens up to "
+            f"model.vocab_size = {config.model.vocab_size}, but data.store = '{store.path}' contains token ids up to "
             f"{store.largest_token}; take the size of its tokenizer, {legal}"
         )

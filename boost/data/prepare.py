@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from boost.data.encode import Encoder, cut
-from boost.data.readers import Document
+from boost.data.readers import Document, ReadsAlike
 from boost.data.report import PrepareReport
 from boost.data.sources import Source, open_sources
 from boost.data.split import SplitRule, choose_split
@@ -224,13 +224,14 @@ class _Reading:
         self._sources, self._limit, self._total, self._progress = sources, limit, total, progress
         self.report = PrepareReport()
         self._taken = 0
+        self._alike = ReadsAlike()
 
     def documents(self, phase: str) -> Iterator[Document]:
         self.report = report = PrepareReport()
         self._progress.phase(phase, self._total)
         everything = (document for source in self._sources for document in source.documents(report))
         self._taken = 0
-        for document in islice(everything, self._limit):
+        for document in self._alike.watch(islice(everything, self._limit)):
             self._taken += 1
             yield document
             self._progress.update(report.consumed, self._taken)

@@ -5,12 +5,14 @@ file) or goes to the report (a folder was walked). A problem of one line or row 
 """
 
 import gzip
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from boost.config.text import foreign_encoding
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
@@ -45,6 +47,54 @@ class Document:
     key: str
     text: str
     entry: FileReport
+
+
+def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
+    """Raises `DataError` unless a file is as it was when it was listed: a store of two versions of it would be of neither."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: disappeared during the preparation ({error.strerror}); {_AGAIN}") from None
+    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+        raise DataError(f"{path}: changed during the preparation; {_AGAIN}")
+
+
+_AGAIN = "nothing was written; run it again when nothing else writes to the input"
+
+
+MAX_MARKS = 100_000
+"""Files at whose ends passes are compared, of some hundred bytes each; of more files, the first ones and the last."""
+
+
+class ReadsAlike:
+    """Whether every pass over the input gives the same documents, as far as it goes: files may change and keep size and time."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, bytes] = {}
+        """Digest of the first so many documents, by their number: where files end, and where earlier passes ended."""
+
+    def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Passes documents on. Raises `DataError` where they differ from those of an earlier pass."""
+        digest, count, entry = hashlib.sha256(), 0, None
+        marks = self._marks.copy()
+        try:
+            for document in documents:
+                if entry is not document.entry and len(self._marks) < MAX_MARKS:
+                    self._marks.setdefault(count, digest.digest())
+                entry = document.entry
+                for text in (document.key, document.text):
+                    data = text.encode("utf-8", "surrogatepass")
+                    digest.update(len(data).to_bytes(8, "little") + data)
+                count += 1
+                if marks.get(count, digest.digest()) != digest.digest():
+                    raise DataError(
+                        f"the input changed between two passes over it, in {document.entry.name} or before; {_AGAIN}"
+                    )
+                yield document
+            if count < max(marks, default=0):
+                raise DataError(f"the input became shorter between two passes over it; {_AGAIN}")
+        finally:
+            self._marks[count] = digest.digest()
 
 
 def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
@@ -86,6 +136,8 @@ def _open(path: Path) -> IO[bytes]:
 
 def decode(data: bytes) -> str:
     """Bytes of a file as text without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
+    if encoding := foreign_encoding(data):
+        raise Unreadable(f"{encoding} text, not UTF-8", fix=f"convert it, for example 'iconv -f {encoding} -t utf-8'")
     nul = data.find(b"\0")
     if nul >= 0:
         raise Unreadable(BINARY, f"byte {nul}")

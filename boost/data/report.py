@@ -4,14 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from boost.config.text import printable
+
 # Enough examples to find the trouble; ten million bad lines must not become ten million strings.
 MAX_EXAMPLES = 5
-
-
-def display_name(name: str) -> str:
-    """The name as printable text: file names may hold bytes that are not UTF-8, or control characters."""
-    text = name.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 @dataclass
@@ -41,7 +37,7 @@ class FileReport:
     skipped: dict[str, Skip] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.name = display_name(self.name)
+        self.name = printable(self.name)
 
     def take(self, n_bytes: int) -> None:
         """Counts one document that was read."""
@@ -50,7 +46,7 @@ class FileReport:
 
     def skip(self, reason: str, where: str = "") -> None:
         """Counts one document, line or file that was not read; `where` is its place inside this file."""
-        self.skipped.setdefault(reason, Skip()).add(display_name(where))
+        self.skipped.setdefault(reason, Skip()).add(printable(where))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -70,7 +66,7 @@ class SourceReport:
     files: list[FileReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.name = display_name(self.name)
+        self.name = printable(self.name)
 
     def file(self, name: str) -> FileReport:
         """Opens the entry of one file."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from boost.data.readers import Document, Unreadable, read_file
+from boost.data.readers import Document, Unreadable, read_file, require_unchanged
 from boost.data.report import PrepareReport, SourceReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
@@ -129,6 +129,7 @@ class FilesSource:
         try:
             if file.refused:
                 raise Unreadable(file.refused)
+            require_unchanged(file.path, file.size, file.mtime_ns)
             if file.size == 0:
                 entry.skip("empty")
                 return
@@ -136,6 +137,7 @@ class FilesSource:
                 yield from read_file(file.path, file.key, self.text_field, entry, report)
             except OSError as error:
                 raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+            require_unchanged(file.path, file.size, file.mtime_ns)
         except Unreadable as trouble:
             if file.explicit:
                 where = f" at {trouble.where}" if trouble.where else ""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from boost.data.readers import Document, Unreadable, accept, read_file
+from boost.data.readers import Document, Unreadable, accept, read_file, require_unchanged
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
@@ -52,8 +52,9 @@ class StdlibSource:
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
         section = report.source(self.name)
-        for key, path in self.files:
+        for key, path, listed in self._stats:
             entry = section.file(key)
+            require_unchanged(path, listed.st_size, listed.st_mtime_ns)
             try:
                 try:
                     yield from read_file(path, key, "", entry, report)

@@ -1,6 +1,6 @@
-"""The token store: what `boost prepare` writes and training reads through memory maps.
+"""The token store: what `boost prepare` writes and training reads.
 
-    STORE/store.json           what it holds: format, tokenizer, sizes, input fingerprint, options, report
+    STORE/store.json           what it holds: format, tokenizer, sizes, input fingerprint, options, report, digests of all files
     STORE/report.json          the report file by file
     STORE/tokenizer.json       the Hugging Face tokenizer
     STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents one after another
@@ -10,6 +10,7 @@
 Every document ends with the end-of-document token. A store appears under its name only when it is complete.
 """
 
+import bisect
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 
@@ -39,18 +41,20 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a store: `tokens` [n_tokens] (uint16 or uint32) and `documents` [n_documents + 1] (int64), mapped.
+    """One split of a store: `tokens` [n_tokens] (uint16 or uint32) and `documents` [n_documents + 1] (int64), read when used.
 
     `n_bytes` is the UTF-8 length of the text the tokens came from, without end-of-document tokens.
     """
 
     name: str
     path: Path
-    tokens: npt.NDArray[Any]
-    documents: npt.NDArray[np.int64]
+    tokens: "FileArray | npt.NDArray[Any]"
+    documents: "FileArray | npt.NDArray[np.int64]"
     n_bytes: int
     vocab_size: int
     eos: int
+    largest_token: int | None = None
+    """Largest id that may occur; None: vocab_size - 1."""
 
     @property
     def n_tokens(self) -> int:
@@ -61,15 +65,20 @@ class Split:
         return len(self.documents) - 1
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [length] from `start`, copied to int64. Raises IndexError beyond the split's ends."""
+        """Tokens [length] from `start`, copied to int64. Raises IndexError beyond the split's ends, `DataError` if the file
+        became shorter or holds what is no token: a GPU would only say that an assertion failed."""
         self._check(start, length)
-        return np.asarray(self.tokens[start : start + length], dtype=np.int64)
+        tokens = np.asarray(self.tokens[start : start + length], dtype=np.int64)
+        limit = self.vocab_size - 1 if self.largest_token is None else self.largest_token
+        if (largest := tokens.max(initial=0)) > limit:
+            raise damaged(self.path, f"{self.name}.tokens holds token {largest} near {start}, beyond {limit}")
+        return tokens
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
         """For each of `length` positions from `start`, its document counted from the window's first, int32 [length]."""
         self._check(start, length)
-        first = int(np.searchsorted(self.documents, start, side="right"))
-        last = int(np.searchsorted(self.documents, start + length, side="left"))
+        first = bisect.bisect_right(self.documents, start)
+        last = bisect.bisect_left(self.documents, start + length)
         begins = np.asarray(self.documents[first:last]) - start
         return np.searchsorted(begins, np.arange(length), side="right").astype(np.int32)
 
@@ -103,14 +112,14 @@ class TokenStore:
         path = Path(path)
         meta = read_meta(path)
         if meta["format"] != FORMAT:
-            raise _damaged(path, f"has format {meta['format']}, this version of boost reads {FORMAT}")
+            raise damaged(path, f"has format {meta['format']}, this version of boost reads {FORMAT}")
         try:
             tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
             fingerprint = tokenizer_fingerprint(tokenizer_json)
-        except (OSError, ValueError) as error:
-            raise _damaged(path, f"{TOKENIZER_FILE} cannot be read ({error})") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise damaged(path, f"{TOKENIZER_FILE} cannot be read ({error})") from error
         if fingerprint != meta["tokenizer_fingerprint"]:
-            raise _damaged(path, f"{TOKENIZER_FILE} is not the tokenizer that made the tokens")
+            raise damaged(path, f"{TOKENIZER_FILE} is not the tokenizer that made the tokens")
         store = cls(path, meta, tokenizer_json)
         for name in SPLITS:
             store._check_files(name)
@@ -125,12 +134,12 @@ class TokenStore:
         for file, size in expected.items():
             found = (self.path / file).stat().st_size if (self.path / file).is_file() else None
             if found is None:
-                raise _damaged(self.path, f"{file} is missing")
+                raise damaged(self.path, f"{file} is missing")
             if found != size:
-                raise _damaged(self.path, f"{file} has {found} bytes, {STORE_FILE} says {size}")
+                raise damaged(self.path, f"{file} has {found} bytes, {STORE_FILE} says {size}")
         offsets = self.split(name).documents
         if offsets[0] != 0 or offsets[-1] != sizes["tokens"]:
-            raise _damaged(self.path, f"{name}.documents does not span the {sizes['tokens']} tokens")
+            raise damaged(self.path, f"{name}.documents does not span the {sizes['tokens']} tokens")
 
     @property
     def vocab_size(self) -> int:
@@ -152,6 +161,11 @@ class TokenStore:
         """The tokenizer's fingerprint, to be kept with a model trained on this store."""
         return str(self.meta["tokenizer_fingerprint"])
 
+    @property
+    def blocks(self) -> dict[str, str] | None:
+        """Digests of the blocks of each file, one after another (`boost.data.blocks`); None in stores of earlier releases."""
+        return self.meta.get("blocks")
+
     def content(self, split: str) -> str:
         """sha256 (hex) of a split's tokens: the same text and tokenizer give the same, wherever it was prepared."""
         return str(self.meta["splits"][split]["sha256"])
@@ -164,6 +178,11 @@ class TokenStore:
     @cached_property
     def _tokenizer(self) -> "Tokenizer":
         return parse_tokenizer(self._tokenizer_json)
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The tokenizer as it was when the store was opened, whatever has become of its file."""
+        return self._tokenizer_json
 
     def tokenizer(self) -> "Tokenizer":
         """The tokenizer of this store; see `load_tokenizer` for how it encodes."""
@@ -178,30 +197,33 @@ class TokenStore:
             )
 
     def split(self, name: str) -> Split:
-        """The split `train` or `heldout`, mapped into memory."""
+        """The split `train` or `heldout`."""
         sizes = self.meta["splits"][name]
         return Split(
             name=name,
             path=self.path,
-            tokens=np.memmap(self.path / f"{name}.tokens", dtype=np.dtype(self.meta["dtype"]), mode="r"),
-            documents=np.memmap(self.path / f"{name}.documents", dtype=OFFSET_DTYPE, mode="r"),
+            tokens=FileArray(self.path / f"{name}.tokens", np.dtype(self.meta["dtype"])),
+            documents=FileArray(self.path / f"{name}.documents", OFFSET_DTYPE),
             n_bytes=int(sizes["bytes"]),
             vocab_size=self.vocab_size,
             eos=self.eos,
+            largest_token=int(sizes["largest_token"]),
         )
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The content of `store.json`. Raises `DataError` when there is no finished store or the file is damaged."""
     if not path.exists():
+        if (old := path.with_name(f"{path.name}.boost-old")).exists():
+            raise DataError(f"{path}: its replacement was interrupted; run that 'boost prepare' again, or rename {old}")
         raise DataError(f"{path}: no token store here; make it with: boost prepare --stdlib --out {path}")
     if not (path / STORE_FILE).is_file():
         raise DataError(f"{path}: not a token store (no {STORE_FILE}); make one with: boost prepare INPUT --out STORE")
     try:
         meta = json.loads((path / STORE_FILE).read_text(encoding="utf-8"))
         _check_shape(meta)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"{STORE_FILE} is damaged ({type(error).__name__}: {error})") from error
     return dict(meta)
 
 
@@ -218,7 +240,24 @@ def _check_shape(meta: Any) -> None:
         meta["splits"][name]["sha256"]
         if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
             raise ValueError(f"split {name} is empty")
+    if "blocks" in meta:  # stores of earlier releases have no digests but those of tokens
+        files = {
+            REPORT_FILE,
+            TOKENIZER_FILE,
+            *(f"{name}.{kind}" for name in SPLITS for kind in ("tokens", "documents")),
+        }
+        if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
+            raise ValueError("the digests are not those of its files")
+        if seal(meta)["digest"] != meta["digest"]:
+            raise ValueError("its digest is not the one of its content")
 
 
-def _damaged(path: Path, what: str) -> DataError:
+def seal(meta: dict[str, Any]) -> dict[str, Any]:
+    """The content of `store.json` with a digest of itself."""
+    content = {key: value for key, value in meta.items() if key != "digest"}
+    return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}
+
+
+def damaged(path: Path, what: str) -> DataError:
+    """The error of a store that is not what was written."""
     return DataError(f"{path}: {what}; rebuild it with: boost prepare INPUT --out {path} --overwrite")

@@ -130,7 +130,7 @@ def _configured_eos(folder: str | Path | None) -> str:
     file = Path(folder or os.devnull, "tokenizer_config.json")
     try:
         token: Any = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""
     if isinstance(token, dict):
         token = token.get("content")

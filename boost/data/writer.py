@@ -1,15 +1,19 @@
 """Writing a token store so that a reader sees the old one, or the new one complete, or none.
 
-All writing goes to `STORE.boost-tmp` next to the store; the last act is a rename. `STORE.boost-lock` is locked
+All writing goes to `STORE.boost-tmp` next to the store and is read back there; the last act is a rename, or an exchange of names
+with an older store. `STORE.boost-lock` is locked
 meanwhile, so whatever `.boost-tmp` or `.boost-old` the holder of the lock finds was left by a process that is gone.
 """
 
+import ctypes
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE
+from boost.data.blocks import BlockDigests
+from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, seal
+from boost.data.verify import verify
 from boost.errors import DataError, StorageError
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -59,38 +65,44 @@ def locked(store: Path) -> Iterator[None]:
 
 
 def _recover(store: Path) -> None:
-    """Removes an unfinished store, and restores an old one whose replacement was interrupted between its two renames."""
-    old = sibling(store, "old")
-    if old.exists():
-        if (store / STORE_FILE).exists():
-            shutil.rmtree(old)
-        elif not store.exists():
-            os.rename(old, store)
-    shutil.rmtree(sibling(store, "tmp"), ignore_errors=True)
+    """Removes an unfinished store. Restores an old one whose replacement was interrupted between two renames, or is damaged."""
+    old, temporary = sibling(store, "old"), sibling(store, "tmp")
+    _remove(temporary)
+    if not old.exists():
+        return
+    if _opens(store):
+        shutil.rmtree(old)
+    elif not store.exists():
+        os.rename(old, store)
+    elif (store / STORE_FILE).exists() and _opens(old):
+        os.rename(store, temporary)
+        os.rename(old, store)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _opens(store: Path) -> bool:
+    try:
+        TokenStore.open(store)
+    except DataError:
+        return False
+    return True
 
 
 @contextmanager
 def new_store(store: Path) -> Iterator[Path]:
     """Yields an empty folder; on leaving without an error it becomes `store`, replacing an older one. Hold `locked`.
 
-    On any error the folder is removed and an existing store is as it was. Raises `StorageError` when the disk is full.
+    What was written is read back before it gets its name. On any error the folder is removed and an existing store is as it
+    was. Raises `StorageError` when the disk is full, `DataError` when what was written is not what can be read.
     """
     folder = sibling(store, "tmp")
     try:
         folder.mkdir()
         yield folder
         _sync(folder)
-        old = sibling(store, "old")
-        if store.exists():
-            os.rename(store, old)
-        try:
-            os.rename(folder, store)
-        except OSError:
-            if old.exists():
-                os.rename(old, store)
-            raise
+        _read_back(folder, store)
+        _publish(folder, store)
         _sync_one(store.parent)
-        shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -99,6 +111,51 @@ def new_store(store: Path) -> Iterator[Path]:
                 f"free some space or choose another --out"
             ) from error
         raise
+    for rest in (folder, sibling(store, "old")):
+        _remove(rest)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or the link that was in its place."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_back(folder: Path, store: Path) -> None:
+    try:
+        verify(TokenStore.open(folder))
+    except DataError as error:
+        why = str(error).removeprefix(f"{folder}: ").partition(";")[0]
+        raise DataError(
+            f"{store}: what was written cannot be read back ({why}); nothing was changed; check the disk and run it again"
+        ) from None
+
+
+def _publish(folder: Path, store: Path) -> None:
+    """Gives a finished store its name. What had it is then in `folder` or in `STORE.boost-old`."""
+    if not store.exists():
+        os.rename(folder, store)
+    elif not _exchange(folder, store):
+        old = sibling(store, "old")
+        os.rename(store, old)
+        try:
+            os.rename(folder, store)
+        except OSError:
+            os.rename(old, store)
+            raise
+
+
+_EXCHANGE = 2
+"""RENAME_EXCHANGE of Linux."""
+_HERE = -100
+"""AT_FDCWD."""
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two names at once, where system and file system can (not NFS): then no moment is without a store."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
 
 
 def _sync(folder: Path) -> None:
@@ -111,6 +168,8 @@ def _sync_one(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+        if hasattr(os, "posix_fadvise") and path.is_file():  # so that reading it back asks the disk
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
@@ -126,8 +185,9 @@ class TokenWriter:
         # Unbuffered: a full disk must fail the write, not every later close.
         self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
         self._documents = {name: self._create(f"{name}.documents") for name in SPLITS}
-        for file in self._documents.values():
-            write_all(file, bytes(OFFSET_DTYPE.itemsize))
+        self._blocks: dict[str, BlockDigests] = defaultdict(BlockDigests)
+        for name in SPLITS:
+            self._write(f"{name}.documents", self._documents[name], bytes(OFFSET_DTYPE.itemsize))
 
     def _create(self, name: str) -> Any:
         return self._files.enter_context(open(self.folder / name, "xb", buffering=0))
@@ -145,21 +205,27 @@ class TokenWriter:
             tokens = np.append(tokens, self.dtype.type(self.eos))
         content = tokens.tobytes()
         self._digests[split].update(content)
-        write_all(self._tokens[split], content)
+        self._write(f"{split}.tokens", self._tokens[split], content)
         sizes = self.sizes[split]
         sizes["tokens"] += len(tokens)
         sizes["bytes"] += n_bytes
         sizes["largest_token"] = max(sizes["largest_token"], int(tokens.max(initial=0)))
         if end:
             sizes["documents"] += 1
-            write_all(self._documents[split], np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes())
+            end_of_it = np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes()
+            self._write(f"{split}.documents", self._documents[split], end_of_it)
+
+    def _write(self, name: str, file: Any, data: bytes) -> None:
+        self._blocks[name].update(data)
+        write_all(file, data)
 
     def finish(self, tokenizer_json: str, meta: dict[str, Any], details: dict[str, Any]) -> None:
         """Writes the tokenizer, the detailed report and, last, `store.json` with `meta` and the sizes."""
-        (self.folder / TOKENIZER_FILE).write_text(tokenizer_json, encoding="utf-8")
-        (self.folder / REPORT_FILE).write_text(json.dumps(details, indent=1) + "\n", encoding="utf-8")
+        for name, text in ((TOKENIZER_FILE, tokenizer_json), (REPORT_FILE, json.dumps(details, indent=1) + "\n")):
+            self._write(name, self._create(name), text.encode())
         splits = {name: {**self.sizes[name], "sha256": self._digests[name].hexdigest()} for name in SPLITS}
-        content = {**meta, "dtype": self.dtype.str, "splits": splits}
+        blocks = {name: digests.finish() for name, digests in self._blocks.items()}
+        content = seal({**meta, "dtype": self.dtype.str, "splits": splits, "blocks": blocks})
         (self.folder / STORE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

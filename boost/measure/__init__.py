@@ -1,1 +1,1 @@
-"""What the product itself measures: memory of a step, the speed of a machine, predictions against measured steps."""
+"""Measurements: memory of a step, the speed of a machine, predictions against measured steps."""

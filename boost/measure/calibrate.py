@@ -1,7 +1,7 @@
-"""`boost plan calibrate`: a hardware profile of the machine at hand, from sweeps of a minute or two.
+"""`boost plan calibrate`: a hardware profile of this machine, from sweeps of a minute or two.
 
-Every process of the machine measures at once, as in training, and then one by itself. What is fitted to the points is what
-`boost.plan.hardware` says an operation costs; how well it fits is printed.
+All processes measure at once, as in training, and then one process alone. The cost model of `boost.plan.hardware` is fitted to
+the points, and the error of the fit is printed.
 """
 
 import itertools
@@ -87,10 +87,10 @@ def profile_of(
 
 
 def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
-    """(speed as `GemmSpeed` has it, mean error): the law of four constants nearest to the logarithms of measured times.
+    """(`GemmSpeed` parameters, mean error): least absolute error of the log of measured times.
 
-    Points count by the square root of their time: a step spends most of its time in large products. The mean of absolute
-    errors is minimised, by turns in each constant, which outliers of a busy machine do not pull at.
+    Points are weighted by the square root of their time, since a step spends most of its time in large GEMMs. Absolute
+    errors are robust to outliers of a busy machine; they are minimized by coordinate descent.
     """
     shapes = np.array([p.shape for p in points], float)
     seconds = np.array([p.seconds for p in points])
@@ -110,7 +110,7 @@ def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
 
 
 def _descend(error: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
-    """A minimum near `start`, by steps along each axis that shrink."""
+    """A minimum near `start`, by coordinate descent with shrinking steps."""
     best, least, step = start, error(start), 1.0
     while step > 1e-3:
         tried = [best + direction * step * axis for axis in np.eye(len(best)) for direction in (1, -1)]
@@ -146,7 +146,7 @@ def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
 
 
 def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, float]]:
-    """Speed at each width of a head: a line of time per score and token through the measured lengths."""
+    """Speed per head dimension: a linear fit of time per score over the measured lengths."""
     result = []
     forward, backward = (by_name[f"{name} {dtype}"] for name in ("attention", "attention backward"))
     for head_dim in sorted({point.shape[3] for point in forward}):
@@ -173,7 +173,7 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
-    """Collectives as measured; a latency and a bandwidth for those that are not."""
+    """Measured collectives, and a latency and a bandwidth for all others."""
     if not points:
         return {"latency_us": 0.0, "gb_s": 1.0, "known": False}
     measured: dict[str, list[list[float]]] = defaultdict(list)
@@ -184,7 +184,7 @@ def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     gathers = [point for point in points if point.name == "all-gather" and point.shape == most.shape]
     return {
         "latency_us": round(least.seconds * 1e6, 2),
-        # What is sent to a neighbour goes as fast as a gather sends it: all of its payload but the own part.
+        # A send to a neighbor is as fast as a gather, which sends its payload except the local shard.
         "gb_s": round(most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers) / 1e9, 3),
         "measured": dict(measured),
     }
@@ -219,7 +219,7 @@ def _collectives(watch: Stopwatch, dtypes: Sequence[str], quick: bool) -> list[P
 
 
 def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
-    """Microseconds that the host needs for an operation: what a model of almost no work takes beyond that work."""
+    """Host microseconds per operation: the time of a model with almost no work, minus that work."""
     tiny = from_tree(
         {
             "model": {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16},
@@ -253,7 +253,7 @@ def _write(out: Path, profile: dict[str, Any]) -> None:
 
 
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
-    """What was found, in a few lines."""
+    """A summary in a few lines."""
     lines = [f"{hardware.title}: {out}"]
     for kind, each in points.items():
         for dtype in sorted({point.dtype for point in each}):
@@ -261,7 +261,7 @@ def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> st
             speed, error = fit_gemm(gemms)
             lines.append(
                 f"  {kind:<9} {dtype}: GEMM {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s when large, best "
-                f"{speed['tflops'] * 1e3:,.0f}; {len(gemms)} shapes within {error:.0%} of the law on average"
+                f"{speed['tflops'] * 1e3:,.0f}; {len(gemms)} shapes, mean error of the fit {error:.0%}"
             )
     lines.append(f"  memory {hardware.speeds.memory_gb_s:.1f} GB/s; {hardware.host_us:.1f} us an operation on the host")
     if hardware.node.measured:

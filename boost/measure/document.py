@@ -1,6 +1,6 @@
-"""What an experiment has to say, apart from how it is shown: sections of prose, tables and figures.
+"""Contents of an experiment's report, independent of the format: sections of prose, tables and figures.
 
-The same section becomes Markdown beside its results and a part of the HTML report.
+A section becomes Markdown next to its results, and a part of the HTML report.
 """
 
 from collections.abc import Callable
@@ -15,42 +15,42 @@ class Table:
 
     caption: str
     headings: tuple[str, ...]
-    """One that ends in a colon is of numbers. `paper` in it: what the paper has, shown apart from ours."""
+    """A heading that ends in a colon has numbers. `paper` in it marks the paper's numbers, which are shown apart from ours."""
     rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, drawn into a file of any format that matplotlib knows by its suffix."""
+    """A picture; `draw` writes a file in the matplotlib format of its suffix."""
 
     name: str
-    """Of the file, without a suffix: letters, digits and dashes."""
+    """File name without suffix: letters, digits and dashes."""
     caption: str
     draw: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment. Its command and machine stand in its results and are said by whatever shows it."""
+    """One experiment. Its command and machine are in its results and are shown by each format."""
 
     title: str
     parts: tuple[str | Table | Figure, ...]
-    """In order. A string is a paragraph; in it `code` and nothing else of Markdown."""
+    """In order. A string is a paragraph; the only markup is `code`."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that the project is held to, and what was found."""
+    """A goal of the project, and the finding."""
 
     what: str
     figure: str
-    """To be reached, as '>= 2.3x'."""
+    """The target, such as '>= 2.3x'."""
     where: str
-    """Sizes, dtype, device of what was found."""
+    """Sizes, dtype and device of the finding."""
     found: str
-    """With its spread or interval; '' if it could not be measured."""
+    """The finding with its spread or interval; '' if not measured."""
     met: bool | None
     """None: not measured."""
-    kind: Literal["measured", "counted", "modelled"] = "measured"
+    kind: Literal["measured", "counted", "modeled"] = "measured"
     remark: str = ""
-    """What the limit is, if it was not met, or why it could not be measured."""
+    """The bottleneck if the goal is not met, or why it could not be measured."""

@@ -1,11 +1,11 @@
-"""Pictures of experiments: one set-up of matplotlib, which is imported where something is drawn and not before."""
+"""Figures of experiments: common matplotlib setup, imported lazily."""
 
 from pathlib import Path
 from typing import Any
 
 
 def pyplot() -> Any:
-    """matplotlib's, without a screen; the same bytes for the same numbers."""
+    """A matplotlib figure without a display; the same numbers give the same bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -16,12 +16,12 @@ def pyplot() -> Any:
 
 
 def tidy(axis: Any) -> None:
-    """A panel without a frame, on a faint grid."""
+    """Removes the frame of a panel and adds a light grid."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.2)
 
 
 def write(figure: Any, path: Path) -> None:
-    """Into a file of any format that matplotlib knows by its suffix; closes the figure."""
+    """Writes a file in the matplotlib format of its suffix; closes the figure."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)

@@ -1,7 +1,7 @@
-"""What a training step really holds in memory, seen at the dispatcher: every storage from its birth to its death.
+"""Measures the memory of a training step at the dispatcher, from allocation to release of every storage.
 
-It works on real tensors and on fake ones, which have shapes and no memory: so the share of one process of a 7B model is
-measured in seconds on a laptop, with the code that would run. The allocator's rounding and cuBLAS's workspaces come on top.
+It works on real and on fake tensors: one process's part of a 7B model is measured in seconds on a laptop, with the code that
+would run. The allocator's rounding and cuBLAS workspaces are not included.
 """
 
 import threading
@@ -23,15 +23,15 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
-from boost.plan.categories import GRADIENTS, KEPT, LOGITS, OPTIMIZER, WEIGHTS, WORK, category_of, short_role
+from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role
 from boost.train.model import build_decoder
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes of every tensor made while it is active, alive and at their peak, by category.
+    """Counts live and peak bytes of every tensor allocated while active, by category.
 
-    The category follows from what a tensor is made of (`boost.plan.categories.category_of`). Set `scope` to put everything
-    under one category instead.
+    The category follows from the inputs of the operation (`boost.plan.categories.category_of`). Set `scope` to assign
+    everything to one category instead.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class MemoryTracker(TorchDispatchMode):
         self.scope = ""
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        """The categories at the moment of the largest sum."""
+        """Bytes by category at the peak."""
         self._known: dict[int, _LiveStorage] = {}
         self._total = self._largest = 0
-        self._lock = threading.RLock()  # what a collective held may die in a thread of gloo's
+        self._lock = threading.RLock()  # gloo's threads may release tensors of a collective
 
     def watch(self, tensor: Tensor, category: str, role: str = "") -> None:
-        """Counts a tensor, already there or new, under a category."""
+        """Counts a tensor, existing or new, in a category."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -61,7 +61,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._largest, self.peak = self._total, +self.live
 
     def settle(self) -> None:
-        """Waits until nothing dies any more: gloo's threads let go of what they sent a moment after it has arrived."""
+        """Waits until nothing more is released: gloo's threads release sent tensors with a delay."""
         before = -1
         while before != self._total:
             before = self._total
@@ -69,7 +69,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
-            return args[0]  # a real one is waited for in place; torch's rule for fake ones makes another
+            return args[0]  # real tensors are waited for in place; torch's fake rule returns another tensor
         result = func(*args, **(kwargs or {}))
         made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
         new = [x for x in made if x.untyped_storage()._cdata not in self._known and x.untyped_storage().nbytes()]
@@ -81,7 +81,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _origin(self, operation: str, inputs: Iterable[Tensor]) -> tuple[str, str]:
-        """(category, role) of what an operation makes of these inputs. Only what is made of weights alone has a role."""
+        """(category, role) of an operation's output. Only tensors made from weights alone have a role."""
         known = [self._known[key] for x in inputs if (key := x.untyped_storage()._cdata) in self._known]
         roles = [storage.role for storage in known if storage.role]
         if self.scope:
@@ -107,37 +107,37 @@ class _LiveStorage:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Bytes alive on one process."""
+    """Live bytes on one process."""
 
     kept: dict[str, int]
-    """By category, between the forward and the backward pass of a micro-batch; gradients behind the latter."""
+    """By category, between the forward and the backward pass of a micro-batch; gradients after the latter."""
     peak: dict[str, int]
-    """By category, at the worst moment of the step."""
+    """By category, at the peak of the step."""
 
     @property
     def activations(self) -> dict[str, int]:
-        """Of `kept`, what the forward pass leaves for the backward pass."""
-        return {category: size for category, size in self.kept.items() if category in KEPT}
+        """The part of `kept` that is saved for the backward pass."""
+        return {category: size for category, size in self.kept.items() if category in SAVED}
 
 
 @dataclass(frozen=True)
 class _FakeGroup:
-    """A process group of which torch asks the name only: fake tensors are sent to nobody."""
+    """Stands in for a process group; fake tensors are not sent."""
 
     group_name: str = "nobody"
 
 
 def fake_mesh(tp: int) -> Mesh:
-    """The first of `tp` processes of which the others are not there: for fake tensors."""
+    """A mesh with process 0 of `tp` processes only, for fake tensors."""
     axis = Axis(0, tp, _FakeGroup() if tp > 1 else None)  # type: ignore[arg-type]
     return Mesh(torch.device("cpu"), {"tp": axis})
 
 
 def measure(config: Config) -> MeasuredMemory:
-    """One process's share of a training step, run on fake tensors: any model, without its memory and without processes.
+    """Measures one process's part of a training step on fake tensors: no memory and no other processes needed.
 
-    Takes one micro-batch, the last one: if the step has several, the gradients of the others are there already. The buckets
-    in which gradients are summed over processes are not among it: they replace the gradients.
+    Runs the last micro-batch: if the step has several, gradients of the others already exist. Buckets of the gradient
+    all-reduce are not included, since they replace the gradients.
     """
     train = config.train
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
@@ -151,7 +151,7 @@ def measure(config: Config) -> MeasuredMemory:
 
 
 def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> MeasuredMemory:
-    """The same of a decoder that is there, on any tensors: a micro-batch, which adds to its gradients, and an update."""
+    """Measures an existing decoder on real or fake tensors: a micro-batch, which accumulates gradients, and an update."""
     params = list(fused_params(decoder))
     optimizer = build_optimizer(params, config, mesh)
     tracker = MemoryTracker()

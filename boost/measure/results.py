@@ -1,6 +1,6 @@
-"""What an experiment leaves behind: its numbers as JSON with everything that they depend on, tables, pictures.
+"""Results of an experiment: its numbers as JSON with everything that they depend on, tables and figures.
 
-A result is of one run on one machine. Numbers of two machines are shown beside each other, never divided.
+A result is of one run on one machine. Numbers of two machines are shown next to each other, never divided.
 
 What was timed stands in the numbers, wherever an experiment likes, with the seconds of every round, in order:
 
@@ -26,16 +26,16 @@ from boost.train.rundir import environment, storage_errors
 Facts = dict[str, Any]
 
 MACHINE = ("cpu", "cores", "gpus", "platform")
-"""Keys of an environment that make a machine. Threads, versions and the commit may differ; `differences` says so."""
+"""Environment keys that identify a machine. Threads, versions and the commit may differ; see `differences`."""
 
 
 def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
-    """The numbers of an experiment beside its name, configuration, command, versions and hardware."""
+    """The numbers of an experiment with its name, configuration, command, versions and hardware."""
     return {"experiment": experiment, "environment": environment(config), "config": config.model_dump(), **numbers}
 
 
 def save_section(out: Path, facts: Facts, section: Section) -> None:
-    """Writes `out`.json, its section as `out`.md, and its figures beside them as NAME.svg. Raises StorageError."""
+    """Writes `out`.json, its section as `out`.md, and its figures as NAME.svg. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_suffix(".json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
@@ -45,22 +45,22 @@ def save_section(out: Path, facts: Facts, section: Section) -> None:
 
 
 def read(path: Path, experiment: str | None = None) -> Facts:
-    """A result file. Raises ConfigError if it is none, or of another experiment than the one asked for."""
+    """Reads a result file. Raises ConfigError if it is invalid, or of another experiment than requested."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a result of boost bench") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON ({error}); name a result of boost bench") from None
     if not isinstance(facts, dict) or not {"experiment", "environment"} <= facts.keys():
-        raise ConfigError(f"{path}: no result of boost bench; name another file")
+        raise ConfigError(f"{path}: not a result of boost bench; name another file")
     if experiment is not None and facts["experiment"] != experiment:
         raise ConfigError(f"{path}: a result of '{facts['experiment']}', not of '{experiment}'; name another file")
     return facts
 
 
 def require_one_machine(results: Sequence[Facts]) -> None:
-    """Raises MeasurementError if results of different machines are about to be compared as if they were of one."""
+    """Raises MeasurementError for results of different machines."""
     first = results[0]["environment"]
     for other in results[1:]:
         for key in MACHINE:
@@ -72,7 +72,7 @@ def require_one_machine(results: Sequence[Facts]) -> None:
 
 
 def differences(first: Facts, other: Facts) -> list[str]:
-    """'torch 2.12.0, then 2.13.0' of each part of two environments, beside machine and commit, that seconds depend on."""
+    """'torch 2.12.0, then 2.13.0' for each difference of two environments that affects times, except machine and commit."""
     return [
         f"{key} {first.get(key)}, then {other.get(key)}"
         for key in ("boost", "python", "torch", "cuda", "numpy", "threads", "world_size")
@@ -81,7 +81,7 @@ def differences(first: Facts, other: Facts) -> list[str]:
 
 
 def machine(environment: Facts) -> str:
-    """The hardware of a result in words."""
+    """The hardware of a result, human-readable."""
     gpus = environment["gpus"]
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{environment['cpu']}, {environment['cores']} cores"
 
@@ -89,8 +89,8 @@ def machine(environment: Facts) -> str:
 def origin(environment: Facts) -> str:
     """In one line: the machine, threads, versions, commit and day."""
     git = environment["git"] or {}
-    commit = f"commit {(git.get('commit') or 'unknown')[:10]}{' and changes' if git.get('dirty') else ''}"
-    threads = f", {environment['threads']} thread(s) a process" if environment.get("threads") else ""
+    commit = f"commit {(git.get('commit') or 'unknown')[:10]}{' with local changes' if git.get('dirty') else ''}"
+    threads = f", {environment['threads']} thread(s) per process" if environment.get("threads") else ""
     return (
         f"{machine(environment)}{threads}; torch {environment['torch']}, Python {environment['python']}; {commit}; "
         f"{environment['started'][:10]}"
@@ -108,7 +108,7 @@ def figures(section: Section) -> list[Figure]:
 
 
 def as_markdown(facts: Facts, section: Section) -> str:
-    """A section for people: its command, where it was measured, then its parts."""
+    """A section as Markdown: its command, machine, then its parts."""
     parts = [f"# {section.title}", f"`{command_of(facts)}`", origin(facts["environment"]) + "."]
     for part in section.parts:
         match part:
@@ -122,7 +122,7 @@ def as_markdown(facts: Facts, section: Section) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown. A heading that ends in a colon is of numbers."""
+    """A table as Markdown. A heading that ends in a colon has numbers."""
     lines = [f"| {' | '.join(heading.rstrip(':') for heading in headings)} |"]
     lines.append(f"|{'|'.join('--:' if heading.endswith(':') else '---' for heading in headings)}|")
     lines += [f"| {' | '.join(cells)} |" for cells in rows]

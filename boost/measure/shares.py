@@ -1,7 +1,7 @@
-"""The work of one TP process by itself: of the others of its groups there is only torch's fake process group.
+"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group for the others.
 
-Nothing is sent. What a collective leaves is made of the process's own numbers (a gather repeats its part, a sum has one term),
-so that GEMMs see numbers like those of a run, not zeros and not what memory happened to hold.
+Nothing is sent. Collectives return the process's own data (a gather repeats its shard, a reduction has one term), so GEMMs see
+realistic numbers, neither zeros nor uninitialized memory.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from boost.parallel.mesh import Mesh, mesh_of
 
 @contextlib.contextmanager
 def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
-    """The mesh of process 0 of `parallel`, in a process that has no process group yet."""
+    """The mesh of rank 0 of `parallel`, in a process without a process group."""
     # Behind the import of torch's own tests, where its fake process group lives.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,6 +1,6 @@
-"""How fast this machine is: GEMMs, attention, what moves bytes, and collectives, each measured over a range of sizes.
+"""Measures the speed of this machine: GEMMs, attention, memory-bound operations and collectives, over a range of sizes.
 
-What is measured is what a training step does: torch's own kernels through autograd's entry points, outputs newly allocated.
+Operations are those of a training step: torch's own kernels through autograd's entry points, with newly allocated outputs.
 """
 
 import collections
@@ -32,13 +32,13 @@ from boost.plan.work import (
 )
 
 SAMPLES = 7
-"""Timed samples of each point; their median counts."""
+"""Timed samples per point; the median counts."""
 
 LEAST_SECONDS = 2e-3
-"""A sample repeats its operation until it takes about so long."""
+"""Approximate seconds per sample, by repeating the operation."""
 
 RING_BYTES = 2**25
-"""What the results of an operation go round in: more than caches hold, as activations of a step are."""
+"""Bytes of the ring of outputs: larger than caches, like the activations of a step."""
 
 Call = Callable[[], object]
 
@@ -50,13 +50,13 @@ class Point:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """GEMM: (m, n, k); attention: (sequences, heads, tokens, width of a head); else (bytes,) read and written, or of payload."""
+    """GEMM: (m, n, k); attention: (sequences, heads, tokens, head dimension); else (bytes,) read and written, or of payload."""
     seconds: float
 
 
 class Probe:
-    """A fixed small work, products and sums. Cores that others share are slower at one time than at another, by half on the
-    machine where this was written: what the same work takes, before and after, says by how much."""
+    """A small fixed workload of GEMMs and sums. The speed of shared cores changes over time, by up to a half; the time of the
+    same workload before and after a measurement shows by how much."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,7 +64,7 @@ class Probe:
         self._x, self._y = (torch.randn(1024, 1024, device=device) for _ in range(2))
 
     def seconds(self) -> float:
-        """Of the work, now: some milliseconds on a core."""
+        """Seconds of the workload now, some milliseconds on one core."""
         synchronize(self.device)
         begun = time.perf_counter()
         for _ in range(3):
@@ -79,14 +79,14 @@ class Probe:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what was issued."""
+    """Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Stopwatch:
-    """Times calls while the other processes of the mesh do the same, or wait. Seconds are those that the machine would take
-    if it were always as fast as its probe was at best in the beginning."""
+    """Times calls while the other processes of the mesh do the same, or wait. Seconds are normalized to the fastest probe at
+    the start."""
 
     def __init__(self, mesh: Mesh, samples: int = SAMPLES, least: float = LEAST_SECONDS) -> None:
         self.mesh, self.samples, self.least = mesh, samples, least
@@ -98,7 +98,7 @@ class Stopwatch:
         call()
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(self.least / max(once, 1e-7)), 1000))
-        if collective:  # all processes repeat it equally often
+        if collective:  # the same number of repetitions on all processes
             repeats = int(
                 sent.all_reduce(torch.tensor(float(repeats), device=self.mesh.device), _world(self.mesh))
                 / self.mesh.size

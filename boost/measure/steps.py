@@ -1,7 +1,7 @@
-"""Optimizer steps as a run does them, on made-up tokens: how long they take, what they hold, what they send.
+"""Optimizer steps as in training, on random tokens: time, memory and communication.
 
-Beside each the performance model's prediction, from a hardware profile that was measured with other shapes. A share is the
-work of one TP process of several, run by itself (`boost.measure.shares`).
+Each is compared with a prediction, from a hardware profile that was calibrated with other shapes. A share is single-rank
+emulation of TP (`boost.measure.shares`).
 """
 
 import json
@@ -45,30 +45,30 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One configuration: what was predicted of its step and what was seen, on the busiest process."""
+    """One configuration: predicted and measured step, the maximum over processes."""
 
     name: str
     processes: int
     config: dict[str, Any]
     share: bool
-    """Of one TP process by itself, collectives left out."""
+    """Single-rank emulation, without collectives."""
     predicted_s: float
     measured_s: float
-    """Median of seconds at the speed that the machine had when its profile was measured: each over how much slower a fixed
-    small work was right before and after, on the slower process."""
+    """Median of seconds normalized to the machine's speed during calibration: each divided by the slowdown of a small fixed
+    workload right before and after, on the slower process."""
     quartiles_s: tuple[float, float]
     raw_s: float
-    """Median as the clock said it."""
+    """Median wall-clock seconds."""
     predicted_peak: int
-    """Bytes at the worst moment."""
+    """Peak memory in bytes."""
     measured_peak: int
     predicted_sent: int
-    """Bytes that one process sends in a step."""
+    """Bytes sent by one process per step."""
     counted_sent: int
 
 
 class Stepper:
-    """A model with its optimizer on one process of a mesh. Steps on the same made-up tokens every time."""
+    """A model with its optimizer on one process of a mesh. Every step uses the same random tokens."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -80,7 +80,7 @@ class Stepper:
         self.batches = made_up_batches(config)
 
     def step(self) -> list[Tensor]:
-        """As `train.loop` does it. Returns the loss, and the gradient of every weight that is kept here."""
+        """One step, as in `train.loop`. Returns the loss and the local gradients."""
         train = self.config.train
         tokens = train.global_batch * train.seq_len
         self.reducer.begin(len(self.batches))
@@ -93,7 +93,7 @@ class Stepper:
         return [loss, *(s.tensor.grad for s in self.fused_params if s.tensor.grad is not None)]
 
     def seconds(self) -> float:
-        """Of one step, from the moment when all processes begin to that when all are done."""
+        """Seconds of one step, from when all processes start to when all are done."""
         self._all_here()
         begun = time.perf_counter()
         self.step()
@@ -177,7 +177,7 @@ def _threads(hardware: Hardware) -> None:
 def _rows(
     names: Sequence[str], steppers: Sequence[Stepper], hardware: Hardware, rounds: int, share: bool
 ) -> list[MeasuredStep]:
-    for stepper in steppers:  # a pipeline's first step makes its buffers, and sends their shapes
+    for stepper in steppers:  # the first step of a pipeline allocates its buffers and sends their shapes
         stepper.step()
     seen = [_seen(stepper) for stepper in steppers]
     seconds: list[list[tuple[float, float]]] = [[] for _ in steppers]
@@ -200,9 +200,9 @@ class ObservedStep:
     """One step of one process, looked at while it ran."""
 
     peak_bytes: int
-    """At the worst moment: weights, gradients, moments, activations."""
+    """Peak memory: weights, gradients, optimizer state, activations."""
     collectives: list[Collective]
-    """All that were issued."""
+    """All collectives issued."""
 
     @property
     def sent_bytes(self) -> int:
@@ -211,7 +211,7 @@ class ObservedStep:
 
 
 def look_at(stepper: Stepper) -> ObservedStep:
-    """Does one step, slowly, and sees every tensor and every collective of it."""
+    """Runs one step, slowly, and records every tensor and collective."""
     tracker, counter = MemoryTracker(), CollectiveCounter()
     for fused in stepper.fused_params:
         tracker.watch(fused.tensor, WEIGHTS)
@@ -230,7 +230,7 @@ def look_at(stepper: Stepper) -> ObservedStep:
 
 
 def _seen(stepper: Stepper) -> tuple[int, int]:
-    """(bytes at the worst moment, bytes sent) of one step, the largest of all processes."""
+    """(peak bytes, sent bytes) of one step, the maximum over processes."""
     seen = look_at(stepper)
     return int(largest(seen.peak_bytes, stepper.mesh)), int(largest(seen.sent_bytes, stepper.mesh))
 

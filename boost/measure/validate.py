@@ -1,7 +1,6 @@
-"""The performance model against what was measured: the paper's runs, steps on a machine at hand, steps on a GPU.
+"""Compares the performance model with measurements: the paper's runs, steps on this machine, steps on a GPU.
 
-What was measured is kept with the hardware profile that the predictions came from; predictions are made again every time, so
-that a change of the model shows.
+Measurements are stored with their hardware profile; predictions are recomputed every time, so that changes of the model show.
 """
 
 import json
@@ -20,10 +19,10 @@ from boost.plan.published import MICRO_BATCHES, Compared, Comparison
 from boost.train.rundir import environment
 
 TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.15, 0.10, 0.0
-"""Largest relative errors of measured steps: seconds, bytes at the worst moment, bytes sent."""
+"""Maximum relative errors of measured steps: seconds, peak bytes, sent bytes."""
 
 CONFIGURATIONS = 12
-"""Least number of configurations that CPUs are measured with."""
+"""Minimum number of configurations measured on CPUs."""
 
 PAPERS_HARDWARE = "a100-80g"
 RESULTS = Path("benchmarks/results/validation")
@@ -166,7 +165,7 @@ def _read(out: Path) -> Facts:
         return {}
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"--out = '{out}': {path.name} is not JSON ({error}); remove it, or name another one"
         ) from None

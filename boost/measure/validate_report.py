@@ -1,4 +1,4 @@
-"""The validation of the performance model as a report: tables with their verdicts, and a picture."""
+"""Report of the validation: tables with verdicts, and a figure."""
 
 import inspect
 import re
@@ -16,11 +16,9 @@ from boost.plan.published import STEPS, WAYS
 
 
 def section(facts: Facts) -> Section:
-    """The verdicts, the picture, then every number: the paper's, and what was measured on CPUs and on a GPU."""
-    caption = "Predicted over measured; the band is 15 % to both sides."
-    parts: list[str | Table | Figure] = [
-        _verdict_table("All verdicts, each by its worst prediction.", facts["verdicts"])
-    ]
+    """The verdicts, the figure, then every number: the paper's, and measurements on CPUs and on a GPU."""
+    caption = "Predicted over measured; the band is +-15 %."
+    parts: list[str | Table | Figure] = [_verdict_table("All verdicts, by the worst prediction.", facts["verdicts"])]
     parts += [Figure("validation", caption, lambda path: draw(facts, path)), *published_parts(facts["published"])]
     for name in (MACHINE, GPU):
         parts += [f"{TITLES[name]}.", *_measured(name, facts[name])]
@@ -55,7 +53,7 @@ def goals(facts: Facts) -> list[Goal]:
         "the paper's five sizes, and its 7B by architecture",
     )
     met = all(each["holds"] for each in judged_ratios)
-    result.append(_goal("published ratios", figure, paper, errors, published.RATIO_LIMIT, met, "modelled"))
+    result.append(_goal("published ratios", figure, paper, errors, published.RATIO_LIMIT, met, "modeled"))
     return result
 
 
@@ -66,14 +64,18 @@ def _goal(
     errors: Mapping[str, float],
     limit: float,
     met: bool | None,
-    kind: Literal["measured", "counted", "modelled"],
+    kind: Literal["measured", "counted", "modeled"],
 ) -> Goal:
     """Of some predictions: how many are within their limit, and the worst. `errors`: relative, by name."""
     if not errors:
         return Goal(f"performance model: {what}", figure, "", "", None, kind, "Nothing was measured yet.")
     beyond = {name: error for name, error in errors.items() if abs(error) > limit}
     said = f"{len(errors) - len(beyond)} of {len(errors)}; worst {_percent(max(errors.values(), key=abs))}"
-    remark = f"Beyond it: {', '.join(f'{name} {_percent(error)}' for name, error in beyond.items())}." if beyond else ""
+    remark = (
+        f"Beyond the limit: {', '.join(f'{name} {_percent(error)}' for name, error in beyond.items())}."
+        if beyond
+        else ""
+    )
     return Goal(f"performance model: {what}", figure, where, said, met, kind, remark)
 
 
@@ -104,23 +106,23 @@ def published_parts(facts: Facts) -> list[str | Table]:
     names = dict.fromkeys(each["table"] for each in compared)
     for name in [name for name in names if name not in ("step", "speed-up of BOOST")]:
         rows = tuple(_cells(each) for each in compared if each["table"] == name)
-        parts.append(Table(f"{name[0].upper()}{name[1:]}, modelled. {NOTES[name]}", _HEADINGS, rows))
+        parts.append(Table(f"{name[0].upper()}{name[1:]}, modeled. {NOTES[name]}", _HEADINGS, rows))
     return parts
 
 
 NOTES = {
-    "7B by architecture": "The same runs with other families: `lax` over cola, identity gate. Seconds are shown, not judged.",
-    "communication volume": "Payload of the all-reduces of one block, forward, TP 4, batch 4, from the collective table; RMSNorm's "
-    "statistic left out, as in the paper. Its MB are MiB.",
-    "communication time": "Of the same all-reduces. Three constants of the profile's NVLink were fitted to these nine times.",
-    "GEMM time": "One 7B block, forward, TP 4, batch 4, the share of one sequence. Fraction and half of the profile's GEMMs were "
-    "chosen by attention's utilisation. The MLP's times and utilisation are in all columns those of four linears of d_ff 11008, "
-    "4/3 of the three that the model has; why is not known, so both readings stand here, and four are judged.",
-    "GEMM utilisation": "Of the same products, of the device's peak.",
-    "one block": "7B under BOOST, forward, TP 4. At batch 1 the paper's takes longer than its work: the model waits less for "
-    "the host. Not judged.",
-    "norm": "Both RMSNorms of a 7B block, forward: sums of squares, scaling, and what the statistic adds to collectives, in our "
-    "implementation. The paper does not say what its times contain; the model does not reproduce them. Not judged.",
+    "7B by architecture": "The same runs with other families: `lax` over cola, identity gate. Seconds are shown, not checked.",
+    "communication volume": "Payload of the all-reduces of one block, forward, TP 4, batch 4, from the collective table, without "
+    "RMSNorm's statistic, as in the paper. Its MB are MiB.",
+    "communication time": "The same all-reduces. Three constants of the profile's NVLink were fitted to these nine times.",
+    "GEMM time": "One 7B block, forward, TP 4, batch 4, per sequence. Fraction and half of the profile's GEMMs were fitted to the "
+    "utilization of attention. The MLP's times and utilization match four linears of d_ff 11008 in all columns, 4/3 of the "
+    "model's three; the reason is unknown, so both readings are shown, and four are checked.",
+    "GEMM utilization": "The same GEMMs, percent of the device's peak.",
+    "one block": "7B under BOOST, forward, TP 4. At batch 1 the paper's time exceeds its work: our model underestimates waiting "
+    "for the host. Not checked.",
+    "norm": "Both RMSNorms of a 7B block, forward: sums of squares, scaling, and communication of the statistic, in our "
+    "implementation. The paper does not say what its times contain; the model does not reproduce them. Not checked.",
 }
 """What stands above a table."""
 
@@ -145,7 +147,7 @@ def _step_table(compared: Sequence[dict[str, Any]]) -> Table:
             each = by_name[f"{row.size} {name}"]
             cells.append(f"{each['published']:.2f} / {each['predicted']:.2f} ({_percent(each['off'])})")
         rows.append((row.size, f"{row.tp}, {row.pp}", *cells))
-    caption = "A training step, modelled: seconds, and what BOOST gains."
+    caption = "Step time and speed-ups of BOOST, modeled."
     return Table(caption, tuple(headings), tuple(rows))
 
 
@@ -160,28 +162,28 @@ def _sensitivity(facts: Sequence[Facts]) -> Table:
             errors.append(f"{_percent(min(of_size))} to {_percent(max(of_size))}")
         worst = max((abs(ratio["off"]) for ratio in each["ratios"]), default=0.0)
         rows.append((str(each["micro_batch"]), f"{worst:.1%}", ", ".join(beyond) or "none", *errors))
-    headings = ("sequences a micro-batch", "worst ratio:", f"ratios beyond {published.RATIO_LIMIT:.0%}")
+    headings = ("sequences per micro-batch", "worst ratio:", f"ratios beyond {published.RATIO_LIMIT:.0%}")
     words = (
-        "By micro-batch, modelled. The paper does not say its micro-batches. Nine of the ten ratios are within their limit "
-        "whatever they are; seconds of pipelines depend on them. With one sequence, as everywhere else in this report, pipelines "
-        "come out faster than measured: the seconds of 13B would fit micro-batches of four, those of 30B of two."
+        "By micro-batch, modeled. The paper does not give its micro-batches. Nine of the ten ratios are within their limit "
+        "for all sizes; step times with a pipeline depend on the size. With one sequence, as everywhere else in this report, "
+        "pipelines are predicted faster than measured: 13B would match micro-batches of four, 30B of two."
     )
     return Table(words, (*headings, *(f"{row.size} seconds off:" for row in STEPS)), tuple(rows))
 
 
 _PROBED = (
-    "Other guests of the host make this machine half as fast at one time as at another. So calibration and measurement time the "
-    "same small work right before and after each operation or step, in every process; seconds at the profile's speed are those by "
-    "the clock over how much slower that work was than when the profile was made. Medians of interleaved rounds. A share is the "
-    "work of one TP process by itself, collectives left out."
+    "The speed of this shared machine varies by up to 2x. So calibration and measurement time the same small workload right before "
+    "and after each operation or step, in every process; seconds at the profile's speed are wall-clock seconds divided by the "
+    "slowdown of that workload since calibration. Medians of interleaved rounds. A share is single-rank emulation of TP, without "
+    "collectives."
 )
-"""How steps on shared cores are compared with a profile."""
+"""How steps on a shared machine are compared with a profile."""
 
 
 def _measured(name: str, section: Facts | None) -> list[str | Table]:
     if section is None:
         where = "a machine with one" if name == GPU else "the machine"
-        what = "No GPU was at hand." if name == GPU else "Nothing was measured yet."
+        what = "No GPU was available." if name == GPU else "Nothing was measured yet."
         return [f"{what} On {where}: `{CALIBRATE.format(name='gpu' if name == GPU else 'local')}`"]
     environment = section["environment"]
     caption = f"`{' '.join(environment['command'])}`; {origin(environment)}. Profile: {section['hardware']['title']}."
@@ -196,7 +198,7 @@ def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[
     headings: tuple[str, ...] = (
         "configuration",
         "processes:",
-        "seconds by the clock:",
+        "wall-clock seconds:",
         "at the profile's speed (quartiles):",
     )
     headings += ("predicted:", "off:")
@@ -214,12 +216,12 @@ def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[
                 f"{row['counted_sent']:,}", "equal" if errors["bytes sent"] == 0 else f"{row['predicted_sent']:,}",
             )
         )  # fmt: skip
-    caption = "Every configuration: seconds measured, memory and bytes counted, each beside its prediction."
-    return [_verdict_table("Verdicts, of these steps.", judged), Table(caption, headings, tuple(body))]
+    caption = "Every configuration: measured time, counted memory and bytes, each next to its prediction."
+    return [_verdict_table("Verdicts for these steps.", judged), Table(caption, headings, tuple(body))]
 
 
 def _percent(share: float) -> str:
-    """Signed; 'equal' is said where nothing is off at all."""
+    """Signed percentage; 'equal' for no error."""
     return "0" if share == 0 else f"{share:+.1%}"
 
 
@@ -229,14 +231,14 @@ def _number(value: float) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Predicted over measured: ratios and seconds of the paper, then measured steps; 15 % to both sides shaded."""
+    """Predicted over measured: ratios and seconds of the paper, then measured steps; a +-15 % band."""
     compared = facts["published"]["compared"]
     ratios, steps = ([each for each in compared if key(each)] for key in (_is_ratio, _is_step))
     panels = [
         ("the paper's speed-ups", "published", _groups(ratios, lambda what: " ".join(what.split()[-2:])), "linear")
     ]
     panels.append(
-        ("the paper's seconds a step (not judged)", "published", _groups(steps, lambda what: what.split()[1]), "log")
+        ("the paper's step times (not checked)", "published", _groups(steps, lambda what: what.split()[1]), "log")
     )
     for name in (MACHINE, GPU):
         if facts[name]:

@@ -85,7 +85,7 @@ def _generator(name: str, seed: int) -> torch.Generator:
 def _standard_deviation(parameter: Parameter, kind: str, model: ModelConfig) -> float:
     """The standard deviation of a parameter's draw.
 
-    cola: both factors s = r^(-1/4) (d_in + d_out)^(-1/4) of their linear (the official code's initialisation);
+    cola: both factors s = r^(-1/4) (d_in + d_out)^(-1/4) of their linear (the official code's initialization);
     xavier: sqrt(2 / (fan_in + fan_out)) of each factor by itself; the rest: model.init_std.
     """
     if kind not in ("A", "B"):

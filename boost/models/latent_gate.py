@@ -77,9 +77,9 @@ class LatentGate(FusedModule):
     def _gated(self, h_Tr: Tensor, slot: int) -> Tensor:
         """G(h) of one slot: this process's rows of it."""
         if self.gate == "dense":
-            return linear(h_Tr, self._matrix("gate_weight", slot), self._vector("gate_bias", slot))
+            return linear(h_Tr, self._of_slot("gate_weight", slot), self._of_slot("gate_bias", slot))
         if self.gate == "tensor":
-            rows_Aa, columns_bb = (self._matrix(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns"))
+            rows_Aa, columns_bb = (self._of_slot(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns"))
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
             if (
                 rows_Aa.shape[0] < rows_Aa.shape[1]
@@ -88,12 +88,9 @@ class LatentGate(FusedModule):
             return (rows_Aa @ linear(h_Tab, columns_bb)).flatten(1)
         return h_Tr
 
-    def _matrix(self, name: str, slot: int) -> Tensor:
-        matrix: Tensor = getattr(self, f"{name}_{self._names[slot]}")
-        return matrix
-
-    def _vector(self, name: str, slot: int) -> Tensor:
-        return self.slices[name][slot].view(getattr(self, name))
+    def _of_slot(self, name: str, slot: int) -> Tensor:
+        parameter: Tensor = getattr(self, f"{name}_{self._names[slot]}")
+        return parameter
 
     def _layer_norm(self, mixed: Tensor, slots: range) -> Tensor:
         ranks = [self.ranks[slot] for slot in slots]
@@ -109,7 +106,9 @@ class LatentGate(FusedModule):
         """Weight and bias of LayerNorm, of all slots or of one."""
         if len(slots) == len(self.ranks):
             return self.norm_weight, self.norm_bias
-        return self._vector("norm_weight", slots[0]), self._vector("norm_bias", slots[0])
+        (slot,) = slots
+        weight, bias = (self.slices[name][slot] for name in ("norm_weight", "norm_bias"))
+        return weight.view(self.norm_weight), bias.view(self.norm_bias)
 
 
 class _NormStats(torch.autograd.Function):
@@ -157,12 +156,12 @@ class _ApplyNorm(torch.autograd.Function):
         for (v, m_T1, c_T1), g, (_, n) in zip(
             _standardized_parts(v_TR, s_T2k, ctx.widths), inner, ctx.widths, strict=True
         ):
-            centred = v - m_T1
-            dvar_T = -0.5 * (g * centred).sum(-1) * c_T1[:, 0] ** 3
+            centered = v - m_T1
+            dvar_T = -0.5 * (g * centered).sum(-1) * c_T1[:, 0] ** 3
             dmean_T = -g.sum(-1) * c_T1[:, 0] - 2 * m_T1[:, 0] * dvar_T
             ds += [dmean_T / n, dvar_T / n]
             dv.append(g * c_T1)
-            normed.append(centred * c_T1)
+            normed.append(centered * c_T1)
         dw_R = (dy_TR * torch.cat(normed, dim=-1)).sum(0).to(w_R.dtype)
         dv_TR = torch.cat(dv, dim=-1).to(v_TR.dtype)
         return dv_TR, torch.stack(ds, dim=-1), dw_R, dy_TR.sum(0).to(w_R.dtype), None

@@ -14,12 +14,12 @@ from boost.parallel.mesh import Mesh
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 State = dict[Tensor, dict[str, Tensor]]
-"""Moments of each kept tensor, of its shape, by name."""
+"""Moments by name, each with the shape of its local shard."""
 
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
     """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms too if
-    optim.decay_on = 'all'. Frobenius decay takes its place on factors."""
+    optim.decay_on = 'all'. For factors, Frobenius decay replaces it."""
     role = fused.slices[0].parameter.role
     if is_factor(role) and optim.frobenius_decay:
         return False
@@ -43,7 +43,7 @@ def build_adamw(fused_params: Sequence[FusedParam], optim: OptimConfig) -> torch
 
 
 def fused_adamw(groups: Iterable[dict[str, object]], optim: OptimConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW of these groups, without state."""
+    """torch's fused AdamW for these groups, without state."""
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
@@ -53,18 +53,18 @@ def zeros(kept: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def fresh_state(kept: Tensor, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """torch's state of a parameter: number of updates, and moments."""
+    """torch's state of a parameter: step count and moments."""
     return {"step": torch.zeros((), dtype=torch.float32, device=kept.device), **moments}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of every group."""
+    """Sets the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 class Optimizer:
-    """What a training step, a checkpoint and a memory count know of an optimizer: AdamW, and what others make of it."""
+    """The interface of an optimizer for training, checkpoints and memory measurement; by default AdamW."""
 
     name = "adamw"
     """optim.name."""
@@ -85,7 +85,7 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Updates since moments were zero, on which AdamW's bias correction depends (skipped steps are not among them)."""
+        """Updates since moments were zero, for AdamW's bias correction (skipped steps do not count)."""
         return self._updates
 
     @updates.setter
@@ -95,7 +95,7 @@ class Optimizer:
             state["step"].fill_(count)
 
     def state_tensors(self) -> Iterator[Tensor]:
-        """Everything that it holds from step to step."""
+        """All persistent state."""
         for moments in self.moments.values():
             yield from moments.values()
         for state in self.adamw.state.values():
@@ -103,5 +103,5 @@ class Optimizer:
 
 
 def plain_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
-    """AdamW for every parameter. It needs nothing from other processes."""
+    """AdamW for every parameter. Needs no communication."""
     return Optimizer(build_adamw(fused_params, config.optim))

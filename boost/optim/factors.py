@@ -1,8 +1,8 @@
-"""The factor pairs of a model, whole in rank and wherever their parts are: what optimizers of pairs stand on.
+"""Factor pairs of a model, gathered along the rank: the basis of optimizers that need whole factors.
 
-Factors are tall here, [n, r]: B as it is, A transposed. n is the wide side as this TP process holds it: a shard under the layouts
-that cut it, all of it elsewhere. The rank is always whole: what replicas share, and what a layout cuts along the rank, is
-gathered first. Legend: N rows of the wide side here, R whole rank, K tensors of the factor's shape, side by side.
+Factors are tall here, [n, r]: B as is, A transposed. n is the local part of the wide side: a shard under layouts that shard it,
+else all of it. The rank is never sharded: rows sharded over replicas, and factors sharded along the rank, are gathered
+first. Legend: N local rows of the wide side, R full rank, K tensors of the factor's shape, concatenated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from boost.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of one linear, a part of a stored tensor."""
+    """One factor of one linear, a slice of a stored tensor."""
 
     fused: FusedParam
     param_slice: ParamSlice
@@ -40,7 +40,7 @@ class Factor:
         return self.parameter.name
 
     def tall(self, stored: Tensor) -> Tensor:
-        """[rows, columns, K] of the whole stored tensor -> [N, local rank, K], a view."""
+        """[rows, columns, K] of the gathered stored tensor -> [N, local rank, K], a view."""
         own = self.param_slice.view(stored)
         return own if self.parameter.role.endswith(".B") else own.transpose(0, 1)
 
@@ -57,7 +57,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class FactorUnit:
-    """The linears of one input: their factors A are one stored tensor, so that they are gathered together."""
+    """Linears with the same input: their factors A are fused into one stored tensor and gathered together."""
 
     pairs: tuple[tuple[Factor, Factor], ...]
     """(A, B) of each linear."""
@@ -132,7 +132,7 @@ def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUni
 
 
 def _from_replicas(stored: Sequence[FusedParam], kept: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
-    """All rows of each stored tensor, from the rows that this process keeps of it."""
+    """All rows of each stored tensor, gathered from local shards."""
     whole = list(kept)
     for over, axis in (("dp", mesh.dp), ("replicas", mesh.replicas)):
         shared = [i for i, s in enumerate(stored) if s.shard is not None and s.shard.over == over and axis.size > 1]

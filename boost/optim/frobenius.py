@@ -1,8 +1,8 @@
 """Frobenius decay (Khodak et al., arXiv 2105.01029): the gradient of |BA|_F^2 / 2 of each linear, without that product.
 
-It is B (A A^T) for B and (B^T B) A for A. With tall factors N = A^T and M = B: M (N^T N) and N (M^T M), so that the small Gram
-matrices are all that processes which share a wide side have to tell each other. Decoupled like AdamW's own decay, times the rate,
-and instead of it on factors.
+It is B (A A^T) for B and (B^T B) A for A. With tall factors N = A^T and M = B: M (N^T N) and N (M^T M), so processes that shard
+a wide side exchange only the small Gram matrices. It is decoupled like AdamW's weight decay, multiplied by the learning rate,
+and replaces it for factors.
 """
 
 from collections.abc import Sequence

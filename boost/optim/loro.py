@@ -1,9 +1,9 @@
 """LORO (ICLR 2025): AdamW whose steps on factor pairs follow the manifold of matrices of rank r.
 
 Facts that the paper's algorithm leaves open are those of its published code (repository mzf666/LORO-main):
-- directions are m / (sqrt(v) + eps), without bias correction: the correction belongs to the rate, for all parameters;
+- directions are m / (sqrt(v) + eps), without bias correction, which is applied to the learning rate of all parameters;
 - approximate steps move factors at rate * r / d, everything else at the rate; the exact step is at the whole rate;
-- the exact step is that of every K-th step of training, with that step's gradient in its directions; behind it the moments of
+- the exact step is that of every K-th step of training, with that step's gradient in its directions; after it, the moments of
   all parameters and the number of updates are cleared.
 Weight decay, of which the published runs have none, multiplies the factors by 1 - rate * weight_decay before either step.
 """
@@ -62,7 +62,7 @@ class Loro(Optimizer):
         first, second = (1 - beta ** (self.updates + 1) for beta in (optim.beta1, optim.beta2))
         for group in self.adamw.param_groups:
             decaying, scale = group["place"]
-            moved = scale < 0 or not exact  # factors stand still, and only their moments move, before an exact step
+            moved = scale < 0 or not exact  # before an exact step only the moments of factors change
             group["lr"] = rate * abs(scale) if moved else 0.0
             # Decay is at the rate itself, and torch would scale it too.
             group["weight_decay"] = optim.weight_decay / abs(scale) if decaying else 0.0

@@ -7,7 +7,7 @@ from boost.config.lr_schedules import Constant, Cosine, CosineRestarts, LRSchedu
 from boost.config.optimizers import OptimConfig
 
 RESTART_FLOOR = 1e-6
-"""Share of lr of the first step after a restart, in the published code of LORO."""
+"""Fraction of lr at the first step after a restart, as in LORO's published code."""
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:

@@ -214,6 +214,14 @@ def reduce_step_stats(
     return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
 
 
+def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:
+    """The union of the flags of all processes, for where no step statistics carry them. One all-reduce of one fp64 number."""
+    if mesh.size == 1:
+        return flags
+    number = torch.tensor([_encode(flags)], dtype=torch.double, device=mesh.device)
+    return _decode(all_reduce(number, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD)).item())
+
+
 _FLAG_BITS = 16
 """Bits per flag in the reduced number: a count of up to 65535 processes each, and three flags fit the 53 bits of fp64."""
 

@@ -2,8 +2,6 @@
 
 import datetime
 import os
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from boost.config.schema import ParallelConfig
-from boost.errors import ConfigError, TrainingError
+from boost.errors import ConfigError
+from boost.parallel.rendezvous import Stopped, meet
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,13 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600) -> Mesh:
+def open_mesh(
+    parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600, stopped: Stopped = lambda: None
+) -> Mesh:
     """Joins the process group of this run (none for one process) and returns this process's place in it.
 
-    Raises ConfigError if the number of processes is not tp x pp x dp.
+    Raises ConfigError if the number of processes is not tp x pp x dp; TrainingError if some do not join within `timeout_s`;
+    StoppedError if one of them receives a stop signal, which `stopped` names, before all have joined.
     """
     size = world_size()
     if size != parallel.world_size:
@@ -116,7 +118,7 @@ def open_mesh(parallel: ParallelConfig, device: str = "auto", timeout_s: int = 6
     if size == 1:
         return Mesh(chosen)
     if not dist.is_initialized():
-        _join(chosen, timeout_s)
+        _join(chosen, timeout_s, stopped)
     return mesh_of(parallel, chosen, timeout_s)
 
 
@@ -141,10 +143,18 @@ def _replicas(device_mesh: DeviceMesh, timeout_s: int) -> Axis:
     """This process's dp x tp axis. Every process creates the groups of all pipeline stages, as torch requires."""
     place = Axis()
     for stage in device_mesh.mesh.flatten(1).tolist():
-        group = dist.new_group(stage, timeout=datetime.timedelta(seconds=timeout_s)) if len(stage) > 1 else None
+        timeout = datetime.timedelta(seconds=timeout_s)
+        group = dist.new_group(stage, timeout=timeout, group_desc="replicas") if len(stage) > 1 else None
         if dist.get_rank() in stage:
             place = Axis(stage.index(dist.get_rank()), len(stage), group)
     return place
+
+
+def set_timeout(timeout_s: float) -> None:
+    """The timeout of what is issued from now on in any group of this process, in seconds."""
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def close_mesh() -> None:
@@ -157,41 +167,9 @@ def close_mesh() -> None:
         dist.destroy_process_group()
 
 
-def _join(device: torch.device, timeout_s: int) -> None:
+def _join(device: torch.device, timeout_s: int, stopped: Stopped) -> None:
     """Gloo on CPU, NCCL on GPUs (plus gloo where CPU tensors are communicated)."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = agree_on_attempt(store, rank, size, timeout_s)
+    store, rank, size = meet(timeout_s, stopped)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(attempt, store), rank=rank, world_size=size, timeout=timeout
-    )
-
-
-def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float) -> str:
-    """A name that the processes of this start have in common, and no earlier one had: a prefix for what they store.
-
-    After an elastic restart torchrun's store still holds the addresses of processes that are gone, and gloo would connect
-    to them. TORCHELASTIC_RESTART_COUNT does not tell starts apart: it is each node's own, and a node that restarts because
-    another one did does not count it. So rank 0 makes the name up and tells it to whoever asks, under the asker's own
-    name made up a moment ago; what an earlier start left in the store is answered too, but nobody reads that.
-    """
-    ours = uuid.uuid4().hex
-    if rank:
-        store.set(f"asks/{rank}", ours)
-        attempt = store.get(f"answer/{ours}").decode()
-        store.set(f"{attempt}/knows/{rank}", "")
-        return attempt
-    answered: dict[int, bytes] = {}
-    waiting, deadline = set(range(1, size)), time.monotonic() + timeout_s
-    while waiting:
-        for other in sorted(waiting):
-            key = f"asks/{other}"
-            if store.check([key]) and (asked := store.get(key)) != answered.get(other):
-                store.set(f"answer/{asked.decode()}", ours)
-                answered[other] = asked
-        waiting = {other for other in waiting if not store.check([f"{ours}/knows/{other}"])}
-        if waiting and time.monotonic() > deadline:
-            raise TrainingError(f"processes {sorted(waiting)} did not join within run.timeout_s = {timeout_s}")
-        time.sleep(0.02)
-    return ours
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -55,8 +55,9 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
         )
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums, like those of replicas that share nothing
-        if mesh.device.type == "cpu":
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+        # A plain sum on every backend: gloo has no scaled one, and NCCL reads the scale of PREMUL_SUM, which torch stores in
+        # four bytes, as bf16 from two of them: a factor of 0.
+        unit.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(root, "next_logits")
     for parameter, (module, name) in owners.items():
         if parameter not in norms:

@@ -1,1 +1,1 @@
-"""The performance model: arithmetic that imports the configuration only."""
+"""The performance model: step time and memory of a configuration, predicted without running it."""

@@ -1,9 +1,9 @@
 """Every legal way to train a model on so many GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-What is legal is asked of the rules that `boost train` obeys (`boost.config.rules`). Three choices are left out, because another
-is never slower and never larger: `gpipe`, which orders the work of 1F1B so that more of it is kept; ungrouped linears, which
-do the same work in more and smaller operations; and `btp`'s sync RMSNorm, which sends what online sends in collectives of
-their own. A test holds that up. A choice that the user has fixed is kept.
+The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Three choices are left out, because another one
+is never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight; ungrouped linears, which
+do the same work in more and smaller operations; and `btp`'s sync RMSNorm, which sends the same data as online RMSNorm in
+extra collectives. A test checks this. Choices that the user fixed are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,29 +17,29 @@ from boost.errors import ConfigError
 from boost.plan.hardware import Hardware
 
 SCHEDULES = (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zero-bubble", 1), ("zero-bubble", 2))
-"""Orders of a pipeline, with the stages that a process holds."""
+"""(pipeline schedule, stages per process)."""
 
 POLICIES: tuple[RecomputeName, ...] = (
     "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",
 )  # fmt: skip
-"""What blocks recompute, from the most that is kept to the least."""
+"""Recomputation policies, from the most saved activations to the least."""
 
 EVERY = (1, 2)
-"""All blocks, or every second one."""
+"""Recompute in every block, or in every second one."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A question: how is this model trained on these GPUs?"""
+    """What to plan: a model and the GPUs to train it on."""
 
     base: Config
-    """The model, and all that is not searched for; choices that are fixed are read from it."""
+    """The model and everything that is not searched; fixed choices are read from it."""
     gpus: int
-    """Processes of the mesh, one a device."""
+    """Number of processes in the mesh, one per GPU."""
     hardware: Hardware
-    """What the devices do."""
+    """The hardware profile."""
     fixed: frozenset[str] = frozenset()
-    """Dotted keys that are not searched for, as 'parallel.tp'."""
+    """Dotted keys that the user fixed, such as 'parallel.tp'."""
 
     _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, compare=False, repr=False)
 
@@ -47,14 +47,14 @@ class Request:
         assert self.gpus >= 1
 
     def choices(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
-        """What a field may be: the fixed value, or each of `usual`."""
+        """The values to try for a field: its fixed value, or else `usual`."""
         if key not in self.fixed:
             return usual
         section, name = key.split(".")
         return (getattr(getattr(self.base, section), name),)
 
     def under(self, layout: str) -> ParallelConfig | None:
-        """The [parallel] of a layout, with what is fixed; None if an option is fixed that the layout does not have."""
+        """[parallel] under a layout, with the fixed options; None if a fixed option does not exist in this layout."""
         if layout not in self._by_layout:
             base = self.base.parallel
             of_layout = base.model_copy(update={"layout": layout})
@@ -67,17 +67,17 @@ class Request:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in rising order."""
+    """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def powers_of_two(number: int) -> list[int]:
-    """Those that divide it, in rising order."""
+    """Powers of two that divide `number`, ascending."""
     return [1 << n for n in range(number.bit_length()) if number % (1 << n) == 0]
 
 
 def legal(config: Config) -> bool:
-    """Whether `boost train` would take it."""
+    """Whether `boost train` accepts it."""
     try:
         rules.check(config)
     except ConfigError:
@@ -86,7 +86,7 @@ def legal(config: Config) -> bool:
 
 
 def structures(request: Request) -> Iterator[ParallelConfig]:
-    """Meshes, layouts, sharding and schedules. Not all are legal, for want of a micro-batch to check them with."""
+    """Meshes, layouts, sharding and schedules. Not all are legal: that also depends on the micro-batch."""
     for tp in request.choices("parallel.tp", divisors(request.gpus)):
         for pp in request.choices("parallel.pp", divisors(request.gpus)):
             for dp in request.choices("parallel.dp", [request.gpus // (tp * pp)]):
@@ -108,7 +108,7 @@ def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]
 
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:
-    """(shard, shard_outer). One replica has nothing to share but outer factors."""
+    """(shard, shard_outer). A single replica can shard outer factors only."""
     has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
     for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
         usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp > 1 or outer))]
@@ -126,14 +126,14 @@ def _schedules(request: Request, mesh: ParallelConfig) -> Iterator[tuple[str, in
 
 
 def micro_batches(request: Request, dp: int) -> Sequence[int]:
-    """Sequences of a micro-batch, in rising order: powers of two that divide what a replica has."""
+    """Micro-batch sizes in sequences, ascending: powers of two that divide a replica's batch."""
     batch = request.base.train.global_batch
     usual = [] if batch % dp else powers_of_two(batch // dp)
     return request.choices("train.micro_batch", usual)
 
 
 def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[RecomputeName, int]]:
-    """(recompute, recompute_every), from the most that is kept to the least."""
+    """(recompute, recompute_every), from the most saved activations to the least."""
     low_rank = request.base.model.low_rank
     usual = [
         name
@@ -148,14 +148,14 @@ def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[Recom
 
 
 class Variants:
-    """Configurations as changes of one, which share its model (predictions are cached by the model's identity)."""
+    """Variants of one configuration. All share its model object, since predictions are cached by the model's identity."""
 
     def __init__(self, request: Request) -> None:
         self.base = request.base
         self._trains: dict[tuple[Any, ...], TrainConfig] = {}
 
     def of(self, parallel: ParallelConfig, micro_batch: int, policy: RecomputeName = "none", every: int = 1) -> Config:
-        """The configuration. Unchecked."""
+        """The configuration. Not validated."""
         key = micro_batch, policy, every
         if key not in self._trains:
             changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
@@ -164,7 +164,7 @@ class Variants:
 
 
 def every_candidate(request: Request) -> Iterator[Config]:
-    """All legal configurations, one by one: what the search looks through, and is tested against."""
+    """All legal configurations, one by one: the brute force that the search is tested against."""
     variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in micro_batches(request, parallel.dp):

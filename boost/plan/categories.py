@@ -1,6 +1,6 @@
-"""What the bytes of a training step are for, in words, and how that follows from what a tensor is made of.
+"""Memory categories of a training step, and the rule that assigns a tensor to one.
 
-One rule for predictions (`boost.plan.trace`) and measurements (`boost.measure.memory`).
+Predictions (`boost.plan.trace`) and measurements (`boost.measure.memory`) share the rule.
 """
 
 from collections.abc import Sequence
@@ -15,46 +15,46 @@ COPIES = "weight copies"
 LOGITS = "logits and loss"
 BUFFERS = "pipeline buffers"
 GATHERED = "gathered weights"
-WORK = "at work"
+WORK = "workspace"
 OTHER = "other"
 """Tokens, positions, masks."""
 
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
-"""There from step to step."""
-KEPT = (RESIDUAL, LATENTS, WIDE, COPIES, LOGITS)
+"""Persistent across steps."""
+SAVED = (RESIDUAL, LATENTS, WIDE, COPIES, LOGITS)
 """Saved in the forward pass of a micro-batch for its backward pass."""
 CATEGORIES = {
-    WEIGHTS: "as the optimizer changes them",
-    GRADIENTS: "of one optimizer step",
-    OPTIMIZER: "moments: two a weight (Muon: one of a factor)",
-    RESIDUAL: "what enters attention and MLP",
-    LATENTS: "width r, with online RMSNorm's statistic",
+    WEIGHTS: "parameters, in train.param_dtype",
+    GRADIENTS: "accumulated over one optimizer step",
+    OPTIMIZER: "moments: two per weight (Muon: one per factor)",
+    RESIDUAL: "inputs of attention and MLP",
+    LATENTS: "width r, including online RMSNorm's statistic",
     WIDE: "normed inputs, q, k, v, gate, up, products",
-    COPIES: "cast or scaled for a GEMM",
-    LOGITS: "gradients of the head and its input",
-    BUFFERS: "received, to be sent, and their gradients",
-    GATHERED: "of what replicas share, while it is used",
+    COPIES: "weights cast or scaled for a GEMM",
+    LOGITS: "gradients of the head and of its input",
+    BUFFERS: "activations received and sent, and their gradients",
+    GATHERED: "all-gathered weights of sharded units in use",
     WORK: "temporaries at the peak, in addition to what is saved",
 }
-"""Everything that a step holds, in words."""
+"""All categories, with a description."""
 
 _MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
 _MADE_BY |= {"enter.W": WIDE, "kv.W": WIDE, "leave.W": RESIDUAL}
 _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
-"""What the weights of a role make."""
+"""Category of the output, by the role of the weight."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
 _SENT = "all_reduce all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_to_all_single wait_tensor"
 _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".split())
-"""Operations after which the residual stream is the residual stream."""
+"""Operations on the residual stream whose output is still the residual stream."""
 
 
 def category_of(operation: str, roles: Sequence[str], categories: Sequence[str]) -> tuple[str, str]:
-    """(category, role) of what an operation makes of weights with these `roles` and of tensors of these `categories`.
+    """(category, role) of the output of an operation on weights with these `roles` and tensors of these `categories`.
 
-    What a factor A makes is a latent; what a factor B or W of a group that projects in makes is wide; what one of a group that
-    projects back makes, and the embedding, is the residual stream; what is made of wide activations is wide, of
-    latents a latent. Only what is made of weights alone has a role.
+    The output of a factor A is a latent. The output of a factor B or weight W is a wide activation in an input projection and
+    the residual stream in an output projection, as is that of the embedding. Other operations keep the category of their
+    inputs. Only tensors made from weights alone have a role.
     """
     if roles and not categories and operation != "embedding":
         return COPIES, next((role for role in roles if "norm" not in role), roles[0])
@@ -65,5 +65,5 @@ def category_of(operation: str, roles: Sequence[str], categories: Sequence[str])
 
 
 def short_role(role: str) -> str:
-    """A weight's role, as `category_of` speaks of it: factors A make latents on either side."""
+    """A weight's role as `category_of` expects it: factors A give latents on either side."""
     return "A" if role.endswith(".A") else role

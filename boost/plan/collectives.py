@@ -1,9 +1,9 @@
-"""The collective table: every collective of a training step, computed. A test holds it equal to what the runtime counts.
+"""The collective table: every collective of a training step, computed. Tests compare it with what the runtime issues.
 
-What a layout issues stands in its spec (`boost.config.layouts`), as a list of differentiable collectives in forward order, each
-with its kind in both directions. The backward pass meets them in reverse.
+A layout's spec (`boost.config.layouts`) lists its differentiable collectives in forward order, each
+with its kind in both directions. The backward pass issues them in reverse.
 
-Legend: T tokens of one micro-batch, p TP processes; a width is elements a token of the whole payload.
+Legend: T tokens per micro-batch, p TP processes; a width is the number of elements per token in the whole payload.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ def micro_batch_collectives(
 ) -> list[Collective]:
     """Collectives of one micro-batch of `tokens` tokens on one TP process, in the order in which they are issued.
 
-    `recompute`: the policy of each block (empty: none); what a block sends again stands in phase 'recompute'. `stage`: the
-    pipeline stage (None: all of the model).
+    `recompute`: the policy of each block (empty: none); re-communication has phase 'recompute'. `stage`: the
+    pipeline stage (None: the whole model).
     """
     stage = stage or whole(model)
     result = list(_forward(model, parallel, tokens, compute_dtype, stage))
@@ -42,11 +42,11 @@ def micro_batch_collectives(
 
 
 def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
-    """Collectives of a whole optimizer step on one process of the first replica: micro-batches, gradients, and what all
-    agree on. Of LORO it is a usual step: what the exact one adds is in `boost.plan.optimizer`.
+    """Collectives of a whole optimizer step on one process of the first replica: micro-batches, gradient reduction and step
+    stats. For LORO this is a regular step; `boost.plan.optimizer` has what an exact step adds.
 
-    Sums of gradients (phase 'step') are under way while the last backward pass goes on; here they stand behind it. With a
-    pipeline, in whose order micro-batches are is the schedule's affair; here they come one after the other.
+    Gradient reductions (phase 'step') overlap the last backward pass; here they come after it. The pipeline schedule decides
+    the order of micro-batches; here they come one after another.
     """
     model, parallel, train = config.model, config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
@@ -116,8 +116,8 @@ def _backward_of(
 def stage_sends(
     phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, layer: int
 ) -> Iterator[Collective]:
-    """What is sent between stages after block `layer`: the residual stream and latents that cross, or their gradients, as
-    one process holds them."""
+    """What a stage sends after block `layer`: the residual stream and the latents for the next block, or their gradients, as
+    sharded on one process."""
     spec = spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
     for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
@@ -128,7 +128,7 @@ def stage_sends(
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[PlannedComm]]:
-    """Collectives of the embedding, of each block, and of the head; none of the ends that are not in this stage."""
+    """Collectives of the embedding, of each block, and of the head; empty for an embedding or head of another stage."""
     spec = layout_spec(parallel.layout)
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
     for layer in stage.numbers:
@@ -145,13 +145,13 @@ def _issued(phase: str, comms: Sequence[PlannedComm], tokens: int, dtype: str, p
         if kind is None:
             continue
         width = each.width + (0 if phase == "backward" else each.forward_only)
-        # Of an all-to-all one process holds its own part: all tokens of its columns, or its tokens of all columns.
+        # In an all-to-all, a process holds its own shard: all tokens of its columns, or all columns of its tokens.
         shape = (tokens, width // processes) if kind == ALL_TO_ALL else (tokens, width)
         yield Collective(phase, kind, shape, each.dtype or dtype, processes, each.place, each.layer)
 
 
 def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:
-    """One all-gather of (logsumexp, target logit) a chunk of tokens, the same under every layout."""
+    """One all-gather of (logsumexp, target logit) per chunk of tokens, the same under every layout."""
     step = chunk_tokens(model.vocab_size // parallel.tp)
     for start in range(0, tokens, step):
         shape = (parallel.tp, 2, min(step, tokens - start))

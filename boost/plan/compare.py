@@ -1,6 +1,6 @@
-"""Why the best configuration is the best: the best of every other kind beside it, and in words what each loses by.
+"""Why the best configuration wins: the best of every other kind, and in words why each one loses.
 
-The words are made of differences: of the parts of a step's time, or of the bytes that are missing.
+The words come from differences in the parts of a step's time, or from the memory shortfall.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from boost.config.architecture import parameter_count
 from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.plan.inspection import human_bytes
-from boost.plan.search import Plan, Search, Test, Tick, anything
+from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.timing import (
     ATTENTION_TIME,
     BUBBLE,
@@ -28,49 +28,49 @@ from boost.plan.timing import (
 
 WORDS = {
     GEMMS: "in matrix products", ATTENTION_TIME: "in attention", OTHER: "in element-wise operations",
-    RECOMPUTED: "of recomputation", HOST: "of waiting for the host", TENSOR: "in TP collectives",
+    RECOMPUTED: "of recomputation", HOST: "waiting for the host", TENSOR: "in TP collectives",
     PIPELINE: "of pipeline sends", BUBBLE: "of pipeline bubble", REPLICAS: "in DP collectives",
     OPTIMIZER_TIME: "in the optimizer", REST: "of the rest",
 }  # fmt: skip
-"""How the parts of a step stand in a sentence: '12 ms more ...'."""
+"""The parts of a step in a sentence: '12 ms more ...'."""
 
 MOST = 0.8
-"""Differences are told, the largest first, until they are so much of all."""
+"""Differences are listed, largest first, until they cover this fraction of the total."""
 
 CLOSE = 0.05
-"""Differences in time up to this are less than predictions err by, as 'boost plan validate' shows."""
+"""Time differences up to this fraction are within the prediction error ('boost plan validate')."""
 
 LIMIT = 0.05
-"""Share of a step from which waiting for the host is worth a sentence."""
+"""Fraction of a step above which waiting for the host is reported."""
 
 
 @dataclass(frozen=True)
 class ConfigKind:
-    """A kind of configuration, to be compared."""
+    """A kind of configuration to compare."""
 
     name: str
     of: Callable[[ParallelConfig], bool]
-    test: Test = anything
+    test: Test = any_config
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best configuration of some kinds."""
+    """The best configuration of one or more kinds."""
 
     kinds: tuple[str, ...]
     plan: Plan
-    """The fastest that fits; where none does, the one that needs least memory."""
+    """The fastest that fits, or the one with the lowest peak memory if none fits."""
     why: str
-    """What it loses by."""
+    """Why it loses."""
 
 
 def pure_data_parallel(parallel: ParallelConfig) -> bool:
-    """Whether every process holds the whole model (or shares it as replicas do)."""
+    """Whether there is neither TP nor PP: replicas only, sharded or not."""
     return parallel.tp == parallel.pp == 1
 
 
 def kinds(search: Search) -> Iterator[ConfigKind]:
-    """What is worth comparing among the candidates of a search."""
+    """The kinds of configurations to compare in a search."""
     model, gpus = search.request.base.model, search.request.gpus
     fixed = search.request.fixed
     yield ConfigKind("pure data parallelism", pure_data_parallel)
@@ -88,8 +88,8 @@ def kinds(search: Search) -> Iterator[ConfigKind]:
         yield ConfigKind("no recomputation", lambda parallel: True, lambda config: config.train.recompute == "none")
 
 
-def contenders(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
-    """The best of each kind but the best itself, the fastest first; behind them those that do not fit."""
+def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
+    """The best of each kind except the overall best, fastest first; those that do not fit come last."""
     found: dict[str, tuple[list[str], Plan]] = {}
     listed = list(kinds(search))
     for done, kind in enumerate(listed):
@@ -98,19 +98,19 @@ def contenders(search: Search, best: Plan, tick: Tick | None = None) -> list[Alt
         plan = search.fastest(kind.test, kind.of) or search.smallest(kind.test, kind.of)
         if plan is not None and plan.config != best.config:
             found.setdefault(repr((plan.config.parallel, plan.config.train)), ([], plan))[0].append(kind.name)
-    ordered = sorted(found.values(), key=lambda each: (each[1].missing > 0, each[1].time.seconds))
+    ordered = sorted(found.values(), key=lambda each: (each[1].shortfall > 0, each[1].time.seconds))
     return [Alternative(tuple(names), plan, why(best, plan)) for names, plan in ordered]
 
 
 def why(best: Plan, other: Plan) -> str:
-    """What `other` loses to `best` by."""
-    if other.missing > 0:
-        return f"out of memory by {human_bytes(other.missing)}{_at_best(other.config)}"
+    """Why `other` loses to `best`."""
+    if other.shortfall > 0:
+        return f"out of memory by {human_bytes(other.shortfall)}{_at_best(other.config)}"
     return time_difference(best.time, other.time)
 
 
 def _at_best(config: Config) -> str:
-    """What has been tried to make it fit."""
+    """What was tried to make it fit."""
     tried = []
     if config.train.recompute != "none":
         tried.append(f"{config.train.recompute} recomputation")
@@ -121,17 +121,17 @@ def _at_best(config: Config) -> str:
 
 
 def time_difference(best: StepTime, other: StepTime) -> str:
-    """Where the time of `other` goes that `best` does not take: '310 ms more in TP collectives, ...'."""
+    """Where `other` spends more time than `best`: '310 ms more in TP collectives, ...'."""
     delta = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in WORDS}
     more = sorted(((seconds, part) for part, seconds in delta.items() if seconds > 0), reverse=True)
     less = sorted((seconds, part) for part, seconds in delta.items() if seconds < 0)
-    wanted, told, words = MOST * sum(seconds for seconds, _ in more), 0.0, []
+    wanted, covered, words = MOST * sum(seconds for seconds, _ in more), 0.0, []
     for seconds, part in more[:3]:
-        if told >= wanted:
+        if covered >= wanted:
             break
-        told += seconds
+        covered += seconds
         words.append(f"{human_seconds(seconds)} more {WORDS[part]}")
-    saved = [f"{human_seconds(-seconds)} less {WORDS[part]}" for seconds, part in less[:1] if -seconds > told / 4]
+    saved = [f"{human_seconds(-seconds)} less {WORDS[part]}" for seconds, part in less[:1] if -seconds > covered / 4]
     return "; ".join([", ".join(words), *saved]) if words else "no difference in the prediction"
 
 
@@ -151,7 +151,7 @@ def mesh(parallel: ParallelConfig) -> str:
 
 
 def choices(config: Config) -> str:
-    """The rest of a configuration: 'btp-sp, shard = full, 1f1b, micro-batch 2, low-rank recomputation'."""
+    """The other choices: 'btp-sp, shard = full, 1f1b, micro-batch 2, low-rank'."""
     parallel, train = config.parallel, config.train
     words: list[str] = [parallel.layout] if parallel.tp > 1 else []
     words += ["sync norm"] * (parallel.norm == "sync" and parallel.tp > 1)
@@ -168,7 +168,7 @@ def choices(config: Config) -> str:
 
 
 def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | None) -> Iterator[str]:
-    """What a user should know, in sentences. `dense`: the best of the dense model of this shape, or its smallest."""
+    """Notes for the user. `dense`: the best plan of the dense model of this shape, or its smallest."""
     yield from _against_data_parallelism(best, others)
     if dense is not None:
         yield _against_dense(best, dense)
@@ -177,20 +177,20 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
     waiting = best.time.parts.get(HOST, 0.0) / best.time.seconds
     if waiting > LIMIT:
         yield (
-            f"The host is the limit: {waiting:.0%} of a step its devices wait for it to issue operations, which are too small "
-            "for them; larger micro-batches, if they fit, are the way out."
+            f"The host is the bottleneck: GPUs wait for kernel launches {waiting:.0%} of the step, since the kernels are too "
+            "small; use larger micro-batches if they fit."
         )
     room = best.memory / best.usable
     if room > 0.9:
         yield (
-            f"Memory is tight ({room:.0%} of what is usable) and predicted to some per cent; if the first step ends out of "
-            "memory, halve train.micro_batch or take a runner-up that holds less."
+            f"Memory is tight ({room:.0%} of usable memory), and predictions are accurate to a few percent; if the first step "
+            "runs out of memory, halve train.micro_batch or use a runner-up that needs less."
         )
     hardware = search.request.hardware
     if not hardware.speeds.kernels and not hardware.node.measured:
         yield (
-            f"Speeds are those of published measurements and datasheets ({hardware.title}), not of your machines: "
-            "'boost plan calibrate' there makes a profile of them."
+            f"Speeds come from published measurements and datasheets ({hardware.title}), not from your machines: "
+            "run 'boost plan calibrate' there to profile them."
         )
 
 
@@ -198,41 +198,41 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
     if best.time.devices == 1:
         return
     if pure_data_parallel(best.config.parallel):
-        tp = next((c for c in others if c.plan.config.parallel.tp > 1 and c.plan.missing <= 0), None)
+        tp = next((c for c in others if c.plan.config.parallel.tp > 1 and c.plan.shortfall <= 0), None)
         if tp is not None:
             slower = tp.plan.time.seconds / best.time.seconds - 1
             parallel = tp.plan.config.parallel
             yield (
                 f"Pure data parallelism beats TP here: {_room(best.config.parallel)}, and the fastest with TP ({mesh(parallel)}, "
-                f"{parallel.layout}) takes {slower:.1%} longer: {tp.why}.{_close(slower)}"
+                f"{parallel.layout}) takes {slower:.1%} longer ({tp.why}).{_close(slower)}"
             )
         return
     pure = next((c for c in others if pure_data_parallel(c.plan.config.parallel)), None)
-    if pure is not None and pure.plan.missing > 0:
+    if pure is not None and pure.plan.shortfall > 0:
         yield f"Pure data parallelism does not fit: {pure.why}."
     elif pure is not None:
         slower = pure.plan.time.seconds / best.time.seconds - 1
-        yield f"Pure data parallelism fits, and takes {slower:.1%} longer: {pure.why}.{_close(slower)}"
+        yield f"Pure data parallelism fits, but takes {slower:.1%} longer: {pure.why}.{_close(slower)}"
 
 
 def _room(parallel: ParallelConfig) -> str:
     if parallel.shard == "full" and parallel.sharded:
-        return "what replicas share (shard = full) they need not hold"
-    return "one device has room for the model"
+        return "sharding over replicas (shard = full) makes the model fit"
+    return "the model fits on one GPU"
 
 
 def _close(slower: float) -> str:
-    return " That is less than predictions err by: run both for some steps." if slower < CLOSE else ""
+    return " That is within the prediction error: run both for a few steps." if slower < CLOSE else ""
 
 
 def _against_dense(best: Plan, dense: Plan) -> str:
     billions = parameter_count(dense.config.model) / 1e9
     name = f"The dense model of this shape ({billions:.1f}B parameters)"
-    if dense.missing > 0:
-        return f"{name} does not fit on these GPUs: {why(best, dense)}. The low-rank one does."
+    if dense.shortfall > 0:
+        return f"{name} does not fit on these GPUs: {why(best, dense)}. The low-rank model does."
     ratio = dense.time.seconds / best.time.seconds
     parallel = dense.config.parallel
     return (
-        f"{name} would take {human_seconds(dense.time.seconds)} a step at its best ({mesh(parallel)}, {choices(dense.config)}): "
-        f"{ratio:.2f} x the time of the low-rank one."
+        f"{name} takes {human_seconds(dense.time.seconds)} per step at best ({mesh(parallel)}, {choices(dense.config)}): "
+        f"{ratio:.2f} x the low-rank model."
     )

@@ -1,4 +1,4 @@
-"""One configuration, broken down: what the busiest pipeline process multiplies and sends in a step, and for how long."""
+"""One configuration, broken down: GEMMs and collectives of the slowest pipeline rank in a step, with their times."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,51 +20,51 @@ from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 @dataclass(frozen=True)
 class WorkTotal:
-    """Matrix products (or attention) of one shape, of a whole step on one process."""
+    """All GEMMs (or attention calls) of one shape in a step on one process."""
 
     work: Work
-    """One of them."""
+    """A single call."""
     calls: int
     seconds: float
-    """All of them."""
+    """All calls together."""
     peak_flops: float
-    """Of the device, in the dtype of the work."""
+    """Of the GPU, in this dtype."""
 
     @property
     def flops(self) -> int:
-        """All of them."""
+        """All calls together."""
         return self.calls * self.work.flops
 
     @property
     def bytes(self) -> int:
-        """Read and written by all of them."""
+        """Read and written by all calls."""
         return self.calls * self.work.bytes
 
     @property
     def share_of_peak(self) -> float:
-        """FLOP/s that are reached, of the peak."""
+        """Achieved FLOP/s as a fraction of peak."""
         return self.flops / self.seconds / self.peak_flops
 
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Collectives that are alike, of a whole step on one process."""
+    """Identical collectives in a step on one process."""
 
     collective: Collective
     times: int
     link: str
-    """What they go over: the profile's word."""
+    """Name of the link in the hardware profile."""
     seconds: float
-    """All of them, hidden or not."""
+    """All of them, overlapped or not."""
 
     @property
     def bytes(self) -> int:
-        """That one process sends."""
+        """Sent by one process."""
         return self.times * self.collective.sent_bytes
 
 
 def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal]:
-    """Products of pipeline process `pp_rank` in a step, those that take longest first."""
+    """GEMMs and attention of pipeline rank `pp_rank` in a step, longest first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     policies, fused = train.recompute_by_layer(config.model.layers), hardware.has_fused_norm
@@ -92,7 +92,7 @@ def _add(total: Counted, work: Counted, times: int) -> None:
 
 
 def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTotal]:
-    """Collectives of pipeline process `pp_rank` in a step, in the order in which they come up; TP's first."""
+    """Collectives of pipeline rank `pp_rank` in a step, in order of first use; TP's first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len
@@ -112,7 +112,7 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTot
 
 
 def _alike(collectives: Iterable[Collective]) -> Counter[Collective]:
-    """Those of all blocks together."""
+    """Counts of identical collectives, over all blocks."""
     return Counter(replace(each, layer=None) for each in collectives)
 
 
@@ -122,16 +122,16 @@ def _link(collective: Collective, config: Config, hardware: Hardware) -> str:
 
 
 def busiest(config: Config, predictor: Predictor) -> int:
-    """The pipeline process that the others wait for."""
+    """The pipeline rank that the others wait for."""
     passes = predictor.passes(config)
     return max(range(len(passes)), key=lambda rank: passes[rank].total)
 
 
 def rows_that_matter(listed: list[WorkTotal], share: float = 0.97) -> Iterator[WorkTotal]:
-    """The first ones, until they make up `share` of the time."""
-    total, told = sum(each.seconds for each in listed), 0.0
+    """The first rows, until they cover `share` of the time."""
+    total, covered = sum(each.seconds for each in listed), 0.0
     for each in listed:
-        if told >= share * total:
+        if covered >= share * total:
             return
-        told += each.seconds
+        covered += each.seconds
         yield each

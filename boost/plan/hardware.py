@@ -1,13 +1,12 @@
-"""Hardware profiles: what a device and its links reach, as data files with sources. Arithmetic only.
+"""Hardware profiles: achievable speeds of a device and its links, as data files with sources.
 
-Speeds are those that are reached, not those of a datasheet: a peak times the fraction of it that large operations get, or
-points measured on the machine at hand.
+Speeds are achieved speeds, not datasheet peaks: the peak times the fraction that large operations reach, or
+points measured on the machine.
 """
 
 import difflib
 import itertools
 import math
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,11 +14,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from boost.config.schema import Positive, Section
+from boost.config.text import read_toml
 from boost.errors import ConfigError
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 
 PROFILES = Path(__file__).parent / "profiles"
-"""Data files of the package, `<name>.toml`."""
+"""Folder of the profiles in the package, `<name>.toml`."""
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
@@ -30,9 +30,9 @@ Triple = Annotated[tuple[Amount, Amount, Amount], Field(strict=False)]
 
 
 def seconds_at(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds for `size` bytes from measured (bytes, microseconds) in rising order of bytes.
+    """Seconds for `size` bytes, interpolated from measured (bytes, microseconds) sorted by bytes.
 
-    Between two points a straight line of logarithms; below the first its time, beyond the last its speed.
+    Log-log interpolation between points; constant time below the first, constant speed beyond the last.
     """
     first, last = points[0], points[-1]
     if size <= first[0]:
@@ -45,14 +45,14 @@ def seconds_at(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 class GemmSpeed(Section):
-    """Speed of matrix products in one dtype: tflops * fraction * the product over m, n, k of dim / (dim + half)."""
+    """GEMM speed in one dtype: tflops * fraction * the product over m, n, k of dim / (dim + half)."""
 
     tflops: Positive
-    """Peak, dense, TFLOP/s: what MFU counts against."""
+    """Dense peak in TFLOP/s, the reference of MFU."""
     fraction: Positive
-    """Of the peak, for GEMMs whose dimensions are all large."""
+    """Fraction of peak that GEMMs with large dimensions reach."""
     half: Triple = (0.0, 0.0, 0.0)
-    """m, n and k at which one dimension halves the speed: tiles that are not full, and their beginning and end."""
+    """m, n and k at which that dimension halves the speed (partial tiles, prologue and epilogue)."""
 
     def flops_per_s(self, m: int, n: int, k: int) -> float:
         """FLOP/s of [m, k] x [k, n]."""
@@ -63,45 +63,44 @@ class GemmSpeed(Section):
 
 
 class AttentionSpeed(Section):
-    """Speed of fused causal attention at one width of a head, at sequences of a few thousand tokens. The half of the scores that
-    is masked is not counted; backward five products for forward's two."""
+    """Speed of fused causal attention for one head dimension, at sequences of a few thousand tokens. Masked scores are not
+    counted; the backward pass has five products, the forward pass two."""
 
     head_dim: int
-    """Width of a head."""
+    """Head dimension."""
     forward: Positive
     """TFLOP/s."""
     backward: Positive
     """TFLOP/s."""
     half: Amount = 0.0
-    """Tokens of a sequence at which it has half of that speed."""
+    """Sequence length at which the speed halves."""
 
 
 class Speeds(Section):
-    """What one device does."""
+    """Speeds of one device."""
 
     memory_gb_s: Positive
-    """Bandwidth of device memory, GB/s, as the datasheet says it."""
+    """Memory bandwidth in GB/s, from the datasheet."""
     memory_fraction: Positive
-    """Of it, for element-wise operations on large tensors."""
+    """Fraction of it that element-wise operations on large tensors reach."""
     probe_us: Amount = 0.0
-    """Microseconds that a small fixed work took when the rest was measured (`boost.measure.speed.Probe`): how fast the machine was
-    then; 0: not known."""
+    """Microseconds of a small fixed workload during calibration (`boost.measure.speed.Probe`), which shows how fast the machine was
+    then; 0: unknown."""
     kernel_us: Amount
-    """Microseconds that every operation takes on the device beside its work."""
+    """Fixed cost of every kernel on the device, in microseconds."""
     gemm: dict[str, GemmSpeed]
     """By dtype."""
     attention: dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]
-    """By dtype; the nearest width of a head counts."""
+    """By dtype; the nearest head dimension applies."""
     kernels: dict[str, Points] = Field(default_factory=dict)
-    """Measured (bytes, microseconds) of other kinds of operations, by kind or 'kind dtype'; those that are missing move bytes at
-    memory's speed."""
+    """Measured (bytes, microseconds) of other kernels, by kind or 'kind dtype'; all others run at memory bandwidth."""
 
     def gemm_speed(self, dtype: str) -> GemmSpeed:
         """Raises ConfigError for a dtype that the profile does not have."""
         return _of_dtype(self.gemm, dtype)
 
     def seconds(self, work: Work) -> float:
-        """Time on the device of one call. Raises ConfigError for a dtype that the profile does not have."""
+        """Device time of one call. Raises ConfigError for a dtype that the profile does not have."""
         bandwidth = self.memory_gb_s * _GIGA * self.memory_fraction
         moving = work.bytes / bandwidth
         if work.kernel == GEMM:
@@ -133,42 +132,42 @@ def _of_dtype(table: dict[str, _T], dtype: str) -> _T:
 
 
 class Link(Section):
-    """What processes send each other over. Time of a collective: latency + bytes that one process sends / bandwidth."""
+    """An interconnect. Time of a collective: latency + bytes sent by one process / bandwidth."""
 
     name: str
     """NVLink | PCIe | InfiniBand | loopback | ..."""
     latency_us: Amount
-    """Microseconds of a small collective."""
+    """Latency of a small collective, in microseconds."""
     gb_s: Positive
-    """GB/s that one process sends in large collectives (nccl-tests calls it bus bandwidth)."""
+    """GB/s sent by one process in large collectives (bus bandwidth in nccl-tests)."""
     half_mb: Amount = 0.0
-    """How slowly that is reached: small messages move at half of it, those of `half_mb` MB sent at two thirds."""
+    """Message size in MB at which bandwidth is two thirds of the peak; small messages get half of it."""
     all_reduce: Annotated[tuple[Point, ...], Field(strict=False)] = ()
-    """(processes, GB/s) of all-reduces over so many processes or more, where the switch adds up (NVLink SHARP)."""
+    """(processes, GB/s) of all-reduces over at least so many processes, where the switch reduces (NVLink SHARP)."""
     measured: dict[str, Points] = Field(default_factory=dict)
-    """(payload bytes, microseconds) of collectives measured over it, by kind or 'kind dtype', with `processes` processes."""
+    """Measured (payload bytes, microseconds) of collectives over `processes` processes, by kind or 'kind dtype'."""
     processes: int = 2
-    """Of the measured collectives."""
+    """Group size of the measured collectives."""
     known: bool = True
-    """False in a profile calibrated with one process, which sends nothing: numbers above are none."""
+    """False in a profile calibrated with one process: the speeds above are placeholders."""
 
     def seconds(self, kind: str, dtype: str, payload: int, sent: int, processes: int, share: float = 1.0) -> float:
-        """Of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: of the bandwidth.
+        """Time of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: multiple of the bandwidth.
 
-        Raises ConfigError if the profile does not know.
+        Raises ConfigError if the profile has no link speeds.
         """
         if not self.known:
             raise ConfigError(
-                f"--gpu: this profile was calibrated with one process and has no speed for a collective of {processes}; "
-                "calibrate with --nproc 2 or more, or write its [node] and [network]"
+                f"--gpu: this profile was calibrated with one process and has no link speed for {processes} processes; "
+                "calibrate with --nproc 2 or more, or fill in its [node] and [network]"
             )
         for name in (f"{kind} {dtype}", kind):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
         half = self.half_mb * 1e6
-        behind = half * sent / (sent + half) if sent else 0.0
-        return self.latency_us * _MICRO + (sent + behind) / (self._gb_s(kind, processes) * _GIGA * share)
+        ramp = half * sent / (sent + half) if sent else 0.0
+        return self.latency_us * _MICRO + (sent + ramp) / (self._gb_s(kind, processes) * _GIGA * share)
 
     def _gb_s(self, kind: str, processes: int) -> float:
         reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
@@ -176,54 +175,54 @@ class Link(Section):
 
 
 def _rounds(kind: str, processes: int) -> float:
-    """Bytes that one of `processes` sends for each byte of payload."""
+    """Bytes sent by one of `processes` per byte of payload."""
     if kind == "send":
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (processes - 1) / processes
 
 
 class Hardware(Section):
-    """A machine: nodes of equal devices."""
+    """A cluster of equal nodes."""
 
     title: str
-    """What it is, in words."""
+    """Human-readable name."""
     device: Literal["cuda", "cpu"]
-    """What runs the operations. On CUDA devices the host issues them ahead; on CPUs it is the host that runs them."""
+    """What runs the operations. On CUDA the host launches kernels asynchronously; on CPU it runs them itself."""
     per_node: Annotated[int, Field(ge=1)]
-    """Devices of a node."""
+    """Devices per node."""
     memory_gb: Positive
-    """Memory of a device that a process can allocate, 10^9 bytes."""
+    """Memory of one device, in GB (10^9 bytes)."""
     reserve_gb: Amount
-    """Of it, what is not tensors: context, communication buffers, fragments."""
+    """Memory not available to tensors: context, communication buffers, fragmentation."""
     host_us: Amount
-    """Microseconds that the host needs to issue one operation."""
+    """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0
-    """Milliseconds of a step beside its operations: batches, logging, step stats."""
+    """Overhead per step in milliseconds: data loading, logging, step stats."""
     overlap: Annotated[float, Field(ge=0, le=1)]
-    """Of the time of computation, what can hide communication that need not be waited for."""
+    """Fraction of compute time that asynchronous communication can overlap."""
     speeds: Speeds
-    """With all devices of a node at work."""
+    """Speeds with all devices of a node busy."""
     alone: Speeds | None = None
-    """With one of them at work, where that differs (cores share memory)."""
+    """Speeds with a single busy device, where they differ (CPU cores share memory bandwidth)."""
     node: Link
     """Within a node."""
     network: Link
-    """Between nodes: what each device sends when all of its node do."""
+    """Between nodes, per device when all devices of a node send."""
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Where the numbers come from."""
+    """Sources of the numbers."""
 
     @property
     def has_fused_norm(self) -> bool:
-        """Whether RMSNorm of whole rows is one kernel there."""
+        """Whether RMSNorm of unsharded rows is one fused kernel."""
         return self.device == "cuda"
 
     @property
     def usable_bytes(self) -> int:
-        """Memory for tensors, on one device."""
+        """Memory available to tensors on one device."""
         return int((self.memory_gb - self.reserve_gb) * _GIGA)
 
     def speeds_of(self, processes: int) -> Speeds:
-        """With so many processes on a node."""
+        """Speeds with this many processes on a node."""
         return self.alone if self.alone is not None and processes == 1 else self.speeds
 
     def peak_flops(self, dtype: str) -> float:
@@ -232,12 +231,12 @@ class Hardware(Section):
 
 
 def names() -> list[str]:
-    """Profiles that are there, without those of users."""
+    """Names of the built-in profiles."""
     return sorted(path.stem for path in PROFILES.glob("*.toml"))
 
 
 def load_hardware(name: str) -> Hardware:
-    """A profile by name, or from a file `*.toml`. Raises ConfigError if there is none, or it cannot be read."""
+    """Loads a profile by name or from a `.toml` file. Raises ConfigError if it does not exist or is invalid."""
     try:
         return Hardware.model_validate(_read(name))
     except ValidationError as error:
@@ -247,31 +246,31 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """The document of a profile, unchecked; with `like`, the name of a profile of the package, on top of that one's."""
+    """The raw tables of a profile; `like` names a built-in profile whose values it overrides."""
     path = Path(name) if name.endswith(".toml") else PROFILES / f"{name.lower()}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
-            raise ConfigError(f"--gpu = '{name}': there is no such file; 'boost plan calibrate --out {name}' makes one")
+            raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
         close = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(
-            f"--gpu = '{name}' is no hardware profile; {hint}The profiles are {', '.join(names())}; "
-            "'boost plan calibrate' makes one of this machine"
+            f"--gpu = '{name}' is not a hardware profile; {hint}profiles: {', '.join(names())}; "
+            "'boost plan calibrate' profiles this machine"
         )
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--gpu = '{name}' is not TOML: {error}") from None
+        tree = read_toml(path)
+    except ConfigError as error:
+        raise ConfigError(f"--gpu = '{name}': {error}") from None
     if "like" not in tree:
         return tree
     like = str(tree.pop("like"))
     if like not in names():
-        raise ConfigError(f"--gpu = '{name}': like = '{like}' is no profile; the profiles are {', '.join(names())}")
+        raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
     return _merged(_read(like), tree)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two documents, the second of which counts where both say something."""
+    """Merges two tables recursively; `above` wins."""
     both = {
         key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
         for key, value in above.items()

@@ -1,6 +1,6 @@
-"""How a configuration is cut: every weight, the residual stream, and every collective of an optimizer step. Arithmetic only.
+"""How a configuration is sharded: every weight, the residual stream, and every collective of an optimizer step.
 
-Legend: T tokens of one micro-batch in a TP group, p TP processes; d hidden width, f width of the MLP.
+Legend: T tokens per micro-batch of a TP group, p TP processes; d hidden width, f MLP width.
 """
 
 import re
@@ -18,6 +18,7 @@ from boost.config.architecture import (
     parameter_count,
 )
 from boost.config.layouts import LayoutSpec, Placement, local_shape, num_shards, placement_of, spec_of
+from boost.config.optimizers import LOROConfig
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
@@ -28,10 +29,10 @@ from boost.plan.replicas import stored_tensors
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter and the part of it that one process holds."""
+    """One parameter and its shard on one process."""
 
     name: str
-    """As in the architecture; `layers.N.` stands for every block."""
+    """Parameter name; `layers.N.` stands for every block."""
     shape: tuple[int, ...]
     local: tuple[int, ...]
     placement: Placement
@@ -46,16 +47,16 @@ class Weight:
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """One collective of an optimizer step, and the micro-batch that it belongs to."""
+    """One collective of an optimizer step, and its micro-batch."""
 
     collective: Collective
     micro_batch: int | None
-    """Number of the micro-batch; None for what is issued once a step."""
+    """Index of the micro-batch; None for collectives issued once per step."""
 
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of a step that are alike but for their block and micro-batch."""
+    """Collectives of a step that differ in block and micro-batch only."""
 
     collective: Collective
     """The first of them."""
@@ -63,38 +64,38 @@ class CollectiveRow:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that one process sends in all of them."""
+        """Bytes sent by one process in all of them."""
         return self.count * self.collective.sent_bytes
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one process of a TP group holds and sends. Shapes are (rows, columns), bytes are those that it sends."""
+    """What one process of a TP group holds and sends. Shapes are (rows, columns); bytes are sent bytes."""
 
     config: Config
     pp_rank: int
-    """The pipeline process."""
+    """The pipeline rank."""
     stages: tuple[Stage, ...]
-    """Those that it holds."""
+    """Its stages."""
     weights: tuple[Weight, ...]
-    """The outer parameters that it holds and those of one block, in the order of the architecture."""
+    """Its parameters outside blocks and those of one block, in model order."""
     parameters: int
-    """Elements of the whole model."""
+    """Parameters of the whole model."""
     parameters_per_process: int
-    """Elements that it keeps from step to step: of what replicas share, its rows."""
+    """Parameters stored on this process: only its rows of weights sharded over replicas."""
     tokens: int
     """T."""
     micro_batches: int
-    """Micro-batches that one process takes through the model in an optimizer step."""
+    """Micro-batches per optimizer step on one process."""
     issued: tuple[IssuedCollective, ...]
-    """Every collective of one optimizer step, in the order in which it is issued."""
+    """Every collective of one optimizer step, in order of issue."""
 
     exact: tuple[Collective, ...]
-    """What one of optim.exact_every steps sends on top: LORO's exact one. Empty for other optimizers."""
+    """Additional collectives of LORO's exact step (every optim.exact_every steps). Empty for other optimizers."""
 
     @property
     def spec(self) -> LayoutSpec:
-        """The layout in effect: every layout of one process is `single`."""
+        """The layout in effect: with one process, every layout is `single`."""
         return spec_of(self.config.parallel)
 
     @property
@@ -119,48 +120,48 @@ class Inspection:
 
     @cached_property
     def rows(self) -> tuple[CollectiveRow, ...]:
-        """The collectives of a step, added up over blocks and micro-batches, in the order of their first."""
+        """The collectives of a step, aggregated over blocks and micro-batches, in order of first use."""
         return _added_up([issued.collective for issued in self.issued])
 
     @cached_property
     def exact_rows(self) -> tuple[CollectiveRow, ...]:
-        """The same of what an exact step sends on top."""
+        """The additional collectives of an exact step, aggregated."""
         return _added_up(self.exact)
 
     @cached_property
     def bytes_per_step(self) -> int:
-        """Bytes that one process sends in an optimizer step."""
+        """Bytes sent by one process per optimizer step."""
         return sum(issued.collective.sent_bytes for issued in self.issued)
 
     @cached_property
     def bytes_of_exact_step(self) -> int:
-        """Bytes that one process sends on top in an exact step."""
+        """Additional bytes sent by one process in an exact step."""
         return sum(collective.sent_bytes for collective in self.exact)
 
     @cached_property
     def bytes_per_micro_batch(self) -> int:
-        """Bytes that one process sends for one micro-batch, forward and backward."""
+        """Bytes sent by one process per micro-batch, forward and backward."""
         return sum(issued.collective.sent_bytes for issued in self.issued if issued.micro_batch == 0)
 
     @property
     def layer(self) -> int:
-        """The block that stands for all: the last of the first stage held here. (The first block of a crossing family is
-        unlike the others.)"""
+        """The block that represents all: the last one of this process's first stage. (With latent gates, the first block
+        of the model differs from the others.)"""
         return self.stages[0].numbers[-1]
 
     @property
     def has_latent_gate(self) -> bool:
-        """Whether latents of the block before arrive in that block."""
+        """Whether that block takes latents of the previous block."""
         return has_latent_gate(self.config.model, self.layer)
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one process sends for each of the T tokens, forward and backward."""
+        """Bytes sent by one process per token, forward and backward."""
         return self.bytes_per_micro_batch / self.tokens
 
 
 def inspect(config: Config, pp_rank: int = 0) -> Inspection:
-    """The inspection of one process of the first replica and of pipeline process `pp_rank`."""
+    """Inspects one process of the first replica at pipeline rank `pp_rank`."""
     model, parallel, train = config.model, config.parallel, config.train
     micro_batches = train.global_batch // (parallel.dp * train.micro_batch)
     held = stages_of(config, pp_rank)
@@ -180,7 +181,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         tokens=train.micro_batch * train.seq_len,
         micro_batches=micro_batches,
         issued=tuple(_numbered(step_collectives(config, pp_rank), micro_batches)),
-        exact=tuple(optimizer_collectives(config, pp_rank)) if config.optim.name == "loro" else (),
+        exact=tuple(optimizer_collectives(config, pp_rank)) if isinstance(config.optim, LOROConfig) else (),
     )
 
 
@@ -195,7 +196,7 @@ def _added_up(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
 
 
 def human_bytes(number: float) -> str:
-    """Three significant digits in decimal units: 151584768 is '152 MB'."""
+    """Three significant digits in decimal units: 151584768 -> '152 MB'."""
     units = ["B", "kB", "MB", "GB", "TB", "PB"]
     while number >= 999.5 and len(units) > 1:
         number /= 1000
@@ -210,18 +211,18 @@ def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) 
     if parallel.sharded and len(parameter.shape) > 1:
         outer = parallel.shard_outer and placement.partial
         words = words.partition(",")[0] if outer else words
-        words += f"; rows shared by {parallel.dp * (parallel.tp if outer else 1)}"
+        words += f"; rows sharded over {parallel.dp * (parallel.tp if outer else 1)}"
     return Weight(name, parameter.shape, local_shape(parameter, placement, parallel.tp), placement, words)
 
 
 def _words(placement: Placement, processes: int) -> str:
     if placement.dim is not None:
-        return f"dim {placement.dim} in {processes}"
-    return "whole, gradient summed once a step" if placement.partial else "whole"
+        return f"dim {placement.dim} over {processes}"
+    return "replicated, gradient summed once per step" if placement.partial else "replicated"
 
 
 def _numbered(collectives: list[Collective], micro_batches: int) -> list[IssuedCollective]:
-    """Micro-batches issue the same collectives one after the other; what belongs to the step comes last."""
+    """All micro-batches issue the same collectives; those of the step come last."""
     of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
     return [
         IssuedCollective(collective, None if collective.phase == "step" else position // of_one)

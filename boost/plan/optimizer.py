@@ -1,4 +1,4 @@
-"""What an optimizer sends and holds beyond what every step does: whole factors, triangles, Gram matrices. Arithmetic only."""
+"""Collectives and memory of optimizers that need unsharded factors: gathered factors, triangles, Gram matrices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from boost.config.factors import (
     work_dtype,
 )
 from boost.config.layouts import placement_of
-from boost.config.optimizers import MuonConfig
+from boost.config.optimizers import LOROConfig, MuonConfig, OptimConfig
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, Collective
@@ -26,7 +26,7 @@ PLACE = "optimizer"
 
 @dataclass(frozen=True)
 class _FactorUnit:
-    """The factors of the linears of one input: the A's are one stored tensor, each B one."""
+    """The factors of linears with the same input: the A's are fused into one stored tensor, each B is its own."""
 
     pairs: tuple[tuple[FactorShape, FactorShape], ...]
     """(A, B) of each linear."""
@@ -34,18 +34,17 @@ class _FactorUnit:
 
     @property
     def shapes(self) -> tuple[FactorShape, ...]:
-        """Of all factors."""
+        """Shapes of all factors."""
         return tuple(shape for pair in self.pairs for shape in pair)
 
 
 def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
-    """Collectives of a step in which whole factors are looked at, bucket by bucket, in the order in which they are issued.
+    """Collectives of a step that needs unsharded factors, bucket by bucket, in order of issue.
 
-    That is LORO's exact step (every optim.exact_every steps), and each step of Muon and of Frobenius decay; [] where no
-    step is one.
+    That is LORO's exact step (every optim.exact_every steps), and each step of Muon and of Frobenius decay; otherwise [].
     """
     optim, parallel = config.optim, config.parallel
-    if not (needs_whole_factors(optim) or (optim.name == "loro" and not optim.refresh_only)):
+    if not (needs_whole_factors(optim) or _has_exact_steps(optim)):
         return []
     dtype, tp = work_dtype(optim, config.train.param_dtype), parallel.tp
     units = [unit for stage in stages_of(config, pp_rank) for unit in _units(config, stage)]
@@ -55,45 +54,49 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
         shapes = [shape for unit in bucket for shape in unit.shapes]
         for over_replicas in (False, True):
             stored = [t for unit in bucket for t in unit.stored if t.over_replicas(parallel) == over_replicas]
-            shared = [t for t in stored if t.sharers(parallel) > 1]
+            shared = [t for t in stored if t.shard_count(parallel) > 1]
             if shared:
-                p = shared[0].sharers(parallel)
+                p = shared[0].shard_count(parallel)
                 elements = copies(optim) * p * sum(t.shard(parallel) for t in shared)
                 axis = "replicas" if over_replicas else "dp"
                 result.append(Collective("step", "all-gather", (elements,), dtype, p, PLACE, axis=axis))
         if ranks := sum(copies(optim) * shape.elements for shape in shapes if shape.sharded == "rank"):
             result.append(Collective("step", "all-gather", (ranks,), dtype, tp, PLACE))
-        kind = "all-gather" if optim.name == "loro" else "all-reduce"
-        if small := sum(shape.triangle(tp) if optim.name == "loro" else shape.gram for shape in shapes):
+        kind = "all-gather" if isinstance(optim, LOROConfig) else "all-reduce"
+        if small := sum(shape.triangle(tp) if isinstance(optim, LOROConfig) else shape.gram for shape in shapes):
             result.append(Collective("step", kind, (small,), dtype, tp, PLACE))
-        if optim.name == "loro" and (p := tp * parallel.dp) > 1:
+        if isinstance(optim, LOROConfig) and (p := tp * parallel.dp) > 1:
             solved = [a.basis(tp) * a.rank + b.basis(tp) * b.rank for unit in bucket for a, b in unit.pairs]
             result.append(Collective("step", "all-gather", (p * dealt(solved, p),), dtype, p, PLACE, axis="replicas"))
     return result
 
 
+def _has_exact_steps(optim: OptimConfig) -> bool:
+    return isinstance(optim, LOROConfig) and not optim.refresh_only
+
+
 def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
-    """Bytes that the optimizer holds from step to step for these tensors of one process, which are those of some stages."""
+    """Bytes of optimizer state for these stored tensors of one process; `stages` are its stages."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
     held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
-    counted = len(stored)  # each tensor has its number of updates, in fp32
-    if optim.name == "muon":
+    counted = len(stored)  # each tensor has a step counter in fp32
+    if isinstance(optim, MuonConfig):
         factors = [tensor for stage in stages for unit in _units(config, stage) for tensor in unit.stored]
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
         counted -= len(factors)
-    if optim.name == "loro":
+    if isinstance(optim, LOROConfig):
         counted += sum(_extra_parts(config, stage) for stage in stages)
     return held + counted * ITEMSIZE["float32"]
 
 
 def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
-    """Bytes that the optimizer's step works with at its worst moment, on top of what it holds.
+    """Peak workspace of the optimizer step in bytes, in addition to its state.
 
-    torch's fused AdamW works with none. Muon and Frobenius decay look at a bucket of whole factors; LORO's exact step at a
-    bucket of factors and directions in fp64, and at a basis of each.
+    torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors; LORO's exact step a bucket of
+    factors and directions in fp64, and a basis of each.
     """
     optim, parallel = config.optim, config.parallel
-    exact = optim.name == "loro" and not optim.refresh_only
+    exact = _has_exact_steps(optim)
     if not (needs_whole_factors(optim) or exact):
         return 0
     dtype, worst = work_dtype(optim, config.train.param_dtype), 0
@@ -106,7 +109,7 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
 
 
 class _LoroBucket:
-    """Numbers that are alive while a bucket of factors is worked on, n r of each factor and r r of what is small."""
+    """Elements alive while a bucket of factors is processed: n r per factor, r r per small matrix."""
 
     def __init__(self, units: Sequence[_FactorUnit], parallel: ParallelConfig) -> None:
         self.tp, self.dp = parallel.tp, parallel.dp
@@ -115,28 +118,28 @@ class _LoroBucket:
         stored = [tensor for unit in units for tensor in unit.stored]
         self.kept = sum(tensor.shard(parallel) for tensor in stored)
         self.local = sum(tensor.elements for tensor in stored)
-        """Of this TP process: all replicas' shards of it."""
+        """On this TP process, gathered over replicas."""
         self.largest = max(tensor.shard(parallel) for tensor in stored)
-        self.shared = any(tensor.sharers(parallel) > 1 for tensor in stored)
+        self.shared = any(tensor.shard_count(parallel) > 1 for tensor in stored)
         self.whole = sum(shape.elements for shape in self.shapes)
-        self.cut = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
+        self.rank_sharded = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 
-    def _tall(self, copies: int, held: int) -> tuple[int, int]:
-        """(the most on the way, what is there then) of whole factors, made of `held` numbers a kept one; `copies` of each."""
+    def _whole_factors(self, copies: int, held: int) -> tuple[int, int]:
+        """(peak while gathering, live afterwards) of `copies` of whole factors, from `held` elements per stored one."""
         kept, local, whole = held * self.kept, copies * self.local, copies * self.whole
-        most = there = kept
-        if self.shared:  # what is sent, what has arrived, and what it is put together to
-            most, there = there + 2 * copies * self.kept + 2 * local, local
-        if self.cut:
-            most, there = max(most, there + whole + max(2 * local, whole)), whole
-        return most, there
+        most = live = kept
+        if self.shared:  # send buffer, receive buffer, assembled factors
+            most, live = live + 2 * copies * self.kept + 2 * local, local
+        if self.rank_sharded:
+            most, live = max(most, live + whole + max(2 * local, whole)), whole
+        return most, live
 
     def exact(self) -> int:
-        """LORO's exact step: factor and direction side by side, their bases, the small problems."""
-        making, tall = self._tall(2, 2)
+        """LORO's exact step: factors and directions concatenated, their bases, the small problems."""
+        making, tall = self._whole_factors(2, 2)
         bases = sum(s.rows * min(s.rows, 2 * s.rank) + min(s.rows, 2 * s.rank) * 2 * s.rank for s in self.shapes)
         final = sum(s.rows * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
-        # Gathered; and of one factor a copy, its QR and what that is multiplied to.
+        # Gathered triangles; for one factor a copy, its QR and the product.
         triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         largest = max(s.elements for s in self.shapes)
@@ -148,11 +151,11 @@ class _LoroBucket:
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
-        """Muon's step and Frobenius decay's: whole factors, Gram matrices, and what becomes of one factor."""
+        """Muon's step and Frobenius decay's: whole factors, Gram matrices, and temporaries of one factor."""
         muon = isinstance(config.optim, MuonConfig)
         same = work_dtype(config.optim, config.train.param_dtype) == config.train.param_dtype
         views = same and not (isinstance(config.optim, MuonConfig) and config.optim.muon_nesterov)
-        making, tall = self._tall(1, 0 if views else 1)
+        making, tall = self._whole_factors(1, 0 if views else 1)
         rank, largest = max(s.rank for s in self.shapes), max(s.elements for s in self.shapes)
         grams = sum(s.rank**2 for s in self.shapes) + 2 * sum(s.gram for s in self.shapes) * (self.tp > 1)
         return max(making, tall + grams + largest + 6 * rank**2 * muon)
@@ -174,7 +177,7 @@ def _units(config: Config, stage: Stage) -> Iterator[_FactorUnit]:
 
 
 def _extra_parts(config: Config, stage: Stage) -> int:
-    """Parts of stored tensors that LORO updates by themselves, beyond one each: of linears of one input but different rates."""
+    """Extra slices of fused tensors that LORO updates separately: linears with the same input but different learning rates."""
     extra = 0
     for layer in stage.numbers:
         for group in groups(config.model, layer):

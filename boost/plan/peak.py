@@ -1,26 +1,25 @@
-"""The most memory that one process holds in an optimizer step, and when: arithmetic only, for a search that asks thousands
-of times.
+"""Peak memory of one process in an optimizer step, and in which pass it occurs. Arithmetic only: a search calls it thousands of
+times.
 
-What a block holds at each moment of its passes is read off a trace (`boost.plan.trace`), once for each kind of block; this file
-adds up blocks, micro-batches in flight, and what replicas gather. The allocator's rounding and fragmentation are not in it.
+A trace (`boost.plan.trace`) gives the memory of each kind of block; this file adds up blocks, micro-batches in flight and
+gathered weights. The allocator's rounding and fragmentation are not included.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from boost.config.architecture import first_alike
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
 from boost.plan.categories import BUFFERS, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK
-from boost.plan.memory import prev_latents_kept, states_of
+from boost.plan.memory import prev_latents_saved, states_of
 from boost.plan.optimizer import work_bytes
-from boost.plan.replicas import StoredTensor, stored_tensors
+from boost.plan.replicas import stored_tensors
 from boost.plan.schedules import Action, actions, micro_batches
 from boost.plan.shards import END, Shards
-from boost.plan.trace import TracedPass, pass_of_block, remembered, trace_embedding, trace_loss
+from boost.plan.trace import TracedPass, pass_of_block, trace_embedding, trace_loss
 
 FORWARD = "forward pass of a block"
 BACKWARD = "backward pass of a block"
@@ -33,293 +32,291 @@ STEP = "optimizer step"
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes at the worst moment."""
+    """Bytes at the peak."""
 
     by_category: dict[str, int]
-    """Of `boost.plan.categories.CATEGORIES`."""
-    moment: str
+    """Keys are `boost.plan.categories.CATEGORIES`."""
+    during: str
     """FORWARD, BACKWARD, LOSS, LOSS_BACKWARD, EMBEDDING, SUM or STEP."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum over all categories."""
         return sum(self.by_category.values())
 
 
 def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> PeakMemory:
-    """The worst moment of a step on pipeline process `pp_rank` (of TP process and replica 0, which have the most).
+    """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the most).
 
     `fused_norm`: on a device where RMSNorm is one kernel.
 
-    Within a few per cent of what `boost.measure.memory` sees; LORO's exact step and Muon's within their buckets. Every
-    step counts as one with an exact step, where there are any.
+    Within a few percent of what `boost.measure.memory` measures; LORO's exact step and Muon's within the size of a bucket.
+    With LORO, every step counts as an exact step.
     """
-    return _StepMemory(config, pp_rank, fused_norm).worst()
+    return _StepMemory(config, pp_rank, fused_norm).peak_memory()
 
 
 @dataclass(frozen=True)
 class _BlockFacts:
-    """Bytes of one block and one micro-batch: a `TracedPass`, and what is saved by category (previous latents included)."""
+    """Bytes of one block and one micro-batch: its trace, and saved activations by category (previous latents included)."""
 
-    kept: Counter[str]
-    run: TracedPass
+    saved: Counter[str]
+    traced: TracedPass
 
 
 def _block(config: Config, layer: int, fused_norm: bool) -> _BlockFacts:
     zero_bubble = config.parallel.pp > 1 and config.parallel.schedule == "zero-bubble"
-    run = pass_of_block(config, layer, fused_norm, zero_bubble)
-    kept = run.by_category
-    if latents := sum(prev_latents_kept(config, layer, fused_norm)):
-        kept = kept + Counter({LATENTS: latents})
-    return _BlockFacts(kept, run)
+    traced = pass_of_block(config, layer, fused_norm, zero_bubble)
+    saved = traced.by_category
+    if latents := sum(prev_latents_saved(config, layer, fused_norm)):
+        saved = saved + Counter({LATENTS: latents})
+    return _BlockFacts(saved, traced)
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """Bytes above what is there all the time."""
+class _Snapshot:
+    """Bytes in addition to the baseline of a pass."""
 
     name: str
-    kept: Counter[str]
-    more: dict[str, int]
+    saved: Counter[str]
+    temporary: dict[str, int]
     gathered: dict[str, int] = field(default_factory=dict)
 
 
-def _stored(config: Config, stage: Stage) -> Iterator[StoredTensor]:
-    """As `replicas.stored_tensors`, blocks that are alike computed once."""
-    count = stage.count + 1  # a stage of no blocks, which has an embedding or a head
-    if stage.has_embedding:
-        yield from stored_tensors(config.model, config.parallel, Stage(0, count))
-    for n in stage.numbers:
-        yield from _tensors_of(config, n)
-    if stage.has_head:
-        yield from stored_tensors(config.model, config.parallel, Stage(count - 1, count))
-
-
-def _tensors_of(config: Config, layer: int) -> tuple[StoredTensor, ...]:
-    """Stored tensors of a block."""
-    like = first_alike(config.model, layer)
-
-    def compute(bare: Config, _: bool) -> tuple[StoredTensor, ...]:
-        if like != layer:
-            return tuple(replace(tensor, unit=layer) for tensor in _tensors_of(config, like))
-        return tuple(stored_tensors(bare.model, bare.parallel, Stage(1, 3, layer, 1)))
-
-    found: tuple[StoredTensor, ...] = remembered(config, ("tensors", layer))(compute)
-    return found
-
-
 class _StepMemory:
-    """One process's step, walked through."""
+    """Replays the step of one process."""
 
     def __init__(self, config: Config, pp_rank: int, fused_norm: bool) -> None:
         self.config, parallel = config, config.parallel
         self.stages = stages_of(config, pp_rank)
         self.blocks = {n: _block(config, n, fused_norm) for stage in self.stages for n in stage.numbers}
         self.loss, self.embedding = trace_loss(config, fused_norm), trace_embedding(config)
-        self.stored = {stage.index: list(_stored(config, stage)) for stage in self.stages}
+        self.stored = {stage.index: list(stored_tensors(config.model, parallel, stage)) for stage in self.stages}
         self.size = ITEMSIZE[config.train.param_dtype]
-        self.whole = [self.size * sum(t.elements for t in self.stored[stage.index]) for stage in self.stages]
-        """Bytes of all gradients of a stage."""
+        self.gradient_bytes = [self.size * sum(t.elements for t in self.stored[stage.index]) for stage in self.stages]
+        """Bytes of all gradients, per stage."""
         every = [tensor for stored in self.stored.values() for tensor in stored]
         self.states = states_of(config, every, self.stages)
         self.shards = Shards(config, self.stages, self.stored)
         self.actions = actions(config, pp_rank)
         self.micro_batches = micro_batches(config)
-        self.piped = parallel.pp > 1
-        self.several = self.piped and parallel.schedule in ("interleaved-1f1b", "zero-bubble")
-        """Whether the schedule waits for what it has sent at the end of the step only, and holds it till then."""
-        self.whole_kept = [self._kept_by(stage) for stage in self.stages]
+        self.has_pipeline = parallel.pp > 1
+        self.holds_sends = self.has_pipeline and parallel.schedule in ("interleaved-1f1b", "zero-bubble")
+        """Whether the schedule holds send buffers until the end of the step."""
+        self.saved_by_stage = [self._stage_saved(stage) for stage in self.stages]
         self.in_flight: Counter[int] = Counter()
-        """Micro-batches whose activations are there, by stage."""
-        self.half: Counter[int] = Counter()
-        """Those of which gradients of weights are still to be made (zero bubble)."""
-        self.forwarded = [0 for _ in self.stages]
-        """Forward passes done."""
-        self.reduced = [0 for _ in self.stages]
-        """Backward passes done."""
-        self.returned = [0 for _ in self.stages]
-        """Those whose gradient of the input is done."""
+        """Micro-batches in flight, by stage."""
+        self.deferring: Counter[int] = Counter()
+        """Micro-batches with deferred weight gradients, by stage (zero bubble)."""
+        self.forward_done = [0 for _ in self.stages]
+        """Completed forward passes, per stage."""
+        self.backward_done = [0 for _ in self.stages]
+        """Completed backward passes, per stage."""
+        self.input_grads_done = [0 for _ in self.stages]
+        """Completed input gradients, per stage."""
         self.buckets = self._buckets()
-        self._worst: tuple[int, str, dict[str, int]] = (-1, "", {})
+        self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
 
-    def worst(self) -> PeakMemory:
-        """The worst of all moments."""
+    def peak_memory(self) -> PeakMemory:
+        """The largest of all snapshots."""
         kinds: set[Any] = set()
         for action in self.actions:
             stage = action.stage
-            # Passes with the same in flight differ in nothing.
-            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(self.half.items()), tuple(
-                min(n, 1) + (n == self.micro_batches - 1) for n in self.reduced
+            # Passes with the same state have the same memory.
+            seen = action.kind, stage, tuple(self.in_flight.items()), tuple(self.deferring.items()), tuple(
+                min(n, 1) + (n == self.micro_batches - 1) for n in self.backward_done
             )  # fmt: skip
             if seen not in kinds:
                 kinds.add(seen)
                 self._pass(action)
-            self._count(action)
-        self._look(_Moment(SUM, Counter(), {WORK: self.buckets.get(None, 0)}), all_gradients=True)
-        self._look(_Moment(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}), all_gradients=True)
-        total, name, held = self._worst
+            self._advance(action)
+        at_end = (
+            _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),
+            _Snapshot(STEP, Counter(), {WORK: work_bytes(self.config, self.stages)}),
+        )
+        self._record(self._baseline_at_end(), at_end)
+        total, name, held = self._peak
         assert total >= 0
         return PeakMemory({category: size for category, size in held.items() if size}, name)
 
-    # Moments.
+    # Snapshots.
 
     def _pass(self, action: Action) -> None:
         stage = self.stages[action.stage]
         if action.kind == "forward":
-            for moment in self._forward(stage):
-                self._look(moment)
+            self._record(self._baseline(), self._forward(stage))
             return
         if action.kind == "input" and stage.has_embedding:
-            return  # torch puts off all of it
-        own = action.kind == "backward" or stage.has_embedding
-        half = action.kind == "input" or (action.kind == "weight" and not stage.has_embedding)
-        moments = self._weights(stage) if half and action.kind == "weight" else self._backward(stage, action, not own)
-        for moment in moments:
-            self._look(moment)
+            return  # torch defers the whole backward pass of this stage
+        full = action.kind == "backward" or stage.has_embedding
+        weights_only = action.kind == "weight" and not stage.has_embedding
+        snapshots = self._weights(stage) if weights_only else self._backward(stage, action, not full)
+        self._record(self._baseline(), snapshots)
 
-    def _count(self, action: Action) -> None:
+    def _advance(self, action: Action) -> None:
         stage = action.stage
         first = self.stages[stage].has_embedding
         if action.kind == "forward":
             self.in_flight[stage] += 1
-            self.forwarded[stage] += 1
+            self.forward_done[stage] += 1
         elif action.kind == "backward":
             self.in_flight[stage] -= 1
-            self.reduced[stage] += 1
-            self.returned[stage] += 1
+            self.backward_done[stage] += 1
+            self.input_grads_done[stage] += 1
         elif action.kind == "input":
-            self.half[stage] += not first
-            self.returned[stage] += not first
+            self.deferring[stage] += not first
+            self.input_grads_done[stage] += not first
         else:
             self.in_flight[stage] -= 1
-            self.half[stage] -= not first
-            self.reduced[stage] += 1
+            self.deferring[stage] -= not first
+            self.backward_done[stage] += 1
 
-    def _look(self, moment: _Moment, all_gradients: bool = False) -> None:
+    def _baseline(self) -> Counter[str]:
+        """Bytes held throughout a pass."""
         held = Counter({WEIGHTS: self.states[WEIGHTS], OPTIMIZER: self.states[OPTIMIZER]})
-        if all_gradients:
-            held[GRADIENTS] = self.states[GRADIENTS]
-        else:
-            held[GRADIENTS] = sum(self._gradients(i) for i in range(len(self.stages)))
-            held[WORK] += self._context()
-        for i, count in self.in_flight.items():
-            for category, size in self.whole_kept[i].items():
-                held[category] += count * size
-            sent = self.forwarded[i] if self.several else count
-            held[BUFFERS] += sent * self._handed_on(self.stages[i])
-            if self.several and not self.stages[i].has_embedding:
-                held[BUFFERS] += self.returned[i] * self.blocks[self.stages[i].first_layer].run.entering
-            put_off = sum(self.blocks[n].run.put_off for n in self.stages[i].numbers)
-            held[WORK] += self.half[i] * (put_off + self.stages[i].has_head * self.loss.entering)
-        held[BUFFERS] += self._buffers()
-        for category, size in (*moment.kept.items(), *moment.more.items(), *moment.gathered.items()):
-            held[category] += size
-        total = sum(held.values())
-        if total > self._worst[0]:
-            self._worst = total, moment.name, dict(held)
+        held[GRADIENTS] = sum(self._gradients(i) for i in range(len(self.stages)))
+        held[WORK] = self._context()
+        return self._with_in_flight(held)
 
-    def _forward(self, stage: Stage) -> Iterator[_Moment]:
-        kept: Counter[str] = Counter()
-        gathered = self.shards.forward(stage, self.in_flight, self.reduced)
+    def _baseline_at_end(self) -> Counter[str]:
+        """Bytes held when all gradients exist."""
+        return self._with_in_flight(Counter(self.states))
+
+    def _with_in_flight(self, held: Counter[str]) -> Counter[str]:
+        for i, count in self.in_flight.items():
+            for category, size in self.saved_by_stage[i].items():
+                held[category] += count * size
+            sent = self.forward_done[i] if self.holds_sends else count
+            held[BUFFERS] += sent * self._sent_bytes(self.stages[i])
+            if self.holds_sends and not self.stages[i].has_embedding:
+                held[BUFFERS] += self.input_grads_done[i] * self.blocks[self.stages[i].first_layer].traced.input_bytes
+            if self.deferring[i]:
+                deferred = sum(self.blocks[n].traced.deferred for n in self.stages[i].numbers)
+                held[WORK] += self.deferring[i] * (deferred + self.stages[i].has_head * self.loss.input_bytes)
+        held[BUFFERS] += self._buffers()
+        return held
+
+    def _record(self, baseline: Counter[str], snapshots: Iterable[_Snapshot]) -> None:
+        baseline_bytes = baseline.total()
+        for snapshot in snapshots:
+            above = snapshot.saved, snapshot.temporary, snapshot.gathered
+            total = baseline_bytes + sum(sum(part.values()) for part in above)
+            if total > self._peak[0]:
+                held = Counter(baseline)
+                for part in above:
+                    held.update(part)
+                self._peak = total, snapshot.name, dict(held)
+
+    def _forward(self, stage: Stage) -> Iterator[_Snapshot]:
+        saved: Counter[str] = Counter()
+        gathered = self.shards.forward(stage, self.in_flight, self.backward_done)
         for place, n in enumerate(stage.numbers):
             block = self.blocks[n]
-            arriving = block.run.entering if not (place == 0 and self.piped and not stage.has_embedding) else 0
-            yield _Moment(FORWARD, +kept, {WORK: arriving + block.run.forward}, gathered(n))
-            kept += self._kept_of(stage, n)
+            arriving = (
+                block.traced.input_bytes if not (place == 0 and self.has_pipeline and not stage.has_embedding) else 0
+            )
+            yield _Snapshot(FORWARD, +saved, {WORK: arriving + block.traced.forward}, gathered(n))
+            saved += self._block_saved(stage, n)
         if stage.has_head:
-            arriving = self.blocks[stage.numbers[-1]].run.sent
-            yield _Moment(LOSS, +kept, {WORK: arriving + self.loss.forward}, gathered(None))
+            arriving = self.blocks[stage.numbers[-1]].traced.output_bytes
+            yield _Snapshot(LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None))
 
-    def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Moment]:
-        """What is kept of this micro-batch is counted already: it goes bit by bit."""
-        done = self.reduced[action.stage]
-        fresh = self._fresh(done)
+    def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Snapshot]:
+        """The baseline includes this micro-batch's saved activations; they are freed block by block."""
+        done = self.backward_done[action.stage]
+        is_new = self._new_weight_gradients(done)
         last = done == self.micro_batches - 1
         gathered = self.shards.backward(stage, last)
-        gone: Counter[str] = Counter()
-        new = stays = 0
+        freed: Counter[str] = Counter()
+        new = deferred = 0
         if stage.has_head:
-            yield _Moment(
+            yield _Snapshot(
                 LOSS_BACKWARD,
                 Counter(),
-                {WORK: self.loss.first if fresh else self.loss.backward},
+                {WORK: self.loss.first_backward if is_new else self.loss.backward},
                 gathered(None),
             )
             if inputs_only:
-                stays = self.loss.entering
+                deferred = self.loss.input_bytes
             else:
-                gone.subtract(self.loss.by_category)
-            new += self.shards.born(stage, None, last, self.loss.born) * (not done)
-        waiting = 0 if stage.has_head or not self.piped else self.blocks[stage.numbers[-1]].run.sent
+                freed.subtract(self.loss.by_category)
+            new += self.shards.new_gradients(stage, None, last, self.loss.new_gradients) * (not done)
+        waiting = 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
         for n in reversed(stage.numbers):
             block = self.blocks[n]
-            handed = 0 if waiting else block.run.sent
+            handed = 0 if waiting else block.traced.output_bytes
             waiting = 0
-            extra = block.run.inputs if inputs_only else block.run.first if fresh else block.run.backward
-            more = {GRADIENTS: new, WORK: handed + stays + extra}
-            yield _Moment(BACKWARD, Counter(gone), more, gathered(n))
+            extra = (
+                block.traced.input_backward
+                if inputs_only
+                else block.traced.first_backward
+                if is_new
+                else block.traced.backward
+            )
+            temporary = {GRADIENTS: new, WORK: handed + deferred + extra}
+            yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
             if inputs_only:
-                stays += block.run.put_off
+                deferred += block.traced.deferred
             else:
-                gone.subtract(self._kept_of(stage, n))
-            new += self.shards.born(stage, n, last, block.run.born) * (not done)
+                freed.subtract(self._block_saved(stage, n))
+            new += self.shards.new_gradients(stage, n, last, block.traced.new_gradients) * (not done)
             if last and self.buckets.get(n):
-                more = {GRADIENTS: new, WORK: block.run.entering + stays + self.buckets[n]}
-                yield _Moment(SUM, Counter(gone), more, gathered(n))
+                temporary = {GRADIENTS: new, WORK: block.traced.input_bytes + deferred + self.buckets[n]}
+                yield _Snapshot(SUM, Counter(freed), temporary, gathered(n))
         if stage.has_embedding:
-            extra = self.embedding.first if fresh else self.embedding.backward
-            more = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].run.entering + extra}
-            yield _Moment(EMBEDDING, Counter(gone), more, gathered(END))
+            extra = self.embedding.first_backward if is_new else self.embedding.backward
+            temporary = {GRADIENTS: new, WORK: self.blocks[stage.numbers[0]].traced.input_bytes + extra}
+            yield _Snapshot(EMBEDDING, Counter(freed), temporary, gathered(END))
 
-    def _weights(self, stage: Stage) -> Iterator[_Moment]:
-        """Gradients of weights that were put off, one group after the other."""
+    def _weights(self, stage: Stage) -> Iterator[_Snapshot]:
+        """Deferred weight gradients, one group at a time."""
         largest = max(t.elements for t in self.stored[stage.index])
         size = self.size + ITEMSIZE[self.config.train.compute_dtype]
-        yield _Moment(BACKWARD, Counter(), {WORK: largest * size})
+        yield _Snapshot(BACKWARD, Counter(), {WORK: largest * size})
 
-    # What is there all the time.
+    # Baseline.
 
-    def _fresh(self, done: int) -> bool:
-        """Whether gradients of weights are new ones that stay for the time being."""
+    def _new_weight_gradients(self, done: int) -> bool:
+        """Whether weight gradients are new tensors that stay allocated, rather than accumulated into existing ones."""
         return done == 0 or self.shards.scatters_each
 
     def _gradients(self, place: int) -> int:
-        if self.shards.any:
-            return self.shards.gradients(self.stages[place], self.reduced[place])
-        return self.whole[place] if self.reduced[place] else 0
+        if self.shards.enabled:
+            return self.shards.gradients(self.stages[place], self.backward_done[place])
+        return self.gradient_bytes[place] if self.backward_done[place] else 0
 
-    def _kept_of(self, stage: Stage, n: int) -> Counter[str]:
-        """Of a block; what a stage receives lies in a buffer that is there anyway."""
-        kept = self.blocks[n].kept
-        if self.piped and n == stage.first_layer and not stage.has_embedding:
-            kept = Counter(kept)
-            kept[RESIDUAL] -= self.loss.entering
-        return kept
+    def _block_saved(self, stage: Stage, n: int) -> Counter[str]:
+        """Saved activations of a block. The input of a stage is in a receive buffer, counted separately."""
+        saved = self.blocks[n].saved
+        if self.has_pipeline and n == stage.first_layer and not stage.has_embedding:
+            saved = Counter(saved)
+            saved[RESIDUAL] -= self.loss.input_bytes
+        return saved
 
-    def _kept_by(self, stage: Stage) -> Counter[str]:
-        kept: Counter[str] = Counter()
+    def _stage_saved(self, stage: Stage) -> Counter[str]:
+        saved: Counter[str] = Counter()
         for n in stage.numbers:
-            kept.update(self._kept_of(stage, n))
+            saved.update(self._block_saved(stage, n))
         if stage.has_head:
-            kept.update(self.loss.by_category)
-        return kept
+            saved.update(self.loss.by_category)
+        return saved
 
-    def _handed_on(self, stage: Stage) -> int:
-        """What a stage has handed on is there until its gradient has come."""
-        return 0 if stage.has_head or not self.piped else self.blocks[stage.numbers[-1]].run.sent
+    def _sent_bytes(self, stage: Stage) -> int:
+        """Output of a stage, held until its gradient arrives."""
+        return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
 
     def _buffers(self) -> int:
-        """One for each micro-batch and boundary: what arrives, and the gradient of what was handed on."""
-        if not self.piped:
+        """Receive buffers per micro-batch and stage boundary: activations, and gradients of sent activations."""
+        if not self.has_pipeline:
             return 0
         each = sum(
-            (0 if stage.has_embedding else self.blocks[stage.numbers[0]].run.entering) + self._handed_on(stage)
+            (0 if stage.has_embedding else self.blocks[stage.numbers[0]].traced.input_bytes) + self._sent_bytes(stage)
             for stage in self.stages
         )
         return self.micro_batches * each
 
     def _context(self) -> int:
-        """Tokens, positions, rotary angles, and the mask of documents."""
+        """Tokens, positions, rotary angles, and the document mask."""
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
         each = train.seq_len * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * train.seq_len
@@ -328,8 +325,8 @@ class _StepMemory:
         return each
 
     def _buckets(self) -> dict[int | None, int]:
-        """Bytes of the copy that a bucket of gradients is made into, by the block whose backward pass fills it; None: at the
-        end. A tensor alone is not copied."""
+        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the
+        step. A bucket of one tensor is not copied."""
         parallel = self.config.parallel
         stored = [tensor for stage in self.stages for tensor in self.stored[stage.index]][::-1]
         held = [t for t in stored if t.vector or not parallel.sharded]

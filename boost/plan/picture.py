@@ -1,8 +1,8 @@
-"""One block as a picture: what each TP process holds of every tensor, and which collectives stand between them. An SVG.
+"""One block as an SVG: the shard of every tensor on each TP process, and the collectives between them.
 
-The picture is derived: placements are the layout's, collectives those of the table. A place on the page follows from what a
-collective does: in a layout that communicates at the bottleneck all stand between A and B; otherwise a group is gathered
-(forward) and summed (backward) at its entry, and the other way round at its exit.
+The picture is derived: placements come from the layout, collectives from the collective table. A layout that communicates at
+the bottleneck has its collectives between A and B. Otherwise a group gathers (forward) and reduces (backward) at its
+input, and the other way round at its output.
 
 Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the residual, the MLP and the bottleneck.
 """
@@ -17,11 +17,11 @@ from boost.plan.inspection import Inspection, human_bytes
 from boost.plan.svg import DiagramRow, DiagramTensor, DiagramText, Page, panel_width
 
 UNIT = 70.0
-"""Pixels that stand for d, at most."""
+"""Maximum width of d in pixels."""
 
 
 def block_picture(inspection: Inspection, name: str) -> str:
-    """The SVG document of one block. `name` is what the title calls the model. The same input makes the same bytes."""
+    """The SVG document of one block. `name`: the model in the title. The same input gives the same bytes."""
     config = inspection.config
     model, parallel = config.model, config.parallel
     label = printable(name)
@@ -31,22 +31,22 @@ def block_picture(inspection: Inspection, name: str) -> str:
         title += ["ungrouped"] * (not parallel.grouping)
     bottleneck = "B A x" if model.latent_act == "none" else f"B {model.latent_act}(A x)"
     if model.has_latent_gates:
-        bottleneck += ", its latents meeting those of the block before"
+        bottleneck += ", latents gated with those of the previous block"
     words = DiagramText(
         layout=inspection.layout,
         model=" · ".join(title),
         subtitle=f"One of {model.layers} blocks, every linear y = {bottleneck if model.low_rank else 'W x'}; d = {model.dim}, "
-        f"f = {model.ffn_dim}{f', r = {model.rank}' if model.low_rank else ''}; T = {inspection.tokens} tokens in a "
-        f"micro-batch, {config.train.compute_dtype}",
-        description=f"One block of a {model.title} decoder on {parallel.tp} processes, from top to bottom: which part of "
-        "each weight and activation every process holds, and the collectives between them.",
+        f"f = {model.ffn_dim}{f', r = {model.rank}' if model.low_rank else ''}; T = {inspection.tokens} tokens per "
+        f"micro-batch; {config.train.compute_dtype}",
+        description=f"One block of a {model.title} decoder on {parallel.tp} processes, from top to bottom: the shard of "
+        "each weight and activation on every process, and the collectives between them.",
         summary=_summary(inspection),
     )
     return Page(words, parallel.tp).draw(list(block_rows(inspection)))
 
 
 def printable(name: str) -> str:
-    """A file's name as any page and terminal takes it."""
+    """A file name with unprintable characters replaced."""
     return "".join(c if c.isprintable() else "?" for c in name)
 
 
@@ -57,13 +57,13 @@ def _summary(inspection: Inspection) -> str:
             sent[issued.collective.phase] += issued.collective.sent_bytes
     total = sum(sent.values())
     if not total:
-        return "One process: no collectives."
+        return "One process, no collectives."
     parts = " + ".join(f"{human_bytes(number)} {phase}" for phase, number in sent.items() if number)
-    return f"Bytes are those that one process sends, for one block and micro-batch: {parts} = {human_bytes(total)}"
+    return f"Bytes sent by one process per block and micro-batch: {parts} = {human_bytes(total)}"
 
 
 def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
-    """What the picture shows, from the residual stream to itself one block later."""
+    """The rows of the picture, from the block's input to its output."""
     config = inspection.config
     yield _residual(inspection, "Residual stream")
     for group in groups(config.model, inspection.layer):
@@ -77,7 +77,7 @@ def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
 
 
 def _length(n: int, inspection: Inspection) -> float:
-    """Pixels of a width: in proportion up to d, flatter beyond, and never too thin to be seen cut."""
+    """Pixels of a width: proportional up to d, compressed beyond, and never too thin to show shards."""
     model, p = inspection.config.model, inspection.config.parallel.tp
     panel = panel_width(p)
     relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots]
@@ -97,8 +97,8 @@ def _share(word: str, parts: int) -> str:
 def _residual(inspection: Inspection, title: str) -> DiagramRow:
     p, kind = inspection.config.parallel.tp, inspection.spec.residual
     detail = {
-        "hidden": f"T x {_share('d', p)}: sharded along the width",
-        "tokens": f"{_share('T', p)} x d: sharded along the tokens",
+        "hidden": f"T x {_share('d', p)}: sharded along hidden",
+        "tokens": f"{_share('T', p)} x d: sharded along tokens",
         "replicated": "T x d" if p == 1 else "T x d on every process",
     }[kind]
     axis = {"hidden": "x", "tokens": "y", "replicated": ""}[kind]
@@ -114,7 +114,7 @@ def _norm(inspection: Inspection, group: GroupSpec) -> DiagramRow:
 
 
 def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
-    """Attention or the gated product, with the heads or channels that each process computes."""
+    """Attention or the gated product, with the heads or channels of each process."""
     model, parts = inspection.config.model, num_shards(inspection.config.parallel)
     p = inspection.config.parallel.tp
     word, n, title, width = "heads", model.heads, "Attention", "d"
@@ -130,7 +130,7 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
 
 
 def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
-    """Weights, latents and collectives of one group, in the order in which a token meets them."""
+    """Weights, latents and collectives of one group, in forward order."""
     model, parallel = inspection.config.model, inspection.config.parallel
     bars = _bars(inspection, group)
     yield from bars["norm"]
@@ -149,14 +149,14 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
     title = "Latents" if model.latent_act == "none" else f"{model.latent_act} on the latents"
     details = [f"{rows} x {columns}{whole}"]
     if inspection.has_latent_gate:
-        title = "Latents that cross"
+        title = "Gated latents"
         act = "" if model.latent_act == "none" else f"{model.latent_act} "
         gate = "h" if model.gate == "identity" else f"{model.gate} gate(h)"
         details.append(f"{act}LayerNorm(u + {gate})")
     latents = DiagramRow(title, tuple(details), pieces)
     yield _weights(inspection, group, "A")
-    # A factor cut along its input leaves partial sums: latents, and what acts on them, come behind the collective. Of
-    # latents that are cut themselves, what acts on them needs collectives.
+    # A factor sharded along its input gives partial sums: latents come after the collective. An activation of sharded
+    # latents needs collectives of its own.
     behind = cut_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
     yield from [*bars["between"], latents] if behind else [latents, *bars["between"]]
     yield _weights(inspection, group, "B")
@@ -185,12 +185,12 @@ def _weights(inspection: Inspection, group: GroupSpec, factor: str) -> DiagramRo
 def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement, processes: int) -> str:
     whole = " x ".join(str(n) for n in shape)
     if placement.dim is None:
-        return whole if processes == 1 else f"{whole}, whole"
+        return whole if processes == 1 else f"{whole}, replicated"
     return f"{whole}, here {' x '.join(str(n) for n in local)}"
 
 
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
-    """The collectives of a group by where they stand: before the norm, at the entry, between the factors, at the exit."""
+    """The collectives of a group by position: before the norm, at its input, between the factors, at its output."""
     found: dict[tuple[str, str], list[str]] = {}
     for issued in inspection.issued:
         c = issued.collective
@@ -206,7 +206,7 @@ def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow
 
 
 def _at_bottleneck(inspection: Inspection) -> bool:
-    """Whether latents are what is communicated."""
+    """Whether the layout communicates latents."""
     return inspection.config.model.low_rank and inspection.spec.communicates_at_bottleneck
 
 
@@ -220,24 +220,24 @@ def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
 
 
 def _of_crossing(inspection: Inspection, group: GroupSpec, width: int) -> bool:
-    """Whether a collective is of latents that are sharded along the rank and meet those of the previous block."""
+    """Whether a collective is for gated latents that are sharded along the bottleneck rank."""
     if not inspection.has_latent_gate or not inspection.spec.shards_rank:
         return False
     return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
 
 
 def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
-    """Whether a collective is RMSNorm's statistic by itself."""
+    """Whether a collective sends only RMSNorm's statistic."""
     return width == 1 and group.side == "enter" and inspection.config.parallel.norm == "sync"
 
 
 def _says(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
-    """'all-reduce T x (3r + statistic) · 152 MB', with the bytes that one process sends."""
+    """'all-reduce T x (3r + statistic) · 152 MB': bytes sent by one process."""
     return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {human_bytes(c.sent_bytes)}"
 
 
 def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
-    """A width as a multiple of r, d or f, with the statistic of online RMSNorm where it travels along."""
+    """A width as a multiple of r, d or f, plus online RMSNorm's statistic if included."""
     config = inspection.config
     model, parallel = config.model, config.parallel
     units = {"d": model.dim, "f": model.ffn_dim}

@@ -1,4 +1,4 @@
-"""What is compared with a measured step: its seconds, the bytes that it holds at the worst moment, and those that it sends."""
+"""Predictions to compare with a measured step: seconds, peak memory and sent bytes."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from boost.plan.timing import REPLICAS, TENSOR, StepTime, predict
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of the busiest process."""
+    """Maxima over pipeline ranks."""
 
     predicted_s: float
     predicted_peak: int
@@ -19,10 +19,10 @@ class Prediction:
 
 
 def prediction(config: Config, hardware: Hardware, share: bool = False) -> Prediction:
-    """`share`: of the work of one TP process by itself, without its collectives."""
+    """`share`: single-rank emulation, the work of one TP process without its collectives."""
     ranks = range(config.parallel.pp)
     step = predict(config, hardware.model_copy(update={"speeds": hardware.speeds_of(1)}) if share else hardware)
-    sent = waited_for(step) if share else 0.0
+    sent = exposed_collectives(step) if share else 0.0
     return Prediction(
         predicted_s=step.seconds - sent,
         predicted_peak=max(peak(config, rank, hardware.has_fused_norm).total for rank in ranks),
@@ -30,6 +30,6 @@ def prediction(config: Config, hardware: Hardware, share: bool = False) -> Predi
     )
 
 
-def waited_for(step: StepTime) -> float:
-    """Seconds of a step in collectives of TP, and in those of gradients that computation does not hide."""
+def exposed_collectives(step: StepTime) -> float:
+    """Seconds of a step in TP collectives and in DP collectives that do not overlap with compute."""
     return sum(step.parts.get(part, 0.0) for part in (TENSOR, REPLICAS))

@@ -1,16 +1,16 @@
-"""The measurements of the BOOST paper (arXiv 2512.12131, MLSys 2026), and what the performance model says of each. Arithmetic only.
+"""The measurements of the BOOST paper (arXiv 2512.12131, MLSys 2026), and our prediction of each.
 
-How its runs are described, the same for every row; no constant is fitted to a row:
+How its runs are configured, the same for every row; no constant is fitted to a single row:
 
-- `full-rank`: the dense model under `megatron`, ungrouped: five all-reduces backward, as its code has them.
-- `vanilla`: `vanilla` in its published form (attention and gated product whole on every process), ungrouped.
-- `BOOST`: `btp`, online norm, grouped. Its code sends the statistic of RMSNorm as an all-reduce of its own: its collectives are
-  those of our sync norm; and it spends two all-reduces of full width on the embedding. Both are added.
-- 4 A100-80GB a node, bf16 weights and activations, sequences of 4096 tokens, four of them a step in micro-batches of one, 1F1B
-  where there is a pipeline (gpipe where micro-batches are fewer than stages), nothing recomputed.
+- `full-rank`: the dense model under `megatron`, ungrouped, with five backward all-reduces as in the paper's code.
+- `vanilla`: `vanilla` in its published form (attention and gated product replicated on every process), ungrouped.
+- `BOOST`: `btp`, online norm, grouped. The paper's code sends RMSNorm's statistic in a separate all-reduce, so its collectives
+  are those of our sync norm, and it needs two full-width all-reduces for the embedding. Both are added.
+- 4 A100-80GB per node, bf16 weights and activations, sequences of 4096 tokens, four per step in micro-batches of one, 1F1B
+  with a pipeline (gpipe if there are fewer micro-batches than stages), no recomputation.
 
-The paper does not say its micro-batches: `steps` takes other ones, and the report shows what they change. From the paper itself
-come two things of the profile a100-80g: speed of GEMMs (FLOP utilisation of its 7B) and of NVLink (its communication times).
+The paper does not give its micro-batches: `steps` takes other sizes, and the report shows their effect. Two parts of the profile
+a100-80g come from the paper itself: GEMM speed (FLOPs utilization of its 7B) and NVLink speed (its communication times).
 """
 
 from collections import Counter
@@ -36,19 +36,19 @@ WAYS: dict[Way, tuple[str, ...]] = {
     "vanilla": ("--parallel.layout=vanilla", "--parallel.grouping=false", "--parallel.vanilla=published"),
     "BOOST": ("--parallel.layout=btp", "--parallel.grouping=true", "--parallel.norm=online"),
 }
-"""The three contenders, as our configuration says them."""
+"""The three systems, as configurations."""
 
 SEQUENCES, TOKENS = 4, 4096
-"""Of a step, and of one of them."""
+"""Sequences per step, tokens per sequence."""
 
 RATIO_LIMIT = 0.15
-"""Largest error of a predicted ratio of two step times."""
+"""Maximum error of a predicted ratio of two step times."""
 
 TIME_LIMIT = 0.05
-"""Largest error of a communication's or a GEMM's time, which the profile is fitted to."""
+"""Maximum error of communication and GEMM times, which the profile is fitted to."""
 
 MICRO_BATCHES = (1, 2, 4)
-"""Sequences of a micro-batch that the report looks at."""
+"""Micro-batch sizes in the report."""
 
 
 @dataclass(frozen=True)
@@ -74,42 +74,42 @@ STEPS = (
 )
 
 FAMILIES = {"svd": (0.70, 1.57), "cola": (0.72, 1.64), "lax": (0.75, 1.72)}
-"""Seconds of a step of the 7B by architecture: (BOOST, vanilla). Full rank: 1.06."""
+"""Seconds per step of the 7B by architecture: (BOOST, vanilla). Full rank: 1.06."""
 
 COMMUNICATION: dict[str, dict[Way, tuple[int, float]]] = {
     "3B": {"full-rank": (192, 1.54), "vanilla": (992, 7.50), "BOOST": (168, 1.45)},
     "7B": {"full-rank": (256, 1.99), "vanilla": (1328, 9.75), "BOOST": (224, 1.86)},
     "13B": {"full-rank": (320, 2.46), "vanilla": (1664, 12.09), "BOOST": (280, 2.28)},
 }
-"""(MB, ms) of all-reduces of one block, forward, TP 4, batch 4. Its MB are 2^20 bytes of payload, RMSNorm's statistic left out."""
+"""(MB, ms) of all-reduces of one block, forward, TP 4, batch 4. MB here are 2^20 bytes of payload, without RMSNorm's statistic."""
 
 GEMM_MS: dict[Way, tuple[float, float]] = {
     "full-rank": (0.566, 1.488),
     "vanilla": (0.358, 0.654),
     "BOOST": (0.303, 0.539),
 }
-"""7B, TP 4: (attention, MLP) ms. Times published utilisation they make 4096 tokens: read as a sequence's share of batch 4."""
+"""7B, TP 4: (attention, MLP) ms. With the published utilization they match 4096 tokens, i.e. one sequence of batch 4."""
 
-UTILISATION: dict[Way, tuple[float, float]] = {"vanilla": (0.61, 0.62), "BOOST": (0.72, 0.75)}
-"""7B, TP 4, batch 4: (attention, MLP), of the hardware's FLOP/s."""
+UTILIZATION: dict[Way, tuple[float, float]] = {"vanilla": (0.61, 0.62), "BOOST": (0.72, 0.75)}
+"""7B, TP 4, batch 4: (attention, MLP), fraction of peak FLOP/s."""
 
 SAVED_PER_ADDED = {4: (193.5, 113.7), 8: (177.0, 113.6)}
 """MB of activations saved per ms added by checkpointing, by batch: (BOOST's low-rank checkpointing, vanilla)."""
 
 MLP_LINEARS = 4 / 3
-"""The published MLP times and utilisations are those of four linears of d_ff 11008, in all three columns; the model has three. Why
-is not known: the tables show both."""
+"""The published MLP times and utilizations correspond to four linears of d_ff 11008 in all three columns; the model has three.
+The reason is unknown: the tables show both."""
 
 GROUPING_US = {1: (2773, 2395), 4: (7577, 7266)}
 """Microseconds of one 7B block by batch, forward: (ungrouped, grouped)."""
 
 NORM_MS = {1: (0.375, 0.145), 4: (0.542, 0.523)}
-"""Milliseconds of RMSNorm by batch: (sync, online). Of what exactly is not said; compared with both norms of a 7B block."""
+"""Milliseconds of RMSNorm by batch: (sync, online). The paper does not say of which norms; compared with both of a 7B block."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published number beside ours."""
+    """A published number and our prediction."""
 
     table: str
     what: str
@@ -117,7 +117,7 @@ class Compared:
     predicted: float
     unit: str
     limit: float | None = None
-    """Largest relative error; None: shown, not judged."""
+    """Maximum relative error; None: shown, not checked."""
 
     @property
     def off(self) -> float:
@@ -138,20 +138,20 @@ class PublishedStep:
     seconds: dict[Way, float]
 
     def ratios(self) -> Iterator[Compared]:
-        """What BOOST gains."""
+        """Speed-ups of BOOST."""
         published, predicted = self.row.seconds, self.seconds
         for way in ("full-rank", "vanilla"):
             pair = published[way] / published["BOOST"], predicted[way] / predicted["BOOST"]
             yield Compared("speed-up of BOOST", f"{self.row.size} against {way}", *pair, "x", RATIO_LIMIT)
 
     def times(self) -> Iterator[Compared]:
-        """Seconds themselves."""
+        """Seconds per step."""
         for way in WAYS:
             yield Compared("step", f"{self.row.size} {way}", self.row.seconds[way], self.seconds[way], "s")
 
 
 def configuration(way: Way, row: PublishedRow, micro_batch: int = 1, more: Sequence[str] = ()) -> Config:
-    """One published run, as a configuration of ours. `more`: overrides."""
+    """The configuration of a published run. `more`: overrides."""
     schedule = "1f1b" if micro_batch * row.pp <= SEQUENCES else "gpipe"
     overrides = [
         *WAYS[way],
@@ -169,14 +169,14 @@ def configuration(way: Way, row: PublishedRow, micro_batch: int = 1, more: Seque
 
 
 class Comparison:
-    """Predictions of everything that is published, on one hardware."""
+    """Predictions of all published numbers, on one hardware profile."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.predictor = Predictor(hardware)
 
     def all(self) -> list[Compared]:
-        """Every published number beside ours, by table."""
+        """Every published number with our prediction, by table."""
         steps = self.steps()
         result = [each for step in steps for each in step.ratios()]
         result += [each for step in steps for each in step.times()]
@@ -190,7 +190,7 @@ class Comparison:
         return result + [each for table in tables for each in table()]
 
     def steps(self, micro_batch: int = 1, as_published: bool = True) -> list[PublishedStep]:
-        """Times of steps in micro-batches of so many sequences. `as_published`: with the collectives that only its code has."""
+        """Step times at a micro-batch size. `as_published`: including the extra collectives of the paper's code."""
         return [
             PublishedStep(
                 row, {way: self._seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS}
@@ -216,12 +216,12 @@ class Comparison:
         yield from (*judged, *shown)
 
     def communication(self) -> Iterator[Compared]:
-        """All-reduces of one block, forward: volume, which is exact, and time."""
+        """All-reduces of one block, forward: volume (exact) and time."""
         times = []
         for size, ways in COMMUNICATION.items():
             for way, (mib, ms) in ways.items():
                 config = _block(way, size, SEQUENCES, *([_SYNC] if way == "BOOST" else []))
-                sums = [each for each in _forward(config) if each.shape[-1] > 1]  # the statistic left out
+                sums = [each for each in _forward(config) if each.shape[-1] > 1]  # without the statistic
                 assert all(each.kind == "all-reduce" for each in sums)
                 payload = sum(2 * each.elements for each in sums) / 2**20
                 seconds = self._collectives(config, sums)
@@ -230,7 +230,7 @@ class Comparison:
         yield from times
 
     def gemms(self) -> Iterator[Compared]:
-        """Products of one 7B block, forward: time of one sequence of four, utilisation of all four."""
+        """GEMMs of one 7B block, forward: time of one sequence of four, utilization of all four."""
         for way, published in GEMM_MS.items():
             for half, ms in zip(("attention", "MLP"), published, strict=True):
                 seconds, _ = self._products(way, half)
@@ -240,11 +240,11 @@ class Comparison:
                 for words, times, limit in linears:
                     ours = 1e3 * times * seconds / SEQUENCES
                     yield Compared("GEMM time", f"7B {way} {half}{words}", ms, ours, "ms", limit)
-        for way, published in UTILISATION.items():
+        for way, published in UTILIZATION.items():
             for half, share in zip(("attention", "MLP"), published, strict=True):
                 seconds, flops = self._products(way, half)
                 ours = flops / seconds / self.hardware.peak_flops("bfloat16")
-                yield Compared("GEMM utilisation", f"7B {way} {half}", 100 * share, 100 * ours, "%", TIME_LIMIT)
+                yield Compared("GEMM utilization", f"7B {way} {half}", 100 * share, 100 * ours, "%", TIME_LIMIT)
 
     def grouping(self) -> Iterator[Compared]:
         """Forward pass of one 7B block."""
@@ -259,7 +259,7 @@ class Comparison:
                 yield Compared("one block", f"7B, batch {batch}, {words}", us, 1e6 * seconds, "us")
 
     def norms(self) -> Iterator[Compared]:
-        """Both RMSNorms of a 7B block, forward: what is neither product nor activation, and what the statistic adds on the wire."""
+        """Both RMSNorms of a 7B block, forward: compute and the communication of the statistic."""
         for batch, published in NORM_MS.items():
             bare = [each for each in _forward(_block("BOOST", "7B", batch, _SYNC)) if each.shape[-1] > 1]
             for norm, ms in zip(("sync", "online"), published, strict=True):
@@ -274,8 +274,8 @@ class Comparison:
         return seconds + self._only_published(config) if way == "BOOST" and as_published else seconds
 
     def _only_published(self, config: Config) -> float:
-        """Seconds a step of collectives that only the paper's code has: every process waits for its own in each micro-batch, and
-        the busiest for those of the others once."""
+        """Seconds per step of the extra collectives of the paper's code: every rank waits for its own in each micro-batch, and
+        the slowest once for those of the others."""
         parallel, train = config.parallel, config.train
         if parallel.tp == 1:
             return 0.0
@@ -284,10 +284,10 @@ class Comparison:
         return (count - 1) * max(added) + sum(added)
 
     def _added(self, config: Config, stage: Stage) -> float:
-        """The same of one micro-batch on one stage."""
+        """The extra collectives of one micro-batch on one stage, in seconds."""
         train = config.train
         sync = config.model_copy(update={"parallel": config.parallel.model_copy(update={"norm": "sync"})})
-        # One block is like another here: what is added is the same for all.
+        # All blocks are equal here, and so are the extra collectives.
         added = self._collectives(sync, _both_passes(sync)) - self._collectives(config, _both_passes(config))
         embedding = Collective(
             "forward",
@@ -299,7 +299,7 @@ class Comparison:
         return stage.layers * added + stage.has_embedding * self._collectives(config, [embedding] * 2)
 
     def _products(self, way: Way, half: str) -> tuple[float, int]:
-        """(seconds, FLOPs) of the products of half a 7B block on one process, forward, batch 4."""
+        """(seconds, FLOPs) of the GEMMs of half a 7B block on one process, forward, batch 4."""
         places = ("qkv", "o") if half == "attention" else ("gate_up", "down")
         config = _block(way, "7B", SEQUENCES)
         works = _forward_work(config, places, (GEMM,))
@@ -316,13 +316,13 @@ _SYNC = "--parallel.norm=sync"
 
 
 def _block(way: Way, size: str, batch: int, *more: str) -> Config:
-    """A configuration of `size` under TP 4 whose micro-batch has `batch` sequences: for one of its blocks."""
+    """A configuration of `size` under TP 4 with micro-batch `batch`, to look at one block."""
     row = next(each for each in STEPS if each.size == size)
     return configuration(way, replace(row, tp=4, pp=1), batch, more)
 
 
 def _forward_work(config: Config, places: Collection[str] = (), kernels: Collection[str] = ()) -> Counted:
-    """Operations of the first block, forward, on a GPU; at some places and of some kernels only."""
+    """Operations of the first block, forward, on a GPU, filtered by place and kernel."""
     found = block_work(config, 0, "none", fused_norm=True)
     return Counter(
         {

@@ -1,7 +1,7 @@
-"""What is the longest sequence, the largest micro-batch, the largest model that these GPUs can train? Answers with the
-configuration that does it. Arithmetic only: memory decides, and of a mesh its thriftiest ways are asked.
+"""The longest sequence, the largest micro-batch and the largest model that these GPUs can train, with the configuration.
+Memory decides: per mesh, only the configurations with the lowest peak memory are tried.
 
-The global batch is two micro-batches for each replica and stage, so that gradients of an earlier one are there.
+The global batch is two micro-batches per replica and stage, so that gradients of an earlier one exist.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,60 +12,60 @@ from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeNa
 from boost.plan.candidates import POLICIES, Request, Variants, legal, structures
 from boost.plan.hardware import Hardware
 from boost.plan.peak import peak
-from boost.plan.search import Plan, Search, Tick, worst_peak, worst_ranks
+from boost.plan.search import Plan, Search, Tick, max_peak, peak_ranks
 from boost.plan.timing import Predictor
 
 SEQUENCE_STEP = 1024
-"""Sequences are lengthened in steps of so many tokens."""
+"""Granularity of sequence lengths, in tokens."""
 
-MOST = 1 << 14
-"""No question is answered beyond so many steps or sequences."""
+MAX_AMOUNT = 1 << 14
+"""Upper bound of the search, in length steps or sequences."""
 
-MOST_BLOCKS = 512
-"""Nor beyond so many blocks."""
+MAX_BLOCKS = 512
+"""Upper bound of the search, in blocks."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The most of something under one recomputation policy."""
+    """The maximum under one recomputation policy."""
 
     policy: RecomputeName
     amount: int
-    """Tokens of a sequence, sequences of a micro-batch, or blocks; 0: not even one step."""
+    """Tokens per sequence, sequences per micro-batch, or blocks; 0: none fits."""
     plan: Plan | None
-    """The configuration that does it."""
+    """The configuration that reaches it."""
 
 
-Sized = Callable[[Config, int], Config]
-"""A configuration with n of what is asked for."""
+Grow = Callable[[Config, int], Config]
+"""Sets the searched quantity of a configuration to n."""
 
 
 def longest_sequence(request: Request, tick: Tick | None = None) -> list[Answer]:
-    """Tokens of a sequence, one sequence a micro-batch: by recomputation policy, in steps of SEQUENCE_STEP."""
+    """Longest sequence in tokens at micro-batch 1, by recomputation policy, in steps of SEQUENCE_STEP."""
 
-    def sized(config: Config, n: int) -> Config:
+    def grow(config: Config, n: int) -> Config:
         return _train(config, seq_len=n * SEQUENCE_STEP, **_least_batch(config.parallel, 1))
 
-    return [replace(each, amount=each.amount * SEQUENCE_STEP) for each in _by_policy(request, sized, tick)]
+    return [replace(each, amount=each.amount * SEQUENCE_STEP) for each in _by_policy(request, grow, tick)]
 
 
 def largest_batch(request: Request, tick: Tick | None = None) -> list[Answer]:
-    """Sequences of a micro-batch on one replica: by recomputation policy."""
+    """Largest micro-batch in sequences, by recomputation policy."""
 
-    def sized(config: Config, n: int) -> Config:
+    def grow(config: Config, n: int) -> Config:
         return _train(config, **_least_batch(config.parallel, n))
 
-    return _by_policy(request, sized, tick)
+    return _by_policy(request, grow, tick)
 
 
-def most_layers(request: Request, tick: Tick | None = None) -> list[Answer]:
-    """Blocks of this shape, one sequence a micro-batch: by recomputation policy."""
+def max_layers(request: Request, tick: Tick | None = None) -> list[Answer]:
+    """Most blocks of this shape at micro-batch 1, by recomputation policy."""
 
-    def sized(config: Config, n: int) -> Config:
+    def grow(config: Config, n: int) -> Config:
         model = config.model.model_copy(update={"layers": n})
         return _train(config.model_copy(update={"model": model}), **_least_batch(config.parallel, 1))
 
-    return _by_policy(request, sized, tick, MOST_BLOCKS)
+    return _by_policy(request, grow, tick, MAX_BLOCKS)
 
 
 def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tuple[str, ModelConfig] | None:
@@ -79,17 +79,17 @@ def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tu
 
 def fits_at_all(request: Request) -> bool:
     """Whether some configuration has room for micro-batches of one sequence, whatever the global batch."""
-    thrifty = _thrifty(request, POLICIES[::-1])
-    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), request.hardware) for config in thrifty)
+    smallest = _smallest_configs(request, POLICIES[::-1])
+    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), request.hardware) for config in smallest)
 
 
 def fits(request: Request) -> bool:
-    """Whether some configuration has room for micro-batches of one sequence, with the request's global batch."""
-    return any(_fits(config, request.hardware) for config in _thrifty(request, POLICIES[::-1]))
+    """Whether any configuration fits at micro-batch 1 with the request's global batch."""
+    return any(_fits(config, request.hardware) for config in _smallest_configs(request, POLICIES[::-1]))
 
 
-def way_out(search: Search) -> str:
-    """Where a model that fits nowhere does fit: on how many of these GPUs, or with how short a sequence."""
+def where_it_fits(search: Search) -> str:
+    """For a model that does not fit: on how many of these GPUs, or with how short a sequence, it does."""
     request = search.request
     ways: list[str] = []
     gpus = request.gpus
@@ -109,26 +109,26 @@ def way_out(search: Search) -> str:
     return " or ".join(ways)
 
 
-def _by_policy(request: Request, sized: Sized, tick: Tick | None, most: int = MOST) -> list[Answer]:
+def _by_policy(request: Request, grow: Grow, tick: Tick | None, most: int = MAX_AMOUNT) -> list[Answer]:
     names = [name for name in POLICIES if request.base.model.low_rank or not name.startswith("low-rank")]
     names = [name for name in names if name in request.choices("train.recompute", names)]
-    configs = {name: list(_thrifty(request, (name,))) for name in names}
+    configs = {name: list(_smallest_configs(request, (name,))) for name in names}
     total, done, answers = sum(map(len, configs.values())), 0, []
     for name in names:
         best, chosen = 0, None
         for config in configs[name]:
-            more = _most(config, sized, request.hardware, best, most)
+            more = _largest(config, grow, request.hardware, best, most)
             if more > best:
                 best, chosen = more, config
             done += 1
             if tick:
                 tick(done, total)
-        answers.append(Answer(name, best, _planned(sized(chosen, best), request) if chosen else None))
+        answers.append(Answer(name, best, _plan(grow(chosen, best), request) if chosen else None))
     return answers
 
 
-def _thrifty(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Config]:
-    """Each mesh, layout and sharding under 1F1B, with each of these policies in all blocks."""
+def _smallest_configs(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Config]:
+    """Each mesh, layout and sharding under 1F1B, with each of these policies in every block."""
     variants = Variants(request)
     for parallel in structures(request):
         if parallel.schedule == "1f1b" or "parallel.schedule" in request.fixed:
@@ -137,14 +137,14 @@ def _thrifty(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Con
                 yield variants.of(parallel, 1, name, every)
 
 
-def _most(config: Config, sized: Sized, hardware: Hardware, beyond: int, most: int) -> int:
+def _largest(config: Config, grow: Grow, hardware: Hardware, beyond: int, most: int) -> int:
     """The largest n > `beyond` that is legal and fits; `beyond` if there is none."""
 
     def good(n: int) -> bool:
-        asked = sized(config, n)
+        asked = grow(config, n)
         return legal(asked) and _fits(asked, hardware)
 
-    first = next((n for n in range(beyond + 1, beyond + 3) if legal(sized(config, n))), beyond + 1)
+    first = next((n for n in range(beyond + 1, beyond + 3) if legal(grow(config, n))), beyond + 1)
     if not good(first):
         return beyond
     low, high = first, 2 * first
@@ -158,11 +158,11 @@ def _most(config: Config, sized: Sized, hardware: Hardware, beyond: int, most: i
 
 def _fits(config: Config, hardware: Hardware) -> bool:
     usable, fused = hardware.usable_bytes, hardware.has_fused_norm
-    return legal(config) and all(peak(config, rank, fused).total <= usable for rank in worst_ranks(config))
+    return legal(config) and all(peak(config, rank, fused).total <= usable for rank in peak_ranks(config))
 
 
-def _planned(config: Config, request: Request) -> Plan:
-    held, pp_rank = worst_peak(config, request.hardware.has_fused_norm)
+def _plan(config: Config, request: Request) -> Plan:
+    held, pp_rank = max_peak(config, request.hardware.has_fused_norm)
     return Plan(config, Predictor(request.hardware).predict(config), held, pp_rank, request.hardware.usable_bytes)
 
 

@@ -1,7 +1,7 @@
-"""What one process stores, what it shares with its replicas, and what they send each other. Arithmetic only.
+"""What one process stores, which rows are sharded over replicas, and the collectives between replicas.
 
-Where replicas share weights (`parallel.shard`), each keeps an equal number of consecutive rows of every stored matrix; where
-rows do not divide, the last ones keep fewer. Numbers here are those of the first replica, which has the most.
+With `parallel.shard`, each replica stores an equal number of consecutive rows of every matrix; if rows do not divide evenly,
+the last replicas store fewer. Numbers here are for the first replica, which has the most.
 """
 
 import functools
@@ -14,6 +14,7 @@ from boost.config.architecture import (
     Parameter,
     embedding,
     final_norm,
+    first_alike,
     groups,
     has_latent_gate,
     head,
@@ -27,7 +28,7 @@ from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One stored tensor of one process; it may hold several parameters, stacked along its rows."""
+    """One stored tensor of one process; several parameters may be fused along its rows."""
 
     rows: int
     columns: int
@@ -35,32 +36,32 @@ class StoredTensor:
     vector: bool
     placement: Placement
     unit: int | None
-    """The block that it is gathered with; None: with the embedding and the head of its stage."""
+    """The block that it is gathered with; None: gathered with the embedding and the head of its stage."""
 
     @property
     def elements(self) -> int:
-        """All of it, gathered."""
+        """Elements of the gathered tensor."""
         return self.rows * self.columns
 
-    def sharers(self, parallel: ParallelConfig) -> int:
-        """Number of processes that share its rows: 1 if every one keeps all of it."""
+    def shard_count(self, parallel: ParallelConfig) -> int:
+        """Number of processes that its rows are sharded over; 1 if not sharded."""
         if not parallel.sharded or self.vector:
             return 1
         return parallel.dp * (parallel.tp if self.over_replicas(parallel) else 1)
 
     def over_replicas(self, parallel: ParallelConfig) -> bool:
-        """Whether TP processes share it too."""
+        """Whether it is sharded over TP processes too."""
         return parallel.sharded and parallel.shard_outer and self.placement.partial and not self.vector
 
     def shard(self, parallel: ParallelConfig) -> int:
-        """Elements of one share, the first and largest."""
-        return -(-self.rows // self.sharers(parallel)) * self.columns
+        """Elements of the first shard, the largest one."""
+        return -(-self.rows // self.shard_count(parallel)) * self.columns
 
 
 def stored_tensor(
     model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: Parameter
 ) -> StoredTensor:
-    """One stored tensor of one process, which holds these parameters; `unit` as in `StoredTensor`."""
+    """The stored tensor of these fused parameters on one process; `unit` as in `StoredTensor`."""
     placement = placement_of(parameters[0].role, model, parallel)
     shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
@@ -68,34 +69,44 @@ def stored_tensor(
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Iterator[StoredTensor]:
-    """Every stored tensor of one process, in the order in which a token meets them."""
+    """Every stored tensor of one process, in forward order."""
     stage = stage or whole(model)
     stored = functools.partial(stored_tensor, model, parallel)
 
     if stage.has_embedding:
         yield stored(None, embedding(model))
+    known: dict[int, list[StoredTensor]] = {}
     for layer in stage.numbers:
-        prefix = f"layers.{layer}"
-        for _ in ("attn_norm", "mlp_norm"):
-            yield stored(layer, Parameter(prefix, (model.dim,), "norm"))
-        for group in groups(model, layer):
-            if model.low_rank:
-                yield stored(layer, *group.parameters(prefix, "A"))
-                yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
-                if has_latent_gate(model, layer):
-                    yield from (stored(layer, *each) for each in latent_gate_parameters(model, group, prefix).values())
-            else:
-                weights = group.parameters(prefix, "W")
-                for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
-                    yield stored(layer, *alike)
+        like = first_alike(model, layer)
+        if like not in known:
+            known[like] = list(_block_tensors(model, parallel, like))
+        for each in known[like]:
+            yield StoredTensor(each.rows, each.columns, each.vector, each.placement, layer)
     if stage.has_head:
         yield stored(None, final_norm(model))
         yield stored(None, head(model))
 
 
+def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> Iterator[StoredTensor]:
+    stored = functools.partial(stored_tensor, model, parallel)
+    prefix = f"layers.{layer}"
+    for _ in ("attn_norm", "mlp_norm"):
+        yield stored(layer, Parameter(prefix, (model.dim,), "norm"))
+    for group in groups(model, layer):
+        if model.low_rank:
+            yield stored(layer, *group.parameters(prefix, "A"))
+            yield from (stored(layer, b) for b in group.parameters(prefix, "B"))
+            if has_latent_gate(model, layer):
+                yield from (stored(layer, *each) for each in latent_gate_parameters(model, group, prefix).values())
+        else:
+            weights = group.parameters(prefix, "W")
+            for _, alike in itertools.groupby(weights, lambda weight: placement_of(weight.role, model, parallel)):
+                yield stored(layer, *alike)
+
+
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """All-reduces of gradients of one optimizer step, in buckets: partial ones over TP and DP, complete ones over DP, and of
-    what replicas share the partial ones over TP."""
+    """Bucketed gradient all-reduces of one optimizer step: partial gradients over TP and DP, complete ones over DP, and
+    partial ones of sharded weights over TP."""
     parallel, dtype = config.parallel, config.train.param_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
     held = [t for t in stored if t.vector or not parallel.sharded]
@@ -118,13 +129,13 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
 
 
 def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """All-gathers of weights that replicas share, and reduce-scatters of their gradients, one a block and one for the ends.
+    """All-gathers of sharded weights and reduce-scatters of their gradients: one per block, and one for embedding and head.
 
-    ZeRO-1 gathers and scatters once a step. FSDP gathers a block before its forward and before its backward pass and scatters
-    behind it, in phases 'forward' and 'backward' of each micro-batch. In a pipeline, where passes of several micro-batches
-    alternate, it keeps a block that was gathered for a backward pass until the next forward pass is through, and scatters
-    once a step: one gather for each micro-batch and one more, whatever the schedule, all in phase 'step'. (Of up to three stages
-    a process; torch's schedules let go of more of them.)
+    ZeRO-1 gathers and scatters once per step. FSDP gathers a block before its forward and before its backward pass and scatters
+    after it, in phases 'forward' and 'backward' of each micro-batch. In a pipeline, where passes of several micro-batches
+    alternate, FSDP reshards a block that was gathered for a backward pass after the next forward pass, and scatters once per
+    step: one gather per micro-batch and one more, under any schedule, all in phase 'step'. (For up to three stages per process;
+    torch's schedules reshard more of them.)
     """
     parallel, train = config.parallel, config.train
     if not parallel.sharded:
@@ -140,7 +151,7 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
             scatter = Collective(
                 "step", "reduce-scatter", (elements,), train.param_dtype, processes, "gradients", unit, axis
             )
-            between = full and unit is not None  # let go of between the two passes
+            between = full and unit is not None  # resharded between the two passes
             if full and not piped:
                 result.append(replace(gather, phase="forward"))
                 result += [replace(gather, phase="backward")] * between
@@ -152,13 +163,13 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
 
 
 def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
-    """(block or None for the ends, gathered elements with padding, processes, axis) of what is gathered together."""
+    """(block or None for embedding and head, gathered elements with padding, processes, axis) per FSDP unit."""
     parallel = config.parallel
-    shared = [t for t in stored_tensors(config.model, parallel, stage) if t.sharers(parallel) > 1]
+    shared = [t for t in stored_tensors(config.model, parallel, stage) if t.shard_count(parallel) > 1]
     for unit in (*stage.numbers, None):
         for over_replicas in (False, True):
             tensors = [t for t in shared if t.unit == unit and t.over_replicas(parallel) == over_replicas]
             if tensors:
-                processes = tensors[0].sharers(parallel)
+                processes = tensors[0].shard_count(parallel)
                 axis = "replicas" if over_replicas else "dp"
                 yield unit, processes * sum(t.shard(parallel) for t in tensors), processes, axis

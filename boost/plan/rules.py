@@ -1,7 +1,7 @@
-"""What each operation of the model makes, saves and moves: torch's functions on `Sized` tensors, forward and backward.
+"""Rules of torch functions on `ShapeTensor`: the output, the saved tensors and the bytes moved, forward and backward.
 
-A rule makes its results by `make` and puts them into the graph by `record`; its backward pass is written with the same
-operations. `moves` are numbers read and written for each number made, operands that are broadcast left out.
+A rule allocates its output with `make` and adds it to the graph with `record`; its backward pass uses the same operations.
+`moves` counts elements read and written per output element, without broadcast operands.
 """
 
 import functools
@@ -9,10 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from boost.plan.sized import NoRuleError, Shape, Sized, contiguous, make, record, rule
+from boost.plan.shape_tensor import NoRuleError, Shape, ShapeTensor, contiguous, make, record, rule
 from boost.plan.work import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -28,10 +29,10 @@ from boost.plan.work import (
     STREAM,
 )
 
-# Element by element.
+# Element-wise operations.
 
 
-def _broadcast(operands: Sequence[Sized]) -> Shape:
+def _broadcast(operands: Sequence[ShapeTensor]) -> Shape:
     if len(operands) == 1 or all(x.shape == operands[0].shape for x in operands):
         return operands[0].shape
     return _broadcast_shapes(*(x.shape for x in operands))
@@ -39,10 +40,10 @@ def _broadcast(operands: Sequence[Sized]) -> Shape:
 
 @functools.lru_cache(maxsize=8192)
 def _broadcast_shapes(*shapes: Shape) -> Shape:
-    return tuple(torch.broadcast_shapes(*shapes))
+    return np.broadcast_shapes(*shapes)  # torch's own imports its symbolic shapes first, half a second
 
 
-def _promoted(operands: Sequence[Sized]) -> torch.dtype:
+def _promoted(operands: Sequence[ShapeTensor]) -> torch.dtype:
     dtype = operands[0].dtype
     for x in operands[1:]:
         if x.dtype != dtype and x.shape:
@@ -50,8 +51,8 @@ def _promoted(operands: Sequence[Sized]) -> torch.dtype:
     return dtype
 
 
-def _strides(operands: Sequence[Sized], shape: Shape) -> Shape:
-    """Those of the first operand of the result's shape, if it has no gaps."""
+def _strides(operands: Sequence[ShapeTensor], shape: Shape) -> Shape:
+    """Strides of the first operand with the output's shape, if it is dense."""
     for x in operands:
         if x.shape == shape:
             return contiguous(shape) if x.is_contiguous() else _dense(shape, x.strides)
@@ -60,17 +61,17 @@ def _strides(operands: Sequence[Sized], shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=8192)
 def _dense(shape: Shape, strides: Shape) -> Shape:
-    """Strides without gaps, in the order of these."""
+    """Dense strides in the same dimension order."""
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     dense = contiguous(tuple(shape[dim] for dim in order))
     return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
-def _moved(operands: Sequence[Sized], numel: int, dtype: torch.dtype, written: int = 1) -> float:
+def _moved(operands: Sequence[ShapeTensor], numel: int, dtype: torch.dtype, written: int = 1) -> float:
     return written + sum(x.dtype.itemsize for x in operands if x.numel_ == numel) / dtype.itemsize
 
 
-def _made(operation: str, operands: Sequence[Sized], kernel: str = STREAM) -> Sized:
+def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = STREAM) -> ShapeTensor:
     shape, dtype = _broadcast(operands), _promoted(operands)
     moves = _moved(operands, math.prod(shape), dtype)
     strides = _strides(operands, shape)
@@ -78,55 +79,55 @@ def _made(operation: str, operands: Sequence[Sized], kernel: str = STREAM) -> Si
 
 
 @rule("elementwise")
-def elementwise(operation: str, *operands: Any) -> Sized:
-    """Of one or more tensors, in hand-written passes only."""
+def elementwise(operation: str, *operands: Any) -> ShapeTensor:
+    """Element-wise operation on one or more tensors, outside autograd only."""
     _require_no_graph(operation, operands)
-    return _made(operation, [x for x in operands if isinstance(x, Sized)])
+    return _made(operation, [x for x in operands if isinstance(x, ShapeTensor)])
 
 
 def _require_no_graph(operation: str, operands: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(x, Sized) and x.node is not None for x in operands):
-        raise NoRuleError(f"no rule of what '{operation}' saves for its backward pass; add one to boost.plan.rules")
+    if torch.is_grad_enabled() and any(isinstance(x, ShapeTensor) and x.node is not None for x in operands):
+        raise NoRuleError(f"no rule for what '{operation}' saves for backward; add one to boost.plan.rules")
 
 
 @rule("compare")
-def compare(x: Sized) -> Sized:
-    """A mask."""
+def compare(x: ShapeTensor) -> ShapeTensor:
+    """Comparison, which gives a mask."""
     return make(x, x.shape, "compare", dtype=torch.bool)
 
 
 @rule("in_place")
-def in_place(x: Sized, *operands: Any) -> Sized:
-    """x changed."""
+def in_place(x: ShapeTensor, *operands: Any) -> ShapeTensor:
+    """In-place update of x."""
     _require_no_graph("in-place operation", (x, *operands))
     if not x.is_small:
-        read = [x, *(each for each in operands if isinstance(each, Sized))]
-        x.tape.does(STREAM, (x.numel_,), x.dtype, _moved(read, x.numel_, x.dtype))
+        read = [x, *(each for each in operands if isinstance(each, ShapeTensor))]
+        x.tape.record_op(STREAM, (x.numel_,), x.dtype, _moved(read, x.numel_, x.dtype))
     return x
 
 
 @rule("exp_")
-def exp_(x: Sized) -> Sized:
-    """x changed, at the speed of a softmax."""
-    x.tape.does(LOSS, (x.numel_,), x.dtype, 2)
+def exp_(x: ShapeTensor) -> ShapeTensor:
+    """In-place exp, at the speed of a softmax."""
+    x.tape.record_op(LOSS, (x.numel_,), x.dtype, 2)
     return x
 
 
-def _summed_to(gradient: Sized, like: Sized) -> Sized:
-    """The gradient of an operand that was broadcast."""
+def _summed_to(gradient: ShapeTensor, like: ShapeTensor) -> ShapeTensor:
+    """Gradient of a broadcast operand."""
     if gradient.shape == like.shape:
         return gradient
     if not gradient.is_small:
-        gradient.tape.does(REDUCE, (gradient.numel_,), gradient.dtype, 1)
+        gradient.tape.record_op(REDUCE, (gradient.numel_,), gradient.dtype, 1)
     return make(gradient, like.shape, "sum")
 
 
 @rule("add", torch.add, torch.Tensor.add)
-def add(x: Sized, y: Any) -> Sized:
+def add(x: ShapeTensor, y: Any) -> ShapeTensor:
     """x + y."""
-    if not isinstance(y, Sized):
+    if not isinstance(y, ShapeTensor):
         return record(lambda: _made("add", [x]), [x], lambda g, s: [g[0]])
-    a, b = x.elsewhere(), y.elsewhere()
+    a, b = x.without_storage(), y.without_storage()
     return record(
         lambda: _made("add", [x, y]),
         [x, y],
@@ -135,14 +136,14 @@ def add(x: Sized, y: Any) -> Sized:
 
 
 @rule("mul", torch.mul)
-def mul(x: Sized, y: Any) -> Sized:
-    """x * y, which saves each operand that the other's gradient asks for."""
-    if not isinstance(y, Sized):
+def mul(x: ShapeTensor, y: Any) -> ShapeTensor:
+    """x * y; saves each operand that the other's gradient needs."""
+    if not isinstance(y, ShapeTensor):
         return record(lambda: _made("mul", [x]), [x], lambda g, s: [_made("mul", [g[0]])])
     for_x, for_y = x.node is not None, y.node is not None
-    a, b = x.elsewhere(), y.elsewhere()
+    a, b = x.without_storage(), y.without_storage()
 
-    def backward(g: Sequence[Any], saved: Sequence[Sized]) -> Sequence[Any]:
+    def backward(g: Sequence[Any], saved: Sequence[ShapeTensor]) -> Sequence[Any]:
         rest = list(saved)
         first = rest.pop(0) if for_y else None
         second = rest.pop(0) if for_x else None
@@ -154,41 +155,41 @@ def mul(x: Sized, y: Any) -> Sized:
 
 
 @rule("div")
-def div(x: Sized, y: Any) -> Sized:
-    """x / y; in the graph by a number only."""
-    if isinstance(y, Sized):
+def div(x: ShapeTensor, y: Any) -> ShapeTensor:
+    """x / y; under autograd y must be a number."""
+    if isinstance(y, ShapeTensor):
         return elementwise("div", x, y)
     return record(lambda: _made("div", [x]), [x], lambda g, s: [_made("div", [g[0]])])
 
 
 @rule("neg", torch.neg)
-def neg(x: Sized) -> Sized:
+def neg(x: ShapeTensor) -> ShapeTensor:
     """-x."""
     return record(lambda: _made("neg", [x]), [x], lambda g, s: [_made("neg", [g[0]])])
 
 
 @rule(torch.rsqrt)
-def rsqrt(x: Sized) -> Sized:
-    """x^(-1/2), which saves its result."""
+def rsqrt(x: ShapeTensor) -> ShapeTensor:
+    """x^(-1/2); saves its result."""
     return record(
-        lambda: _made("rsqrt", [x]), [x], lambda g, s: [_made("mul", [g[0], s[0]])], keeps=lambda made: [made]
+        lambda: _made("rsqrt", [x]), [x], lambda g, s: [_made("mul", [g[0], s[0]])], saves_result=lambda made: [made]
     )
 
 
 @rule(F.silu)
-def silu(x: Sized, inplace: bool = False) -> Sized:
-    """x sigmoid(x), which saves x."""
+def silu(x: ShapeTensor, inplace: bool = False) -> ShapeTensor:
+    """x sigmoid(x); saves x."""
     return record(
         lambda: _made("silu", [x], SILU), [x], lambda g, s: [_made("silu_backward", [g[0], s[0]], SILU_BACKWARD)], [x]
     )
 
 
 @rule(torch.addcmul)
-def addcmul(bias: Sized, x: Sized, weight: Sized) -> Sized:
-    """bias + x * weight, the bias and the weight one a column."""
-    few, like = bias.elsewhere(), weight.elsewhere()
+def addcmul(bias: ShapeTensor, x: ShapeTensor, weight: ShapeTensor) -> ShapeTensor:
+    """bias + x * weight, with one bias and weight per column."""
+    few, like = bias.without_storage(), weight.without_storage()
 
-    def backward(g: Sequence[Any], s: Sequence[Sized]) -> Sequence[Any]:
+    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
         dbias = _summed_to(g[0], few)
         dx = mul(g[0], s[1])
         ones = _made("mul", [g[0]])  # times the value, which is one
@@ -202,39 +203,41 @@ def addcmul(bias: Sized, x: Sized, weight: Sized) -> Sized:
 
 
 @rule("reduce")
-def reduce(x: Sized, dim: int | None = None, kernel: str = REDUCE, dtype: torch.dtype | None = None) -> Sized:
-    """A sum over one dimension, or over all."""
+def reduce(
+    x: ShapeTensor, dim: int | None = None, kernel: str = REDUCE, dtype: torch.dtype | None = None
+) -> ShapeTensor:
+    """Sum over one dimension, or over all."""
     _require_no_graph("sum", (x,))
     if not x.is_small:
-        x.tape.does(kernel, (x.numel_,), x.dtype, 1)
+        x.tape.record_op(kernel, (x.numel_,), x.dtype, 1)
     shape = () if dim is None else (*x.shape[: dim % x.ndim], *x.shape[dim % x.ndim + 1 :])
     return make(x, shape, "sum", dtype=dtype)
 
 
 @rule("logsumexp")
-def logsumexp(x: Sized, dim: int) -> Sized:
-    """Over one dimension, at the speed of a softmax."""
+def logsumexp(x: ShapeTensor, dim: int) -> ShapeTensor:
+    """logsumexp over one dimension, at the speed of a softmax."""
     return reduce(x, dim, LOSS)
 
 
 @rule(torch.linalg.vector_norm)
-def vector_norm(x: Sized, *, dim: int, dtype: torch.dtype) -> Sized:
-    """Over one dimension."""
+def vector_norm(x: ShapeTensor, *, dim: int, dtype: torch.dtype) -> ShapeTensor:
+    """Norm over one dimension."""
     return reduce(x, dim, dtype=dtype)
 
 
 @rule(torch.linalg.vecdot)
-def vecdot(x: Sized, y: Sized) -> Sized:
-    """Row by row: a product and its sum."""
+def vecdot(x: ShapeTensor, y: ShapeTensor) -> ShapeTensor:
+    """Row-wise dot product: multiply, then sum."""
     return reduce(mul(x, y), -1)
 
 
-# Parts put together.
+# Concatenation.
 
 
 @rule(torch.cat)
-def cat(parts: Sequence[Sized], dim: int = 0) -> Sized:
-    """Gradients are views."""
+def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
+    """Concatenation; gradients are views."""
     dim %= parts[0].ndim
     sizes = [x.shape[dim] for x in parts]
     shape = (*parts[0].shape[:dim], sum(sizes), *parts[0].shape[dim + 1 :])
@@ -242,10 +245,10 @@ def cat(parts: Sequence[Sized], dim: int = 0) -> Sized:
     turned = any(list(x.strides) != sorted(x.strides, reverse=True) for x in parts)
     kernel = (REORDER if run >= SHORT_RUN else REORDER_FINELY) if turned else STREAM
 
-    def made() -> Sized:
+    def made() -> ShapeTensor:
         return make(parts[0], shape, "cat", 2.0, inputs=parts, kernel=kernel, dtype=_promoted(parts))
 
-    def backward(g: Sequence[Any], _: Sequence[Sized]) -> Sequence[Any]:
+    def backward(g: Sequence[Any], _: Sequence[ShapeTensor]) -> Sequence[Any]:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [g[0].narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -253,8 +256,8 @@ def cat(parts: Sequence[Sized], dim: int = 0) -> Sized:
 
 
 @rule(torch.stack)
-def stack(parts: Sequence[Sized], dim: int = 0) -> Sized:
-    """In hand-written passes only."""
+def stack(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
+    """Stack, outside autograd only."""
     _require_no_graph("stack", parts)
     dim %= parts[0].ndim + 1
     shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
@@ -262,51 +265,53 @@ def stack(parts: Sequence[Sized], dim: int = 0) -> Sized:
 
 
 @rule("repeat_interleave")
-def repeat_interleave(x: Sized, times: int, dim: int) -> Sized:
-    """Each slice several times; their gradients are summed."""
+def repeat_interleave(x: ShapeTensor, times: int, dim: int) -> ShapeTensor:
+    """Repeats each slice; gradients are summed."""
     shape = (*x.shape[:dim], x.shape[dim] * times, *x.shape[dim + 1 :])
-    like = x.elsewhere()
+    like = x.without_storage()
     return record(
         lambda: make(x, shape, "repeat_interleave", 2.0), [x], lambda g, s: [make(like, like.shape, "sum", 1.0 + times)]
     )
 
 
 @rule(torch.empty_like)
-def empty_like(x: Sized, **_: Any) -> Sized:
-    """Nothing is moved."""
+def empty_like(x: ShapeTensor, **_: Any) -> ShapeTensor:
+    """Allocates only."""
     return make(x, x.shape, "empty")
 
 
 @rule(torch.zeros_like)
-def zeros_like(x: Sized, dtype: torch.dtype | None = None) -> Sized:
-    """Written once."""
+def zeros_like(x: ShapeTensor, dtype: torch.dtype | None = None) -> ShapeTensor:
+    """Writes once."""
     return make(x, x.shape, "zeros", 1.0, dtype=dtype)
 
 
 # GEMMs.
 
 
-def _product(a: Sized, b: Sized, shape: Shape, operation: str, inputs: Sequence[Sized]) -> Sized:
-    """[m, k] x [k, n], folded."""
+def _product(
+    a: ShapeTensor, b: ShapeTensor, shape: Shape, operation: str, inputs: Sequence[ShapeTensor]
+) -> ShapeTensor:
+    """[m, k] x [k, n], leading dimensions folded."""
     m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]
-    a.tape.does(GEMM, (1, m, n, k), a.dtype)
+    a.tape.record_op(GEMM, (1, m, n, k), a.dtype)
     return make(a, shape, operation, inputs=inputs)
 
 
 @rule(F.linear)
-def linear(x: Sized, weight: Sized, bias: Sized | None = None) -> Sized:
-    """x W^T (+ b), which saves x and W; more than two dimensions are folded first, by a copy where they lie apart."""
+def linear(x: ShapeTensor, weight: ShapeTensor, bias: ShapeTensor | None = None) -> ShapeTensor:
+    """x W^T (+ b); saves x and W. Leading dimensions are folded first, with a copy if x is not contiguous."""
     if x.ndim > 2:
         folded = x.reshape(-1, x.shape[-1])
         return linear(folded, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
-    def made() -> Sized:
-        return _product(x, weight.bare().t(), (*x.shape[:-1], weight.shape[0]), "linear", [x, weight])
+    def made() -> ShapeTensor:
+        return _product(x, weight.without_graph().t(), (*x.shape[:-1], weight.shape[0]), "linear", [x, weight])
 
-    few = None if bias is None else bias.elsewhere()
+    few = None if bias is None else bias.without_storage()
     for_x = x.node is not None
 
-    def backward(g: Sequence[Any], s: Sequence[Sized]) -> Sequence[Any]:
+    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
         dw = _product(g[0].t(), s[0], s[1].shape, "mm", [g[0], s[0]])
         dx = _product(g[0], s[1], s[0].shape, "mm", [g[0], s[1]]) if for_x else None
         return [dx, dw] if few is None else [dx, dw, _summed_to(g[0], few)]
@@ -315,17 +320,17 @@ def linear(x: Sized, weight: Sized, bias: Sized | None = None) -> Sized:
 
 
 @rule("mm", torch.mm)
-def mm(a: Sized, b: Sized, out: Sized | None = None) -> Sized:
+def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeTensor:
     """[m, k] x [k, n]."""
     if out is not None:
         _require_no_graph("mm", (a, b))
-        a.tape.does(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
+        a.tape.record_op(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
         return out
 
-    def made() -> Sized:
+    def made() -> ShapeTensor:
         return _product(a, b, (a.shape[0], b.shape[1]), "mm", [a, b])
 
-    def backward(g: Sequence[Any], s: Sequence[Sized]) -> Sequence[Any]:
+    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
         db = mm(s[0].t(), g[0])
         return [mm(g[0], s[1].t()), db]
 
@@ -333,19 +338,19 @@ def mm(a: Sized, b: Sized, out: Sized | None = None) -> Sized:
 
 
 @rule("addmm_")
-def addmm_(x: Sized, a: Sized, b: Sized) -> Sized:
+def addmm_(x: ShapeTensor, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
     """x + a b, in place."""
-    a.tape.does(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
+    a.tape.record_op(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
     return x
 
 
 @rule("matmul", torch.matmul)
-def matmul(a: Sized, b: Sized) -> Sized:
-    """Of matrices, or of a matrix and a stack of them, which torch folds into one product of the transposed stack."""
+def matmul(a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
+    """[m, k] x [k, n], or [m, k] x [b, k, n], which torch folds into one GEMM of the transposed batch."""
     if a.ndim == b.ndim == 2:
         return mm(a, b)
     if not (a.ndim == 2 and b.ndim == 3):
-        raise NoRuleError(f"no rule of a product of {a.ndim} and {b.ndim} dimensions; add one to boost.plan.rules")
+        raise NoRuleError(f"no rule for matmul of {a.ndim} and {b.ndim} dimensions; add one to boost.plan.rules")
     turned = b.transpose(1, 2)
     folded = turned.reshape(-1, turned.shape[-1])
     return mm(folded, a.t()).view(*turned.shape[:-1], a.shape[0]).transpose(1, 2).contiguous()
@@ -355,29 +360,29 @@ def matmul(a: Sized, b: Sized) -> Sized:
 
 
 @rule(F.layer_norm)
-def layer_norm(x: Sized, shape: Any, weight: Any = None, bias: Any = None, eps: float = 0.0) -> Sized:
-    """Without weight and bias; saves x, and a mean and a deviation a row."""
+def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 0.0) -> ShapeTensor:
+    """Without weight and bias; saves x, and mean and rstd per row."""
     assert weight is None and bias is None
     return record(
         lambda: make(x, x.shape, "layer_norm", 2.0),
         [x],
         lambda g, s: [make(g[0], g[0].shape, "layer_norm_backward", 3.0)],
         [x],
-        keeps=lambda made: [make(x, x.shape[:-1], "statistics") for _ in range(2)],
+        saves_result=lambda made: [make(x, x.shape[:-1], "statistics") for _ in range(2)],
     )
 
 
 @rule(F.rms_norm)
-def rms_norm(x: Sized, shape: Any, weight: Sized, eps: float) -> Sized:
-    """torch's fused kernel; saves x and an inverse deviation a row."""
-    acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.elsewhere()
+def rms_norm(x: ShapeTensor, shape: Any, weight: ShapeTensor, eps: float) -> ShapeTensor:
+    """torch's fused kernel; saves x and rstd per row."""
+    acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.without_storage()
     place, x.tape.place = x.tape.place, "norm"
     made = record(
         lambda: make(x, x.shape, "rms_norm", 2.0),
         [x, weight],
         lambda g, s: [make(g[0], g[0].shape, "rms_norm", 5.0), make(few, few.shape, "sum")],
         [x, weight],
-        keeps=lambda made: [make(x, x.shape[:-1], "statistics", dtype=acc_dtype)],
+        saves_result=lambda made: [make(x, x.shape[:-1], "statistics", dtype=acc_dtype)],
     )
     x.tape.place = place
     return made
@@ -385,29 +390,34 @@ def rms_norm(x: Sized, shape: Any, weight: Sized, eps: float) -> Sized:
 
 @rule(F.scaled_dot_product_attention)
 def attention(
-    q: Sized, k: Sized, v: Sized, attn_mask: Any = None, is_causal: bool = False, enable_gqa: bool = False
-) -> Sized:
-    """The fused kernel, which saves the logsumexp of rows of scores. Its results lie by tokens, not by heads."""
+    q: ShapeTensor,
+    k: ShapeTensor,
+    v: ShapeTensor,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> ShapeTensor:
+    """Fused attention; saves the logsumexp per row of scores. Its output is laid out by tokens, not by heads."""
     batch, heads, length, width = q.shape
     shape = batch, heads, k.shape[1], length, width
     tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
     def kernel() -> tuple[Any, Any]:
-        tape.does(ATTENTION, shape, q.dtype)
+        tape.record_op(ATTENTION, shape, q.dtype)
         made = make(q, q.shape, "attention", inputs=[q, k, v], strides=_by_tokens(q.shape))
         return made, make(q, (batch, heads, length), "attention", dtype=acc_dtype)
 
-    both: list[Sized] = []
+    both: list[ShapeTensor] = []
 
-    def made() -> Sized:
-        both[:] = (x.bare() for x in tape.selected(kernel))
+    def made() -> ShapeTensor:
+        both[:] = (x.without_graph() for x in tape.selected(kernel))
         return both[0]
 
-    def backward(g: Sequence[Any], s: Sequence[Sized]) -> Sequence[Any]:
-        tape.does(ATTENTION_BACKWARD, shape, g[0].dtype)
+    def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
+        tape.record_op(ATTENTION_BACKWARD, shape, g[0].dtype)
         return [make(each, each.shape, "attention_backward", strides=_by_tokens(each.shape)) for each in s[:3]]
 
-    return record(made, [q, k, v], backward, [q, k, v], keeps=lambda _: both)
+    return record(made, [q, k, v], backward, [q, k, v], saves_result=lambda _: both)
 
 
 def _by_tokens(shape: Shape) -> Shape:
@@ -416,8 +426,8 @@ def _by_tokens(shape: Shape) -> Shape:
 
 
 @rule(F.embedding)
-def embedding(tokens: Any, table: Sized, *_: Any, **__: Any) -> Sized:
-    """Rows of a table."""
+def embedding(tokens: Any, table: ShapeTensor, *_: Any, **__: Any) -> ShapeTensor:
+    """Embedding lookup."""
     rows, shape = table.shape[0], (*tokens.shape, table.shape[1])
     return record(
         lambda: make(table, shape, "embedding", 2.0, kernel=LOOKUP, inputs=[table]),
@@ -427,17 +437,19 @@ def embedding(tokens: Any, table: Sized, *_: Any, **__: Any) -> Sized:
 
 
 @rule(torch.ops.aten.embedding_dense_backward)
-def embedding_backward(dy: Sized, tokens: Any, rows: int, padding: int, scaled: bool) -> Sized:
-    """Cleared, then added up."""
+def embedding_backward(dy: ShapeTensor, tokens: Any, rows: int, padding: int, scaled: bool) -> ShapeTensor:
+    """Zeroes the table, then accumulates."""
     table = make(dy, (rows, dy.shape[1]), "embedding_backward", 1.0)
-    dy.tape.does(LOOKUP, (dy.numel_,), dy.dtype, 3)
+    dy.tape.record_op(LOOKUP, (dy.numel_,), dy.dtype, 3)
     return table
 
 
-def zeros(tape_device: tuple[Any, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Sized:
-    """torch.zeros, for a tape."""
+def zeros(
+    tape_device: tuple[Any, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: Any
+) -> ShapeTensor:
+    """torch.zeros on a tape."""
     tape, device = tape_device
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])
-    like = Sized(tape, None, shape, contiguous(shape), dtype or torch.get_default_dtype(), device)
+    like = ShapeTensor(tape, None, shape, contiguous(shape), dtype or torch.get_default_dtype(), device)
     return make(like, shape, "zeros", 1.0)

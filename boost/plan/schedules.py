@@ -1,7 +1,7 @@
-"""In which order one pipeline process goes through its stages and micro-batches: what decides how many it holds. Arithmetic only.
+"""Order of passes on one pipeline rank, which decides how many micro-batches are in flight.
 
-These are the orders of torch.distributed.pipelining (`schedules.py` there, torch 2.13), without its waits and messages, which
-change times and not the order of one process; a test compares.
+These are the schedules of torch.distributed.pipelining (`schedules.py`, torch 2.13) without its sends and waits, which do not
+change the order on one rank. A test compares them.
 """
 
 from collections import Counter
@@ -17,19 +17,19 @@ class Action:
     """One pass of one micro-batch through one stage."""
 
     kind: Literal["forward", "backward", "input", "weight"]
-    """backward: all of it; input, weight: the two halves of zero bubble."""
+    """backward: the full backward pass; input, weight: its two halves under zero bubble."""
     stage: int
-    """Which of the process's stages, in the order in which a token meets them."""
+    """Index among this rank's stages, in forward order."""
     micro_batch: int
 
 
 def micro_batches(config: Config) -> int:
-    """Micro-batches of one replica in a step."""
+    """Micro-batches per replica and step."""
     return config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
 
 
 def actions(config: Config, pp_rank: int) -> list[Action]:
-    """What pipeline process `pp_rank` does in a step, in order."""
+    """The actions of pipeline rank `pp_rank` in a step, in order."""
     parallel, count = config.parallel, micro_batches(config)
     if parallel.pp == 1:
         return [Action(kind, 0, n) for n in range(count) for kind in ("forward", "backward")]
@@ -41,7 +41,7 @@ def actions(config: Config, pp_rank: int) -> list[Action]:
 
 
 def _one_stage(count: int, ahead: int) -> Iterator[Action]:
-    """`ahead` forward passes, then one backward and one forward in turns."""
+    """`ahead` warmup forward passes, then one backward, one forward."""
     yield from (Action("forward", 0, n) for n in range(ahead))
     for n in range(count):
         yield Action("backward", 0, n)
@@ -50,8 +50,8 @@ def _one_stage(count: int, ahead: int) -> Iterator[Action]:
 
 
 def _several_stages(pp: int, held: int, count: int, rank: int, zero_bubble: bool) -> Iterator[Action]:
-    """Rounds of micro-batches through one stage, then through the next (arXiv 2104.04473); zero bubble (2401.10241) puts off
-    weight gradients."""
+    """Interleaved 1F1B (arXiv 2104.04473): rounds of micro-batches through one stage, then the next. Zero bubble (2401.10241)
+    defers weight gradients."""
     a_round = count // max(1, count // pp)
     total = held * count
     ahead = min((held - 1) * a_round + (1 if zero_bubble else 2) * (pp - 1 - rank), total)

@@ -1,9 +1,9 @@
-"""The fastest configuration that fits, of all legal ones, in seconds. Arithmetic only.
+"""Finds the fastest legal configuration that fits, in seconds.
 
-Time is cheaper to predict than memory, so that candidates are gone through in the order of their time and the first one that
-fits is the answer. Candidates that differ in recomputation alone are one node of that order: without recomputation is the
-fastest of them, and a bound of its time, then its time, stands for all until the node is reached. What a node's thriftiest
-policy has no room for, no other policy and no larger micro-batch of the same structure has.
+Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that
+fits. Candidates that differ only in recomputation form one node. No recomputation is the fastest of them: a lower bound of its
+time, then its time, orders the node. If a node's policy with the lowest memory does not fit, no other policy and no larger
+micro-batch of the same structure fits.
 """
 
 import heapq
@@ -19,24 +19,24 @@ from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
 from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batches, policies, structures
-from boost.plan.categories import OPTIMIZER, STATES, WEIGHTS
+from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.peak import PeakMemory, peak
 from boost.plan.timing import Predictor, StepTime
-from boost.plan.trace import told
+from boost.plan.trace import min_block_bytes, trace_loss, traced_values
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp")
-"""Sizes whose product is the number of processes."""
+"""Mesh sizes; their product is the number of processes."""
 
-FEW = 3
-"""Blocks of a stage from which recomputing them in full holds less than keeping their activations."""
+FEW_BLOCKS = 3
+"""With fewer blocks per stage, full recomputation may need more memory than saving activations."""
 
 Test = Callable[[Config], bool]
 Tick = Callable[[int, int], None]
-"""Is told how many of how many are done."""
+"""Progress callback: (done, total)."""
 
 
-def anything(config: Config) -> bool:
-    """No restriction."""
+def any_config(config: Config) -> bool:
+    """Accepts every configuration."""
     return True
 
 
@@ -47,62 +47,63 @@ class Plan:
     config: Config
     time: StepTime
     peak: PeakMemory
-    """Of the pipeline process that holds the most."""
+    """Peak memory of the pipeline rank that needs the most."""
     pp_rank: int
-    """That process."""
+    """That pipeline rank."""
     usable: int
-    """Bytes that a device has for tensors."""
+    """Bytes available to tensors on one device."""
 
     @property
     def memory(self) -> int:
-        """Bytes at the worst moment of the worst process."""
+        """Peak memory in bytes, the maximum over pipeline ranks."""
         return self.peak.total
 
     @property
-    def missing(self) -> int:
-        """Bytes that are missing; 0 or less if it fits."""
+    def shortfall(self) -> int:
+        """Bytes over the usable memory; 0 or less if it fits."""
         return self.memory - self.usable
 
 
 @dataclass
 class _SearchNode:
-    """Candidates that differ in recomputation alone."""
+    """Candidates that differ only in recomputation."""
 
     bound: float
-    """Seconds of a step without recomputation, or less."""
+    """Step time without recomputation, or a lower bound of it."""
     config: Config
-    """One of them that is legal."""
+    """A legal one of them."""
     exact: bool = False
-    """Whether `bound` is that time."""
+    """Whether `bound` is the predicted time."""
     children: list[tuple[float, Config]] | None = None
-    """Those that may fit, once the node was reached; in rising order of time."""
+    """Candidates that may fit, by step time; None until the node is visited."""
 
 
 @dataclass
 class Search:
-    """The candidates of a request, and what was found out about them."""
+    """The candidates of a request, with cached predictions."""
 
     request: Request
     tick: Tick | None = None
     considered: int = 0
-    """Candidates that the search decides between."""
-    timed: int = 0
-    """Predictions of time made."""
-    weighed: int = 0
-    """Predictions of memory made."""
+    """Number of candidates."""
+    time_estimates: int = 0
+    """Number of step time predictions."""
+    memory_estimates: int = 0
+    """Number of memory predictions."""
     _nodes: list[_SearchNode] = field(default_factory=list)
     _peaks: dict[Any, tuple[PeakMemory, int]] = field(default_factory=dict)
-    _lacking: dict[Any, int] = field(default_factory=dict)
-    """Of candidates that do not fit: bytes of weights and optimizer alone, on a process that is too small."""
-    _full: dict[Any, int] = field(default_factory=dict)
-    """By structure and by mesh: the smallest micro-batch for which even the thriftiest candidate has no room; 0: none has."""
+    _misfits: dict[Any, int] = field(default_factory=dict)
+    """Candidates that do not fit, with the bytes of weights and optimizer state on the rank that runs out of memory."""
+    _oom_from: dict[Any, int] = field(default_factory=dict)
+    """By structure and by mesh: the smallest micro-batch at which no candidate fits; 0: none fits at any."""
 
     def __post_init__(self) -> None:
         self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
         self.usable = self.request.hardware.usable_bytes
-        self._floors: dict[tuple[Any, ...], int] = {}
-        self._cuts: dict[tuple[Any, ...], bool] = {}
-        self._thriftiest: dict[tuple[Any, ...], ParallelConfig] = {}
+        self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
+        """By traced values of [parallel]: the largest micro-batch that may fit, the smallest one that does not."""
+        self._tp_legal: dict[tuple[Any, ...], bool] = {}
+        self._smallest_structure: dict[tuple[Any, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
         for done, parallel in enumerate(listed):
             self._list(parallel)
@@ -111,24 +112,24 @@ class Search:
 
     @property
     def empty(self) -> bool:
-        """Whether no configuration is legal."""
+        """True if no configuration is legal."""
         return not self._nodes
 
     def why_no_tp(self) -> str:
-        """The rule that forbids the smallest TP among these GPUs, if no TP is legal; else ''."""
+        """The rule that forbids the smallest TP size, if no TP size is legal; else ''."""
         request = self.request
         if any(node.config.parallel.tp > 1 for node in self._nodes) or "parallel.tp" in request.fixed:
             return ""
         for parallel in structures(request):
             if parallel.tp > 1:
                 try:
-                    rules.check(self._alone(parallel, 1))
+                    rules.check(self._one_tp_group(parallel, 1))
                 except ConfigError as error:
                     return str(error)
         return ""
 
-    def fastest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """The fastest candidate that fits and passes `test` (and whose parallel section passes `of`), if there is one."""
+    def fastest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
+        """The fastest candidate that fits and passes `test` (and whose [parallel] passes `of`), or None."""
         numbers = itertools.count()
         waiting: list[tuple[float, int, _SearchNode | Config]] = [
             (node.bound, next(numbers), node) for node in self._nodes if of is None or of(node.config.parallel)
@@ -143,119 +144,121 @@ class Search:
                 self._refine(first)
                 heapq.heappush(waiting, (first.bound, next(numbers), first))
             else:
-                for seconds, config in self._opened(first):
+                for seconds, config in self._expand(first):
                     if test(config):
                         heapq.heappush(waiting, (seconds, next(numbers), config))
         return None
 
-    def smallest(self, test: Test = anything, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """The candidate of the least memory that passes, if any does; of a mesh the thriftiest one is weighed."""
+    def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
+        """The candidate with the lowest peak memory that passes, or None; per mesh, only the presumably smallest is estimated."""
         thrifty: dict[Any, tuple[Any, Config]] = {}
         for node in self._nodes:
             parallel = node.config.parallel
             if of is None or of(parallel):
                 for config in self._all_children(node):
                     key = _mesh(parallel)
-                    rank = _thrift(config)
+                    rank = _memory_rank(config)
                     if test(config) and (key not in thrifty or rank < thrifty[key][0]):
                         thrifty[key] = rank, config
         found = [config for _, config in thrifty.values()]
-        return self.plan(min(found, key=lambda config: self.weigh(config)[0].total)) if found else None
+        return self.plan(min(found, key=lambda config: self.peak_memory(config)[0].total)) if found else None
 
     def plan(self, config: Config) -> Plan:
-        """Prediction of one configuration."""
-        held, pp_rank = self.weigh(config)
+        """Predicts one configuration."""
+        held, pp_rank = self.peak_memory(config)
         return Plan(config, self.predictor.predict(config), held, pp_rank, self.usable)
 
     def fits(self, config: Config) -> bool:
-        """Whether every process has room."""
-        key = self._name(config)
-        if key not in self._peaks and key not in self._lacking:
-            self.weighed += 1
+        """Whether every rank fits in memory."""
+        key = self._key(config)
+        if key not in self._peaks and key not in self._misfits:
+            self.memory_estimates += 1
             held = list[tuple[PeakMemory, int]]()
-            for rank in worst_ranks(config):
+            for rank in peak_ranks(config):
                 held.append((peak(config, rank, self.predictor.fused_norm), rank))
                 if held[-1][0].total > self.usable:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
-                    self._lacking[key] = states
+                    self._misfits[key] = states
                     return False
             self._peaks[key] = max(held, key=lambda each: each[0].total)
-        return key not in self._lacking and self._peaks[key][0].total <= self.usable
+        return key not in self._misfits and self._peaks[key][0].total <= self.usable
 
-    def weigh(self, config: Config) -> tuple[PeakMemory, int]:
-        """(peak, pipeline process) of the process that holds the most."""
-        key = self._name(config)
+    def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
+        """(peak memory, pipeline rank) of the rank that needs the most."""
+        key = self._key(config)
         if key not in self._peaks:
-            self.weighed += 1
-            self._peaks[key] = worst_peak(config, self.predictor.fused_norm)
+            self.memory_estimates += 1
+            self._peaks[key] = max_peak(config, self.predictor.fused_norm)
         return self._peaks[key]
 
     @staticmethod
-    def _name(config: Config) -> tuple[str, str]:
+    def _key(config: Config) -> tuple[str, str]:
         return repr(config.parallel), repr(config.train)
 
     def _list(self, parallel: ParallelConfig) -> None:
-        """Nodes of one structure."""
+        """Adds the nodes of one structure."""
         for micro_batch in micro_batches(self.request, parallel.dp):
-            if not self._cuttable(parallel, micro_batch):
+            if not self._tp_is_legal(parallel, micro_batch):
                 continue
             known = any(node.config.parallel is parallel for node in self._nodes[-1:])
-            if known and self._floor(parallel, micro_batch) > self.usable:
-                return  # the smallest micro-batch stays listed, so that it can be said what is missing
+            if known and not self._may_fit(parallel, micro_batch):
+                return  # the smallest micro-batch stays listed, to report the shortfall
             listed = list(policies(self.request, parallel))
             config = next((c for each in listed if legal(c := self._variants.of(parallel, micro_batch, *each))), None)
             if config is None:
                 continue
             self.considered += 1 if parallel.schedule == "zero-bubble" else len(listed)
             without = self._variants.of(parallel, micro_batch)
-            best = self._thriftiest.get(_mesh(parallel), parallel)
-            self._thriftiest[_mesh(parallel)] = min(best, parallel, key=_thrift_of)
-            self._nodes.append(_SearchNode(self.predictor.at_least(without), config))
+            best = self._smallest_structure.get(_mesh(parallel), parallel)
+            self._smallest_structure[_mesh(parallel)] = min(best, parallel, key=_schedule_rank)
+            self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
     def _refine(self, node: _SearchNode) -> None:
-        """From a bound to the time without recomputation."""
-        self.timed += 1
+        """Replaces the lower bound by the predicted time."""
+        self.time_estimates += 1
         without = self._variants.of(node.config.parallel, node.config.train.micro_batch)
         node.bound, node.exact = self.predictor.predict(without).seconds, True
 
     def _all_children(self, node: _SearchNode) -> list[Config]:
-        return self._variants_of(node.config.parallel, node.config.train.micro_batch)
+        return self._legal_variants(node.config.parallel, node.config.train.micro_batch)
 
-    def _variants_of(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
+    def _legal_variants(self, parallel: ParallelConfig, micro_batch: int) -> list[Config]:
         listed = (self._variants.of(parallel, micro_batch, *each) for each in policies(self.request, parallel))
         return [config for config in listed if legal(config)]
 
-    def _opened(self, node: _SearchNode) -> list[tuple[float, Config]]:
-        """Children of a node with their times; none if even the thriftiest does not fit."""
+    def _expand(self, node: _SearchNode) -> list[tuple[float, Config]]:
+        """Children of a node with their step times; empty if even the smallest does not fit."""
         if node.children is None:
             configs = self._all_children(node)
-            if self._is_full(node, min(configs, key=_thrift)):
+            if self._out_of_memory(node, min(configs, key=_memory_rank)):
                 node.children = []
             else:
-                self.timed += len(configs)
+                self.time_estimates += len(configs)
                 timed = [(self.predictor.predict(config).seconds, config) for config in configs]
                 node.children = sorted(timed, key=lambda each: each[0])
         return node.children
 
-    def _is_full(self, node: _SearchNode, thriftiest: Config) -> bool:
-        """Whether no child fits: the thriftiest structure of the mesh is asked first, then the node's own."""
+    def _out_of_memory(self, node: _SearchNode, smallest: Config) -> bool:
+        """Whether no child fits: tests the smallest structure of the mesh first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
-        if self.request.base.model.layers < FEW * parallel.stages:
-            return False  # recomputing a block may take more than its activations
-        # A structure may allow fewer policies than the thriftiest of its mesh (zero bubble: none).
-        of_mesh = min(self._variants_of(self._thriftiest[_mesh(parallel)], micro_batch), key=_thrift, default=None)
+        if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
+            return False  # recomputing a block may need more memory than saving its activations
+        # A structure may allow fewer policies than the smallest of its mesh (zero bubble: none).
+        of_mesh = min(
+            self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch), key=_memory_rank, default=None
+        )
         asked = [(_mesh(parallel), of_mesh)] if of_mesh is not None else []
-        for place, config in (*asked, (repr(parallel), thriftiest)):
-            if micro_batch >= self._full.get(place, micro_batch + 1):
+        for place, config in (*asked, (repr(parallel), smallest)):
+            if micro_batch >= self._oom_from.get(place, micro_batch + 1):
                 return True
             if not self.fits(config):
-                states = self._lacking.get(self._name(config), 0)
-                self._full[place] = 0 if states > self.usable else micro_batch
+                states = self._misfits.get(self._key(config), 0)
+                self._oom_from[place] = 0 if states > self.usable else micro_batch
                 return True
         return False
 
-    def _alone(self, parallel: ParallelConfig, micro_batch: int) -> Config:
-        """One micro-batch on one TP group, without pipeline and replicas."""
+    def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
+        """The configuration with one TP group and one micro-batch: no pipeline, no replicas."""
         changes = {
             "pp": 1,
             "dp": 1,
@@ -271,50 +274,59 @@ class Search:
             update={"parallel": parallel.model_copy(update=changes), "train": base.train.model_copy(update=train)}
         )
 
-    def _cuttable(self, parallel: ParallelConfig, micro_batch: int) -> bool:
-        """Whether TP may cut this model so: asked once, not for each mesh around it."""
-        key = *told(parallel, "parallel"), micro_batch
-        if key not in self._cuts:
-            self._cuts[key] = legal(self._alone(parallel, micro_batch))
-        return self._cuts[key]
+    def _tp_is_legal(self, parallel: ParallelConfig, micro_batch: int) -> bool:
+        """Whether this TP sharding of the model is legal; checked once, not for each mesh."""
+        key = *traced_values(parallel, "parallel"), micro_batch
+        if key not in self._tp_legal:
+            self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
+        return self._tp_legal[key]
+
+    def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
+        """Whether a block and the loss may fit without any training state. False: no configuration can fit."""
+        key = traced_values(parallel, "parallel")
+        fits_up_to, too_large = self._limits.get(key, (0, math.inf))
+        if fits_up_to < micro_batch < too_large:
+            if self._floor(parallel, micro_batch) <= self.usable:
+                fits_up_to = micro_batch
+            else:
+                too_large = micro_batch
+            self._limits[key] = fits_up_to, too_large
+        return micro_batch <= fits_up_to
 
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
-        """Bytes that some process needs beside its states: for one block, or for the loss."""
-        key = *told(parallel, "parallel"), micro_batch
-        if key not in self._floors:
-            config, model = self._alone(parallel, micro_batch), self.request.base.model
-            ranks = {name: rank for name, rank in model.ranks.items() if not name.startswith("layers.")}
-            config = config.model_copy(update={"model": model.model_copy(update={"layers": 1, "ranks": ranks})})
-            found = []
-            for policy in ("none", "full-block"):
-                train = config.train.model_copy(update={"recompute": policy})
-                held = peak(
-                    config.model_copy(update={"train": train}), fused_norm=self.predictor.fused_norm
-                ).by_category
-                found.append(sum(size for category, size in held.items() if category not in STATES))
-            self._floors[key] = min(found)
-        return self._floors[key]
+        """Lower bound of the bytes that some rank needs in addition to training state: for the loss, or for one block."""
+        config, fused_norm = self._one_tp_group(parallel, micro_batch), self.predictor.fused_norm
+        loss = trace_loss(config, fused_norm)
+        loss_bytes = loss.input_bytes + loss.forward
+        if loss_bytes > self.usable:
+            return loss_bytes
+        block_bytes = math.inf
+        for policy in POLICIES[0], POLICIES[-1]:
+            block_bytes = min(block_bytes, min_block_bytes(config, 0, policy, fused_norm))
+            if block_bytes <= self.usable:
+                break
+        return max(loss_bytes, int(block_bytes))
 
 
 def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
-    """Structures that differ in the schedule of the pipeline alone."""
-    return *told(parallel, "parallel"), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
+    """Key of structures that differ only in the pipeline schedule."""
+    return *traced_values(parallel, "parallel"), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
 
 
-def _thrift(config: Config) -> tuple[Any, ...]:
-    """Smaller for less memory, among configurations of one model, mesh, layout and sharding."""
+def _memory_rank(config: Config) -> tuple[Any, ...]:
+    """Sort key: lower for less memory, among configurations with the same model, mesh, layout and sharding."""
     train = config.train
-    return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_thrift_of(config.parallel)
+    return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_schedule_rank(config.parallel)
 
 
-def _thrift_of(parallel: ParallelConfig) -> tuple[Any, ...]:
+def _schedule_rank(parallel: ParallelConfig) -> tuple[Any, ...]:
     return parallel.schedule != "1f1b", parallel.virtual
 
 
-def worst_ranks(config: Config) -> list[int]:
-    """Pipeline processes of which one holds the most.
+def peak_ranks(config: Config) -> list[int]:
+    """Pipeline ranks that may have the highest peak memory.
 
-    Of those that hold equally many blocks under each policy, the first one has the most micro-batches under way.
+    Among ranks with equally many blocks under each policy, the first has the most micro-batches in flight.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
     every, ranks = stages(config), dict[Any, int]()
@@ -326,13 +338,13 @@ def worst_ranks(config: Config) -> list[int]:
     return list(ranks.values())
 
 
-def worst_peak(config: Config, fused_norm: bool = False) -> tuple[PeakMemory, int]:
-    """(peak, pipeline process) of the process that holds the most."""
-    return max(((peak(config, rank, fused_norm), rank) for rank in worst_ranks(config)), key=lambda each: each[0].total)
+def max_peak(config: Config, fused_norm: bool = False) -> tuple[PeakMemory, int]:
+    """(peak memory, pipeline rank) of the rank that needs the most."""
+    return max(((peak(config, rank, fused_norm), rank) for rank in peak_ranks(config)), key=lambda each: each[0].total)
 
 
 def require_legal(search: Search) -> None:
-    """Raises ConfigError, with the rule that is broken, if there is no legal configuration."""
+    """Raises ConfigError with the violated rule if no configuration is legal."""
     if not search.empty:
         return
     request = search.request
@@ -343,12 +355,12 @@ def require_legal(search: Search) -> None:
             for policy in policies(request, parallel):
                 rules.check(variants.of(parallel, micro_batch, *policy))
     raise ConfigError(
-        f"no mesh of {request.gpus} processes is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
+        f"no mesh of {request.gpus} GPUs is legal for model.layers = {request.base.model.layers} and these choices; fix fewer"
     )
 
 
 def _require_mesh(request: Request) -> None:
-    """Raises ConfigError if sizes that are fixed make no mesh of so many processes."""
+    """Raises ConfigError if the fixed mesh sizes do not multiply to the number of GPUs."""
     sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
     for key, size in sizes.items():
         if request.gpus % size:
@@ -357,4 +369,4 @@ def _require_mesh(request: Request) -> None:
     made = math.prod(sizes.values())
     if sizes and (request.gpus % made or (len(sizes) == len(AXES) and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
-        raise ConfigError(f"{words} = {made} processes do not make --gpus = {request.gpus}; leave one of them out")
+        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; leave one of them out")

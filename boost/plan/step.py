@@ -1,5 +1,5 @@
-"""Everything that one process does in a training step, as counted operations: embedding, blocks, loss, and what stands between
-the last backward pass and the next step. Arithmetic only.
+"""All operations of one process in a training step: embedding, blocks, loss, and everything from the last backward pass to the
+next step.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from boost.plan.work import OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, move
 
 
 def block_work(config: Config, layer: int, policy: RecomputeName, fused_norm: bool) -> Counted:
-    """Operations of one block and micro-batch, with their phases. `fused_norm`: as of `boost.plan.trace.trace_block`."""
+    """Operations of one block and micro-batch, with their phases. `fused_norm`: see `boost.plan.trace.trace_block`."""
     return trace_block(as_stored(config), layer, policy, fused_norm).work
 
 
 def ends_work(config: Config, has_embedding: bool, has_head: bool, fused_norm: bool) -> Counted:
-    """The same of embedding and loss."""
+    """Operations of embedding and loss per micro-batch."""
     stored, total = as_stored(config), Counter[Work]()
     if has_embedding:
         total.update(trace_embedding(stored).work)
@@ -33,20 +33,20 @@ def ends_work(config: Config, has_embedding: bool, has_head: bool, fused_norm: b
 
 
 def as_stored(config: Config) -> Config:
-    """The same with weights as they are stored. Gathered ones arrive cast, but are copied out of what arrives, and their gradients
-    into what is sent: about what casts move, which are counted for it."""
+    """The configuration without sharding. Gathered weights arrive cast, but are copied out of the receive buffer, and their
+    gradients into the send buffer; these copies move about as many bytes as casts, which are counted instead."""
     if not config.parallel.sharded:
         return config
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
-    """How many of these blocks are like each of some of them."""
+    """Number of blocks of each kind, by the first block of that kind."""
     return Counter(first_alike(model, layer) for layer in layers)
 
 
 def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Operations of one process once an optimizer step, and those that add gradients up over micro-batches."""
+    """Operations of one process once per optimizer step, and gradient accumulation over micro-batches."""
     model, parallel, train = config.model, config.parallel, config.train
     stored: Counter[StoredTensor] = Counter()
     for stage in stages:
@@ -57,31 +57,31 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     total: Counted = Counter()
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     for tensor, count in stored.items():
-        total[_once(moved(STREAM, tensor.elements, 3, train.param_dtype), "weights")] += count * (accumulated - 1)
+        total[_per_step(moved(STREAM, tensor.elements, 3, train.param_dtype), "weights")] += count * (accumulated - 1)
         if _travels(tensor, config):
-            total[_once(moved(STREAM, tensor.elements, 2, train.param_dtype), "weights")] += count
+            total[_per_step(moved(STREAM, tensor.elements, 2, train.param_dtype), "weights")] += count
         held = tensor.shard(parallel)
-        total[_once(moved(REDUCE, held, 1, train.param_dtype), "optimizer")] += count
-        total[_once(moved(STREAM, held, 2, train.param_dtype), "optimizer")] += count * (config.optim.clip > 0)
-        # Reads weight, gradient and two moments, writes all but the gradient.
-        total[_once(moved(OPTIMIZER, held, 7, train.param_dtype), "optimizer")] += count
+        total[_per_step(moved(REDUCE, held, 1, train.param_dtype), "optimizer")] += count
+        total[_per_step(moved(STREAM, held, 2, train.param_dtype), "optimizer")] += count * (config.optim.clip > 0)
+        # Reads weight, gradient and two moments; writes all but the gradient.
+        total[_per_step(moved(OPTIMIZER, held, 7, train.param_dtype), "optimizer")] += count
     if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total
 
 
 def _travels(tensor: StoredTensor, config: Config) -> bool:
-    """Whether gradients are copied into buckets, to be summed over processes."""
+    """Whether gradients are copied into buckets for an all-reduce."""
     parallel = config.parallel
     return parallel.dp > 1 or (tensor.placement.partial and parallel.tp > 1)
 
 
-def _once(work: Work, place: str) -> Work:
+def _per_step(work: Work, place: str) -> Work:
     return replace(work, phase="step", place=place)
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Muon: momentum of every factor, orthogonalised by way of its Gram matrix r x r (`optim.muon`), in fp32 at least."""
+    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in at least fp32."""
     model, parallel, optim = config.model, config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
@@ -90,9 +90,9 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
             for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
                 shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
                 n, r = shape.rows, shape.rank
-                total[_once(gemm(r, r, n, dtype), "optimizer")] += count
-                # An iteration: g g, p q and, but for the last one, q g q.
-                total[_once(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
-                total[_once(gemm(n, r, r, dtype), "optimizer")] += count
-                total[_once(moved(STREAM, n * r, 8, dtype), "optimizer")] += count
+                total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count
+                # Each iteration: g g, p q and, except for the last one, q g q.
+                total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
+                total[_per_step(gemm(n, r, r, dtype), "optimizer")] += count
+                total[_per_step(moved(STREAM, n * r, 8, dtype), "optimizer")] += count
     return total

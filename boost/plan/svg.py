@@ -1,6 +1,6 @@
-"""Rows of tensors and collectives on a page: the drawing half of the picture of a block. SVG, no library beyond Python's.
+"""Draws rows of tensors and collectives as SVG: the drawing half of a block's picture. Standard library only.
 
-Legend: a panel is the drawing of one TP process; panels stand side by side, time runs downwards. Lengths are pixels.
+Legend: a panel shows one TP process; panels are side by side, time runs downward. Lengths are pixels.
 """
 
 import itertools
@@ -18,12 +18,12 @@ BAR, MAX_PANELS = 22.0, 4
 
 @dataclass(frozen=True)
 class DiagramTensor:
-    """A tensor as a rectangle in a panel, and the part of it that the process holds."""
+    """A tensor as a rectangle in a panel, and the process's shard of it."""
 
     width: float
     height: float
     axis: str = ""
-    """'x' or 'y': held is this process's share along it; '': all of it."""
+    """The sharded axis, 'x' or 'y'; '' if replicated."""
     partial: bool = False
     activation: bool = False
 
@@ -36,21 +36,21 @@ class DiagramRow:
     details: tuple[str, ...] = ()
     pieces: tuple[DiagramTensor, ...] = ()
     stacked: bool = False
-    """Pieces one above the other, as the factors A of a group; else side by side."""
+    """Whether pieces are stacked vertically, like the factors A of a group, or side by side."""
     boxes: tuple[str, ...] = ()
-    """Instead of pieces: a word for each panel."""
+    """One label per panel, instead of pieces."""
     bars: tuple[tuple[str, str], ...] = ()
-    """Instead of all that: collectives over all panels, as (forward, backward); '' where there is none."""
+    """Collectives across all panels as (forward, backward), instead of pieces; '' for none."""
     residual: bool = False
 
     @property
     def lines(self) -> tuple[tuple[int, str], ...]:
-        """The bars one below the other, as (0 forward or 1 backward, words)."""
+        """The bars from top to bottom, as (0 forward or 1 backward, text)."""
         return tuple((side, text) for sides in self.bars for side, text in enumerate(sides) if text)
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height of the drawing in a panel."""
+        """Width and height of the drawing within a panel."""
         if self.boxes:
             return 0.0, 24.0
         widths, heights = [piece.width for piece in self.pieces], [piece.height for piece in self.pieces]
@@ -59,14 +59,14 @@ class DiagramRow:
 
     @property
     def height(self) -> float:
-        """Height of the whole line, its words included."""
+        """Height of the row, including its text."""
         if self.bars:
             return BAR * len(self.lines) + PIECE_GAP * (len(self.lines) - 1)
         return max(self.size[1], 16.0 + 14.0 * len(self.details))
 
 
 def panel_width(processes: int) -> float:
-    """Room of one process: all of up to 4, or the first three and the last."""
+    """Width of one panel: up to 4 processes, or the first three and the last."""
     columns = min(processes, MAX_PANELS)
     gap = ELLIPSIS if processes > MAX_PANELS else 0.0
     return (WIDTH - 2 * MARGIN - GUTTER - gap) / columns
@@ -74,20 +74,20 @@ def panel_width(processes: int) -> float:
 
 @dataclass(frozen=True)
 class DiagramText:
-    """What the page says beside its rows."""
+    """Title and captions of the page."""
 
     layout: str
     model: str
     """After the layout, in the title."""
     subtitle: str
     description: str
-    """For those who do not see the picture."""
+    """Text alternative."""
     summary: str
     """Below the legend."""
 
 
 class Page:
-    """Puts rows on paper. Words are measured by a rule of thumb and made smaller where their room is short."""
+    """Draws rows. Text width is estimated, and text shrinks to fit."""
 
     def __init__(self, words: DiagramText, processes: int) -> None:
         self.words, self.processes = words, processes
@@ -98,7 +98,7 @@ class Page:
         self.svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": SANS})
 
     def draw(self, rows: list[DiagramRow]) -> str:
-        """The whole document. The same rows and words make the same bytes."""
+        """The SVG document. The same input gives the same bytes."""
         top = 128.0
         tops = list(itertools.accumulate((row.height + ROW_GAP for row in rows[:-1]), initial=top))
         bottom = tops[-1] + rows[-1].height
@@ -117,7 +117,7 @@ class Page:
             self._row(row, y)
         partial = any(piece.partial for row in rows for piece in row.pieces)
         self._legend(bottom + 34, partial)
-        for element in self.svg:  # one a line
+        for element in self.svg:  # one element per line
             element.tail = "\n"
         self.svg.text = "\n"
         return ET.tostring(self.svg, encoding="unicode") + "\n"
@@ -128,7 +128,7 @@ class Page:
         return self.left + index * self.panel + skipped
 
     def _paper(self, height: float) -> None:
-        """The sheet with its title, and the pattern of partial gradients."""
+        """Background, title, and the pattern of partial gradients."""
         words = self.words
         for key, value in {
             "viewBox": f"0 0 {_n(WIDTH)} {_n(height)}",
@@ -150,7 +150,7 @@ class Page:
         self._text(words.subtitle, MARGIN, 69, 13, MUTED, room=WIDTH - 2 * MARGIN)
 
     def _paths(self, x: float, color: str, rows: list[DiagramRow], tops: list[float]) -> None:
-        """A process's flow from row to row, and the residual stream past each half of the block."""
+        """Arrows of a process from row to row, and the residual stream around each half of the block."""
         middle, edge = x + self.panel / 2, x + self.panel / 2 + min(self.panel / 2 - 11, 145)
         for (row, y), (next_row, next_y) in itertools.pairwise(zip(rows, tops, strict=True)):
             start, stop = y + self._drawn(row, 1), next_y + self._drawn(next_row, 0)
@@ -165,7 +165,7 @@ class Page:
             self._add("path", d=tip, fill=color, fill_opacity=0.6)
 
     def _drawn(self, row: DiagramRow, end: int) -> float:
-        """Where the drawing of a row begins (end 0) or ends (1), under its top: it stands in the middle of its line."""
+        """Offset of the drawing's top (end 0) or bottom (1) within its row; drawings are centered vertically."""
         size = row.height if row.bars else row.size[1]
         return (row.height - size) / 2 + end * size
 
@@ -185,7 +185,7 @@ class Page:
                 self._pieces(row, y + self._drawn(row, 0), index, rank)
 
     def _box(self, row: DiagramRow, y: float, index: int, rank: int) -> None:
-        """A word in a frame, in the middle of its panel, as large as the longest of its row allows."""
+        """A framed label centered in its panel; the longest label of the row sets the font size."""
         middle, width, color = self._x(index) + self.panel / 2, min(self.panel - 36, 160.0), COLORS[index]
         left = middle - width / 2
         self._add("rect", x=left, y=y, width=width, height=24, rx=12, fill=PAPER, stroke=color, stroke_width=1.2)
@@ -193,7 +193,7 @@ class Page:
         self._text(row.boxes[rank], middle, y + 16, size, color, "middle")
 
     def _pieces(self, row: DiagramRow, y: float, index: int, rank: int) -> None:
-        """The tensors of a row, in the middle of their panel."""
+        """The tensors of a row, centered in their panel."""
         width = row.size[0]
         left = self._x(index) + (self.panel - width) / 2
         for piece in row.pieces:
@@ -205,12 +205,12 @@ class Page:
                 left += piece.width + PIECE_GAP
 
     def _piece(self, piece: DiagramTensor, x: float, y: float, color: str, rank: int, parts: int) -> None:
-        """The whole tensor as an outline, part number `rank` of it filled."""
+        """The whole tensor as an outline, with shard `rank` filled."""
         self._add("rect", x=x, y=y, width=piece.width, height=piece.height, fill=PAPER)
         held = {"x": x, "y": y, "width": piece.width, "height": piece.height}
         if piece.axis:
             side = "width" if piece.axis == "x" else "height"
-            # A part too thin to be seen is drawn thicker.
+            # A shard too thin to see is drawn thicker.
             whole, part = held[side], max(held[side] / parts, 3.0)
             held[side], held[piece.axis] = part, held[piece.axis] + min(rank * whole / parts, whole - part)
         self._add("rect", **held, fill=color, fill_opacity=0.5 if piece.activation else 1)
@@ -220,7 +220,7 @@ class Page:
         self._add("rect", **outline, fill="none", stroke=color, stroke_width=1, stroke_opacity=0.8)
 
     def _bar(self, side: int, text: str, y: float) -> None:
-        """One collective over all panels: dark going forward, light going backward."""
+        """One collective across all panels: dark for forward, light for backward."""
         fill, ink = (("#344054", PAPER), ("#dde3ec", "#344054"))[side]
         width = self.right - self.left
         self._add("rect", x=self.left, y=y, width=width, height=BAR, rx=5, fill=fill)
@@ -229,11 +229,11 @@ class Page:
 
     def _legend(self, y: float, partial: bool) -> None:
         entries = [
-            (DiagramTensor(22, 12, "x"), "weight: part held here, of the whole"),
-            (DiagramTensor(22, 12, "x", activation=True), "activation: part held here, of the whole"),
+            (DiagramTensor(22, 12, "x"), "weight: shard of this process"),
+            (DiagramTensor(22, 12, "x", activation=True), "activation: shard of this process"),
         ]
         if partial:
-            entries.append((DiagramTensor(22, 12, partial=True), "held whole: gradient summed once a step"))
+            entries.append((DiagramTensor(22, 12, partial=True), "replicated: gradient summed once per step"))
         for position, (piece, words) in enumerate(entries):
             x = MARGIN + 284 * position
             self._piece(piece, x, y, COLORS[0], 0, 3)
@@ -259,16 +259,16 @@ class Page:
         self.svg[-1].text = text
 
     def _add(self, tag: str, **attributes: float | str) -> None:
-        """An element; `font_size=12` is written font-size="12"."""
+        """Adds an element; `font_size=12` becomes font-size="12"."""
         values = {k.replace("_", "-"): v if isinstance(v, str) else _n(v) for k, v in attributes.items()}
         ET.SubElement(self.svg, tag, values)
 
 
 def _fitting(text: str, size: float, room: float) -> float:
-    """The font size, made smaller where the text would not fit: letters are 0.55 of it wide, by a rule of thumb."""
+    """The font size, reduced if the text would not fit. Assumes letters 0.55 em wide."""
     return min(size, round(room / (0.55 * len(text)), 1))
 
 
 def _n(number: float) -> str:
-    """At most two decimals: pictures are compared byte by byte."""
+    """At most two decimals, since pictures are compared byte by byte."""
     return f"{round(number, 2):g}" if abs(number) < 1000 else f"{round(number, 1):.1f}".removesuffix(".0")

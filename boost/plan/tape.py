@@ -1,20 +1,20 @@
-"""A forward and a backward pass in sizes: what eager autograd holds and when, and what it does.
+"""A forward and a backward pass without data: what eager autograd allocates and runs.
 
-A `Sized` (`boost.plan.sized`) is a tensor of which only shape and dtype are known. It lives as a tensor lives, as long as something
-refers to it: Python frames, what a node of the graph saved, gradients on their way. The decoder itself runs on such tensors, so
-what it holds here is what it holds. `Tape.live` counts bytes, `Tape.peak` the most that there were, `Tape.work` operations and
-`Tape.collectives` what is sent, by the phase in which they are done.
+A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor it lives as long as something
+refers to it: Python frames, saved tensors, gradients in flight. The decoder itself runs on such tensors, so memory follows from
+the real code. `Tape.live` counts live bytes and `Tape.peak` their maximum; `Tape.log` lists operations and `Tape.collectives`
+collectives, by phase.
 
-Like torch: the node made last runs first; what it saved goes when it has run; gradients that meet are added into a new tensor;
-what a checkpointed function would save is made again when the first of it is asked for, up to the last of it.
+As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, adds up gradients out of place,
+and recomputes a checkpointed function when its first saved tensor is needed, up to the last saved tensor.
 """
 
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,31 +22,54 @@ from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
 if TYPE_CHECKING:
-    from boost.plan.sized import Sized
+    from boost.plan.shape_tensor import ShapeTensor
 
 Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""(gradients of the results, what was saved) -> gradients of the inputs."""
+"""(gradients of the outputs, saved tensors) -> gradients of the inputs."""
 
 LEAF = float("inf")
-"""Number of a weight's node: it comes last in nobody's order, since it runs as soon as its gradient is there."""
+"""Number of a weight's node: it runs as soon as its gradient is available."""
+
+
+class Operation(NamedTuple):
+    """One entry of the log: the arguments of `Work.of`, and how often it runs."""
+
+    shape: tuple[int, ...]
+    kernel: str
+    dtype: torch.dtype
+    moves: float
+    place: str
+    phase: str
+    times: int
+
+
+def work_of(log: Iterable[Operation]) -> Counted:
+    """How often each operation of a log runs."""
+    counts: dict[Operation, int] = {}
+    for each in log:
+        counts[each] = counts.get(each, 0) + each.times
+    work: Counted = Counter()
+    for (shape, kernel, dtype, moves, place, phase, _), times in counts.items():
+        work[Work.of(kernel, shape, name_of(dtype), moves, place, phase)] += times
+    return work
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor's memory that is alive."""
+    """The memory of one live tensor."""
 
     bytes: int
     category: str
-    """Of `boost.plan.categories`."""
+    """A category of `boost.plan.categories`."""
     made_by: str
-    """The operation."""
+    """The operation that allocated it."""
     shape: tuple[int, ...]
     dtype: str
     place: str
 
 
-class SizedStorage:
-    """Bytes, from birth to death."""
+class ShapeStorage:
+    """The memory of a tensor; counted as live until it is garbage-collected."""
 
     __slots__ = ("__weakref__", "bytes", "category", "role", "tape")
 
@@ -55,8 +78,8 @@ class SizedStorage:
         live = tape.live = tape.live + size
         if live > tape.peak:
             tape.peak = live
-        if live + tape.born > tape.first_peak:
-            tape.first_peak = live + tape.born
+        if live + tape.new_gradients > tape.first_peak:
+            tape.first_peak = live + tape.new_gradients
 
     def __del__(self) -> None:
         self.tape.live -= self.bytes
@@ -65,7 +88,7 @@ class SizedStorage:
 
 
 class GraphNode:
-    """A node of the graph. `number` orders the backward pass; -1 and LEAF are where it ends."""
+    """A node of the autograd graph. `number` orders the backward pass, which ends at -1 (inputs) and LEAF (weights)."""
 
     __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved")
 
@@ -75,160 +98,151 @@ class GraphNode:
         self.number, self.results, self.backward, self.place = number, results, backward, place
         self.edges = [(x.node, x.index) if x is not None else (None, 0) for x in inputs]
         self.saved: Any = ()
-        self.frame: Frame | None = None
+        self.frame: CheckpointFrame | None = None
 
 
-class Frame:
+class CheckpointFrame:
     """One call of a checkpointed function."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool, place: str) -> None:
         self.function, self.arguments, self.place = function, arguments, place
         self.selective = selective
-        """Whether results of attention are saved all the same."""
+        """Whether outputs of attention are saved rather than recomputed."""
         self.count = 0
-        self.found: dict[int, Any] | None = None
+        self.recomputed: dict[int, Any] | None = None
         self.outputs: list[Any] = []
-        """Of operations whose results are saved all the same."""
+        """Saved outputs of operations that are not recomputed."""
         self.replayed = 0
 
 
-class _Enough(Exception):
-    """All that a checkpointed function would have saved is there again."""
+class _StopRecompute(Exception):
+    """All saved tensors of a checkpointed function have been recomputed."""
 
 
 class Tape:
-    """What is alive, what is done and what is sent. Weights, and gradients of weights that were added to those of an earlier
-    micro-batch, are not counted among the living."""
+    """Records live memory, operations and collectives. Weights, and weight gradients accumulated into existing ones, are not
+    counted in live bytes."""
 
     def __init__(self, tokens: int, largest: int, processes: int = 1) -> None:
-        """`tokens` of the micro-batch, and the `largest` width of a vector: what has one number for each is too little to count
-        as work, and so is the statistic that `processes` exchange."""
+        """`tokens` per micro-batch; `largest`: width of the longest vector. Tensors of that size are too small to count as work,
+        and so is the norm statistic that `processes` exchange."""
         self.live = self.peak = 0
-        self.born = 0
-        """Gradients of weights so far, where they are the first of a step and stay."""
+        self.new_gradients = 0
+        """Bytes of weight gradients so far, if they are the first of a step and stay allocated."""
         self.first_peak = 0
-        """The peak where they stay."""
+        """The peak if they stay allocated."""
         self.alive: dict[int, Held] = {}
         self.place = ""
-        """What operations from here on belong to, as `Work.place`; their gradients too."""
+        """`Work.place` of the following operations and their gradients."""
         self.scope = ""
-        """If not empty: the category of everything that is made."""
+        """If not empty: the category of all new tensors."""
         self.phase = "forward"
         self.times = 1
-        """How often what is done from here on is done."""
+        """How often the following operations run."""
         self.collectives: list[Collective] = []
         self.small = max(tokens, largest)
         self.tokens, self.statistic = tokens, STATISTIC_TERMS * processes * tokens
-        self.put_off: list[Any] = []
-        """Gradients from which those of weights are still to be made (zero bubble)."""
-        self.entering: list[Any] = []
-        """Gradients of what a backward pass began with."""
-        self._done: Counter[tuple[Any, ...]] = Counter()
+        self.deferred: list[Any] = []
+        """Gradients held for deferred weight gradients (zero bubble)."""
+        self.input_gradients: list[Any] = []
+        """Gradients of the pass's inputs."""
+        self.log: list[Operation] = []
+        """All operations, in order."""
         self._number = itertools.count()
-        self._frame: Frame | None = None
-        self._again = False
+        self._frame: CheckpointFrame | None = None
+        self._recomputing = False
 
-    @property
-    def work(self) -> Counted:
-        """What was done."""
-        return Counter(
-            {
-                Work.of(kernel, shape, name_of(dtype), moves, place, phase): times
-                for (kernel, shape, dtype, moves, place, phase), times in self._done.items()
-            }
-        )
+    def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
+        """Records an operation; arguments as in `Work.of`."""
+        self.log.append(Operation(shape, kernel, dtype, moves, self.place, self.phase, self.times))
 
-    def does(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
-        """An operation, as `Work.of` takes it."""
-        self._done[kernel, shape, dtype, moves, self.place, self.phase] += self.times
-
-    def sends(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int) -> None:
-        """A collective."""
+    def record_collective(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int) -> None:
+        """Records a collective."""
         self.collectives += [Collective(self.phase, kind, shape, name_of(dtype), processes, self.place)] * self.times
 
     def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> GraphNode:
-        """A node behind all others."""
+        """A new node, after all others."""
         return GraphNode(next(self._number), inputs, results, backward, self.place)
 
-    # Checkpoints.
+    # Activation checkpointing.
 
     def checkpoint(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Calls a function whose graph saves its arguments only."""
+        """Calls a function; only its arguments are saved."""
         return self._checkpoint(function, arguments, selective=False)
 
     def checkpoint_but_attention(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """The same, with what the attention kernel returned."""
+        """Calls a function; only its arguments and the outputs of attention are saved."""
         return self._checkpoint(function, arguments, selective=True)
 
     def _checkpoint(self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool) -> Any:
         assert self._frame is None, "one checkpointed function in another"
-        self._frame = Frame(function, arguments, selective, self.place)
+        self._frame = CheckpointFrame(function, arguments, selective, self.place)
         try:
             return function(*arguments)
         finally:
             self._frame = None
 
     def selected(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns, or returned in the forward pass where a selective checkpoint saved it."""
+        """The result of `make`, or its saved result when a selective checkpoint recomputes."""
         frame = self._frame
         if frame is None or not frame.selective:
             return make()
-        if self._again:
+        if self._recomputing:
             return frame.outputs.pop(0)
         made = make()
         frame.outputs.append(made)
         return made
 
-    def save(self, node: GraphNode, saved: Sequence["Sized"]) -> None:
-        """What a node asks for in its backward pass, in the order in which it is asked for here."""
+    def save(self, node: GraphNode, saved: Sequence["ShapeTensor"]) -> None:
+        """Saves tensors for the backward pass of a node."""
         if not saved:
             return
-        bare = [x.bare() for x in saved]
+        bare = [x.without_graph() for x in saved]
         frame = self._frame
         if frame is None:
             node.saved = (*node.saved, *bare)
             return
-        if self._again:
-            assert frame.found is not None
+        if self._recomputing:
+            assert frame.recomputed is not None
             for x in bare:
-                frame.found[frame.replayed] = x
+                frame.recomputed[frame.replayed] = x
                 frame.replayed += 1
             if frame.replayed == frame.count:
-                raise _Enough
+                raise _StopRecompute
             return
         node.frame = frame
         node.saved = (*node.saved, *range(frame.count, frame.count + len(bare)))
         frame.count += len(bare)
 
-    def _saved(self, node: GraphNode) -> Sequence["Sized"]:
+    def _saved(self, node: GraphNode) -> Sequence["ShapeTensor"]:
         frame = node.frame
         if frame is None:
-            result: Sequence[Sized] = node.saved
+            result: Sequence[ShapeTensor] = node.saved
             return result
-        if frame.found is None:
+        if frame.recomputed is None:
             self._recompute(frame)
-        assert frame.found is not None
-        return [frame.found.pop(number) for number in node.saved]
+        assert frame.recomputed is not None
+        return [frame.recomputed.pop(number) for number in node.saved]
 
-    def _recompute(self, frame: Frame) -> None:
-        frame.found = {}
-        self._frame, self._again = frame, True
+    def _recompute(self, frame: CheckpointFrame) -> None:
+        frame.recomputed = {}
+        self._frame, self._recomputing = frame, True
         self.phase, self.place = "recompute", frame.place
         try:
             with torch.enable_grad():
                 frame.function(*frame.arguments)
-        except _Enough as enough:
+        except _StopRecompute as enough:
             enough.__traceback__ = None  # it holds the frames, and they hold tensors
         finally:
-            self._frame, self._again, self.phase = None, False, "backward"
+            self._frame, self._recomputing, self.phase = None, False, "backward"
 
     # The backward pass.
 
     def backward(self, roots: list[Any], gradients: list[Any], inputs_only: bool = False) -> None:
-        """Runs the graph behind `roots`, and empties both lists.
+        """Runs the backward pass from `roots`, and empties both lists.
 
-        `inputs_only`: gradients of weights are put off, as zero bubble does: what was saved stays, and so does every gradient
-        from which one of a weight is to be made.
+        `inputs_only`: weight gradients are deferred, as in zero bubble: saved tensors stay, and so do the output gradients
+        that weight gradients need.
         """
         self.phase = "backward"
         with torch.no_grad():
@@ -269,14 +283,14 @@ class Tape:
     def _run(self, node: GraphNode, gradients: list[Any], inputs_only: bool, useful: "set[GraphNode]") -> list[Any]:
         if node.backward is None:
             if node.number < 0:
-                self.entering += [g for g in gradients if g is not None]
+                self.input_gradients += [g for g in gradients if g is not None]
             else:
                 born = sum(g.storage.bytes for g in gradients if g is not None)
                 gradients.clear()
-                self.born += born
+                self.new_gradients += born
             return []
         if inputs_only and any(target is not None and target not in useful for target, _ in node.edges):
-            self.put_off += [g for g in gradients if g is not None]
+            self.deferred += [g for g in gradients if g is not None]
         saved = self._saved(node)
         self.place = node.place
         results = node.backward(gradients, saved)
@@ -292,7 +306,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[GraphNode, int], set[GraphNode]]:
-    """(number of gradients that each node waits for, the nodes to run) of a backward pass."""
+    """(pending gradients per node, nodes to run) of a backward pass."""
     first = [x.node for x in roots if x.node is not None]
     order: list[GraphNode] = []
     reached, seen = list(first), set(first)
@@ -307,8 +321,8 @@ def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[GraphNode, int
     if inputs_only:
         useful = set()
         for node in sorted(order, key=lambda node: node.number if node.backward else -1):  # inputs come before
-            begins = node.backward is None and node.number < 0
-            if begins or any(target in useful for target, _ in node.edges):
+            is_input = node.backward is None and node.number < 0
+            if is_input or any(target in useful for target, _ in node.edges):
                 useful.add(node)
     waiting = dict.fromkeys(useful, 0)
     for node in order:

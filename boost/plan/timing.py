@@ -1,8 +1,8 @@
-"""How long an optimizer step takes on given hardware, and what it is made of. Arithmetic only.
+"""Predicts the time of an optimizer step on given hardware, by part.
 
-A micro-batch is its operations, each by a roofline whose roof depends on the shape, and the collectives of TP, which all wait
-for. A step is its micro-batches through the pipeline, the sums of gradients (and gathers of weights that replicas share) as
-far as computation does not hide them, and the optimizer.
+The time of a micro-batch is that of its operations, each by a roofline that depends on the shape, and of its TP collectives,
+which are never overlapped. A step adds the pipeline bubble, the part of DP collectives that computation does not hide, and
+the optimizer.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,6 @@ from boost.config.factors import needs_whole_factors
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
-from boost.plan import trace
 from boost.plan.collectives import boundary_sends
 from boost.plan.hardware import Hardware, Speeds
 from boost.plan.network import seconds as collective_seconds
@@ -23,7 +22,7 @@ from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step import as_stored, kinds_of_blocks, step_work
-from boost.plan.trace import told, trace_block, trace_embedding, trace_loss
+from boost.plan.trace import PassOps, block_ops, trace_embedding, trace_loss, traced_values
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 GEMMS = "matrix products"
@@ -39,23 +38,23 @@ OPTIMIZER_TIME = "optimizer"
 REST = "rest"
 
 PARTS = {
-    GEMMS: "forward and backward pass, the head's too",
+    GEMMS: "forward and backward pass, including the head",
     ATTENTION_TIME: "softmax(q k^T) v and its gradients",
     OTHER: "norms, activations, rotary, residual, loss, casts",
-    RECOMPUTED: "what the backward pass computes again",
-    HOST: "devices wait for the host to issue operations",
-    TENSOR: "over TP processes, none hidden",
-    PIPELINE: "to and from neighbouring stages",
+    RECOMPUTED: "operations recomputed in the backward pass",
+    HOST: "devices wait for kernel launches",
+    TENSOR: "over TP processes, not overlapped",
+    PIPELINE: "to and from neighboring stages",
     BUBBLE: "stages wait for each other",
-    REPLICAS: "gradients and shared weights, what is not hidden",
+    REPLICAS: "gradients and sharded weights, the exposed part",
     OPTIMIZER_TIME: "gradient norm, clipping, update",
     REST: "batches, step stats",
 }
-"""What the time of a step is spent on, in words."""
+"""The parts of a step's time, with a description."""
 
 
 Seconds = defaultdict[str, float]
-"""By name."""
+"""Seconds by name."""
 
 
 @dataclass
@@ -65,19 +64,19 @@ class PassTime:
     parts: Seconds = field(default_factory=lambda: defaultdict(float))
     forward: float = 0.0
     backward: float = 0.0
-    """Recomputation included."""
+    """Including recomputation."""
     weight_gradients: float = 0.0
-    """Of the backward pass, what no other stage waits for."""
+    """Part of the backward pass that no other stage waits for."""
     calls: int = 0
-    """Operations that the host issues."""
+    """Operations that the host launches."""
 
     @property
     def total(self) -> float:
-        """Both passes."""
+        """Forward and backward pass."""
         return self.forward + self.backward
 
     def add(self, other: "PassTime", times: int) -> None:
-        """So many others, one behind the other."""
+        """Adds `times` passes, one after another."""
         for part, seconds in other.parts.items():
             self.parts[part] += times * seconds
         self.forward += times * other.forward
@@ -86,7 +85,7 @@ class PassTime:
         self.calls += times * other.calls
 
     def wait(self, seconds: float) -> None:
-        """For the host, a third of it in the forward pass."""
+        """Adds time waiting for the host, a third of it in the forward pass."""
         self.parts[HOST] += seconds
         self.forward += seconds / 3
         self.backward += seconds * 2 / 3
@@ -98,59 +97,59 @@ class StepTime:
 
     seconds: float
     parts: dict[str, float]
-    """Seconds by PARTS, of the busiest pipeline process; they sum up to `seconds`."""
+    """Seconds by PARTS on the slowest pipeline rank; they sum to `seconds`."""
     tokens: int
-    """Of the global batch."""
+    """Tokens per global batch."""
     devices: int
     flops: float
-    """Of the model's mathematics (recomputation never counted), whole step and mesh."""
+    """Model FLOPs (without recomputation) of a step over all devices."""
     peak_flops: float
-    """Of one device."""
+    """Peak FLOP/s of one device."""
     hidden: float
-    """Seconds of DP collectives that computation hides."""
+    """Seconds of DP collectives overlapped with computation."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Throughput of all devices."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation, a fraction."""
+        """Model FLOPs utilization, a fraction."""
         return self.flops / (self.seconds * self.devices * self.peak_flops)
 
     def cost_per_billion(self, price: float) -> float:
-        """Money for 10^9 tokens, at `price` for one device and hour."""
+        """Cost of 1B tokens at `price` per device-hour."""
         return price * self.devices * 1e9 / self.tokens_per_second / 3600
 
 
 def predict(config: Config, hardware: Hardware) -> StepTime:
-    """The time of a usual step. Raises ConfigError for a dtype that the hardware has no speed for."""
+    """Predicts a regular step. Raises ConfigError for a dtype without a speed in the hardware profile."""
     return Predictor(hardware).predict(config)
 
 
 class Predictor:
-    """Predictions on one hardware. What configurations share, as a block under one layout, is computed once."""
+    """Predicts steps on one hardware profile. Caches what configurations share, such as a block under one layout."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.fused_norm = hardware.has_fused_norm
-        self._known: dict[tuple[Any, ...], Any] = {}
+        self._cache: dict[tuple[Any, ...], Any] = {}
         self._models: list[ModelConfig] = []
 
     def predict(self, config: Config) -> StepTime:
-        """As the function."""
+        """Predicts a regular step, like the function."""
         parallel, train, hardware = config.parallel, config.train, self.hardware
         count = train.global_batch // (parallel.dp * train.micro_batch)
         every, passes = stages(config), self.passes(config)
         busiest = max(range(parallel.pp), key=lambda rank: passes[rank].total)
         worst = passes[busiest]
         parts = defaultdict(float, {name: count * value for name, value in worst.parts.items()})
-        parts[BUBBLE] = _bubble(config, passes, worst) * self._alone(config)
+        parts[BUBBLE] = _bubble(config, passes, worst) * self._lone_stage_ratio(config)
         held = every[busiest :: parallel.pp]
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[REPLICAS] += exposed
-        parts[OPTIMIZER_TIME] += self._once(config, held)
+        parts[OPTIMIZER_TIME] += self._step_end(config, held)
         parts[REST] += hardware.step_ms * 1e-3
         tokens = train.global_batch * train.seq_len
         return StepTime(
@@ -158,36 +157,36 @@ class Predictor:
             parts={name: parts[name] for name in PARTS if parts[name]},
             tokens=tokens,
             devices=parallel.world_size,
-            flops=float(tokens * self._cached(config, "flops", flops_per_token, config.model, train.seq_len)),
+            flops=float(tokens * self._per_micro_batch(config, "flops", flops_per_token, config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
             hidden=hidden,
         )
 
     def passes(self, config: Config) -> list[PassTime]:
-        """One micro-batch on each pipeline process."""
+        """One micro-batch on each pipeline rank."""
         every = stages(config)
         return [self._pass(config, every[rank :: config.parallel.pp]) for rank in range(config.parallel.pp)]
 
-    def at_least(self, config: Config) -> float:
-        """Seconds that `predict` says at least if nothing is recomputed, for a fraction of its work: stages of equal length,
-        replicas and optimizer for nothing."""
+    def lower_bound(self, config: Config) -> float:
+        """A cheap lower bound of `predict` without recomputation: assumes equal stages and ignores DP collectives and the
+        optimizer."""
         parallel, train, model = config.parallel, config.train, config.model
-        kinds = self._of_step(config, "kinds", lambda: kinds_of_blocks(model, range(model.layers)))
+        kinds = self._per_step(config, "kinds", lambda: kinds_of_blocks(model, range(model.layers)))
         total = sum(
-            count * self._cached(config, (layer, "none"), self._block, config, layer, "none").total
+            count * self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none").total
             for layer, count in kinds.items()
         )
         ends = (Stage(0, 2), Stage(1, 2)) if parallel.pp > 1 else (Stage(),)
         for stage in ends:
             key = (stage.has_embedding, stage.has_head)
-            total += self._cached(config, key, self._ends, config, stage).total
+            total += self._per_micro_batch(config, key, self._ends, config, stage).total
         count = train.global_batch // (parallel.dp * train.micro_batch)
         if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
-    def _alone(self, config: Config) -> float:
-        """Time of a stage at work while the others wait, over that with all of them at work: cores share memory and clocks."""
+    def _lone_stage_ratio(self, config: Config) -> float:
+        """Time of a stage while the others wait, relative to its time while all are busy: CPU cores share memory and clocks."""
         hardware, parallel, dtype = self.hardware, config.parallel, config.train.compute_dtype
         if hardware.alone is None or not 1 < parallel.pp == parallel.world_size <= hardware.per_node:
             return 1.0
@@ -199,33 +198,34 @@ class Predictor:
         return self.hardware.speeds_of(min(config.parallel.world_size, self.hardware.per_node))
 
     def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
-        """One micro-batch through all stages of one pipeline process."""
+        """One micro-batch through all stages of one pipeline rank."""
         policies, result = config.train.recompute_by_layer(config.model.layers), PassTime()
         for stage in held:
             kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
             for (layer, policy), count in kinds.items():
-                result.add(self._cached(config, (layer, policy), self._block, config, layer, policy), count)
-            result.add(self._cached(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1)
+                result.add(self._per_micro_batch(config, (layer, policy), self._block, config, layer, policy), count)
+            result.add(
+                self._per_micro_batch(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1
+            )
             if stage.count > 1:
                 result.add(self._sends(config, stage), 1)
-        # On a GPU the host issues ahead, and is waited for where it is slower than the device.
+        # On a GPU the host launches ahead; the device waits if the host is slower.
         issuing = self.hardware.host_us * 1e-6 * result.calls
         computing = result.total - sum(result.parts[part] for part in (TENSOR, PIPELINE))
         result.wait(issuing if self.hardware.device == "cpu" else max(issuing - computing, 0.0))
         return result
 
     def _block(self, config: Config, layer: int, policy: RecomputeName) -> PassTime:
-        run = trace_block(as_stored(config), layer, policy, self.fused_norm)
-        return self._of(config, [run])
+        return self._pass_time(config, [block_ops(as_stored(config), layer, policy, self.fused_norm)])
 
     def _ends(self, config: Config, stage: Stage) -> PassTime:
         stored = as_stored(config)
-        runs = [trace_embedding(stored)] if stage.has_embedding else []
+        runs: list[PassOps] = [trace_embedding(stored)] if stage.has_embedding else []
         runs += [trace_loss(stored, self.fused_norm)] if stage.has_head else []
-        return self._of(config, runs)
+        return self._pass_time(config, runs)
 
     def _sends(self, config: Config, stage: Stage) -> PassTime:
-        """To and from the neighbours: of the first block and the last, whose boundaries they are."""
+        """Sends to and from the neighboring stages, at the first and the last block."""
         result = PassTime()
         first, last = stage.numbers[0], stage.numbers[-1]
         key = (
@@ -239,14 +239,14 @@ class Predictor:
         sends = list(
             boundary_sends(config.model, config.parallel, train.micro_batch * train.seq_len, train.compute_dtype, stage)
         )
-        sent = self._cached(config, key, lambda: self._sums(config, sends))
-        # What is sent here is received there: each pass of a micro-batch waits for one of each.
+        sent = self._per_micro_batch(config, key, lambda: self._sums(config, sends))
+        # Each pass of a micro-batch waits for one receive and one send.
         result.forward, result.backward = 2 * sent["pp forward"], 2 * sent["pp backward"]
         result.parts[PIPELINE] = result.total
         return result
 
-    def _of(self, config: Config, runs: Sequence[trace.TracedPass]) -> PassTime:
-        """Operations and collectives, one after the other."""
+    def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
+        """Operations and collectives in sequence."""
         work = sum((run.work for run in runs), Counter[Work]())
         seconds = busy(work, self._speeds(config))
         sent = self._sums(config, (each for run in runs for each in run.collectives))
@@ -261,7 +261,7 @@ class Predictor:
         return result
 
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
-        """Seconds by axis and phase; what is sent again belongs to the backward pass."""
+        """Seconds by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
         for each in collectives:
             direction = "forward" if each.phase == "forward" else "backward"
@@ -269,12 +269,12 @@ class Predictor:
         return result
 
     def _replicas(self, config: Config, held: Sequence[Stage], worst: PassTime, count: int) -> tuple[float, float]:
-        """(exposed, hidden) seconds of gradients and of weights that replicas share, a step."""
+        """(exposed, hidden) seconds per step of DP collectives: gradients and sharded weights."""
         parallel, overlap = config.parallel, self.hardware.overlap
-        # A pipeline under FSDP gathers for each micro-batch, all in phase 'step'.
+        # FSDP in a pipeline gathers for each micro-batch, all in phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
-        sums: Seconds = self._of_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
-        # Sums are under way during the last backward pass; gathers for the whole step during all of it.
+        sums: Seconds = self._per_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
+        # Gradient reductions overlap the last backward pass; gathers for the whole step overlap all of it.
         cover = overlap * (worst.backward if parallel.shard == "none" else worst.total)
         if parallel.shard == "full" and parallel.pp > 1:
             cover = overlap * worst.total * count
@@ -284,20 +284,20 @@ class Predictor:
         return exposed, sums["step"] + count * (sums["forward"] + sums["backward"]) - exposed
 
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
-        """Seconds by phase: of each micro-batch, or once a step."""
+        """Seconds by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
         alike = Counter((*gradient_collectives(config, held), *gathers(config, held)))
         for each, times in alike.items():
             sums[each.phase] += times * collective_seconds(each, config.parallel, self.hardware)
         return sums
 
-    def _once(self, config: Config, held: Sequence[Stage]) -> float:
-        """What is done between the last backward pass and the next step."""
+    def _step_end(self, config: Config, held: Sequence[Stage]) -> float:
+        """Seconds between the last backward pass and the next step."""
         accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
-        seconds: float = self._of_step(config, ("once", held, accumulated), self._once_seconds, config, held)
+        seconds: float = self._per_step(config, ("once", held, accumulated), self._step_end_seconds, config, held)
         return seconds
 
-    def _once_seconds(self, config: Config, held: Sequence[Stage]) -> float:
+    def _step_end_seconds(self, config: Config, held: Sequence[Stage]) -> float:
         work = step_work(config, held)
         seconds = busy(work, self._speeds(config))["step"]
         issuing = self.hardware.host_us * 1e-6 * work.total()
@@ -308,32 +308,32 @@ class Predictor:
             seconds += sum(collective_seconds(each, config.parallel, self.hardware) for each in whole)
         return seconds
 
-    def _cached(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function` returns of a micro-batch, computed once for all configurations that agree on model, TP, layout and
-        micro-batch."""
+    def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Caches `function` for a micro-batch: configurations with the same model, TP, layout and micro-batch share the
+        result."""
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
-        # How a group lies on nodes, and how many processes a node has.
+        # How groups are spread over nodes, and the number of processes per node.
         places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
-        shared = (*told(p, "parallel"), *told(train, "train"), places)
-        return self._known_or(config, (shared, key), function, arguments)
+        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places)
+        return self._lookup(config, (shared, key), function, arguments)
 
-    def _of_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The same of what is done once a step, whatever the micro-batch."""
+    def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Caches `function` for work done once per step, independent of the micro-batch."""
         p = config.parallel
-        return self._known_or(config, ((p.dp, p.pp, p.shard, p.shard_outer), key), function, arguments)
+        return self._lookup(config, ((p.dp, p.pp, p.shard, p.shard_outer), key), function, arguments)
 
-    def _known_or(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         model, p, train = config.model, config.parallel, config.train
         if all(model is not each for each in self._models):
-            self._models.append(model)  # kept, so that its identity is not given to another
+            self._models.append(model)  # kept alive, so that its id is not reused
         whole = (id(model), p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
-        if whole not in self._known:
-            self._known[whole] = function(*arguments)
-        return self._known[whole]
+        if whole not in self._cache:
+            self._cache[whole] = function(*arguments)
+        return self._cache[whole]
 
 
 def busy(work: Counted, speeds: Speeds) -> Seconds:
-    """Seconds on the device by phase, and of each phase by part, as '<phase>' and '<phase> <part>'."""
+    """Device seconds by '<phase>' and by '<phase> <part>'."""
     result: Seconds = defaultdict(float)
     for each, times in work.items():
         seconds = times * speeds.seconds(each)
@@ -349,10 +349,10 @@ def _part(kernel: str) -> str:
 
 
 def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:
-    """What the busiest pipeline process waits for the others, all micro-batches together.
+    """Pipeline bubble of the slowest rank, over all micro-batches.
 
-    gpipe, 1F1B: the other processes' share of the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages a
-    process make it v times shorter (arXiv 2104.04473); weight gradients, which nobody waits for, fill it (2401.10241).
+    gpipe, 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
+    rank make it v times shorter (arXiv 2104.04473); zero bubble fills it with weight gradients (2401.10241).
     """
     schedule = config.parallel.schedule
     others = sum(each.total for each in passes) - worst.total

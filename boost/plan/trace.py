@@ -1,7 +1,7 @@
-"""The decoder itself, run on tensors that have only sizes: what one block, the embedding and the loss do, hold and send.
+"""Traces the decoder on tensors without data: operations, memory and collectives of one block, the embedding and the loss.
 
-`boost.models` and the layout's runtime run as they are, under the recomputation policy, forward and backward. GEMM shapes, bytes of
-element-wise work, collectives, what is saved and the peak all come from this one run.
+`boost.models` and the layout's runtime run unchanged under the recomputation policy, forward and backward. GEMM shapes, bytes
+of element-wise work, collectives, saved tensors and peak memory all come from this one run.
 """
 
 import functools
@@ -22,137 +22,234 @@ from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
-from boost.plan.sized import Sized, contiguous
-from boost.plan.tape import Held, Tape
-from boost.plan.tracer import Placed, Tracer
+from boost.plan.shape_tensor import ShapeTensor, contiguous
+from boost.plan.tape import Held, Operation, Tape, work_of
+from boost.plan.tracer import TracedLayout, Tracer
 from boost.plan.work import Counted
 
 IGNORED_FIELDS = {
     "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
     "train": (
         "steps", "seed", "global_batch", "deterministic", "compile", "recompute", "recompute_every", "eval_every",
-        "eval_tokens", "save_every", "keep", "log_every",
+        "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best", "spike_sigma", "on_spike",
+        "check_replicas_every", "log_every",
     ),
 }  # fmt: skip
-"""Fields that a micro-batch on one TP group knows nothing of: a trace is made, and remembered, without them."""
+"""Fields that do not affect a micro-batch on one TP group; traces are cached without them."""
 
 
 @dataclass(frozen=True)
-class TracedPass:
-    """One micro-batch through one block, or through the loss or the embedding: bytes on one process, operations, collectives."""
+class PassOps:
+    """Operations of one micro-batch in one block, the loss or the embedding, on one process."""
 
-    work: Counted
+    log: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
-    kept: tuple[Held, ...]
-    """What lives from the forward to the backward pass, but for latents that the previous block made."""
-    entering: int
-    """What it is given."""
-    sent: int
-    """What it returns, and gets the gradients of."""
+
+    @functools.cached_property
+    def work(self) -> Counted:
+        """How often each operation runs."""
+        return work_of(self.log)
+
+
+@dataclass(frozen=True)
+class TracedPass(PassOps):
+    """Operations and memory of a pass; sizes in bytes."""
+
+    saved: tuple[Held, ...]
+    """Tensors saved for the backward pass, without latents of the previous block."""
+    input_bytes: int
+    """Inputs."""
+    output_bytes: int
+    """Outputs, and as much for their gradients."""
     forward: int
-    """The most above what is there when it begins, its input included."""
+    """Peak of the forward pass, in addition to memory held at its start, inputs included."""
     backward: int
-    """The same of its backward pass, when all it kept and the gradients of its results are there."""
-    first: int
-    """The same where gradients of weights are new, and stay."""
-    born: int
-    """Those gradients."""
-    inputs: int = 0
-    """The same as `backward` where gradients of weights are put off."""
-    put_off: int = 0
-    """What then stays for them, in addition to what is kept."""
-    prev_kept: tuple[int, ...] = ()
-    """Bytes of each latent of the previous block that lives on because of this block; 0: not because of it."""
-    latents_kept: tuple[bool, ...] = ()
-    """Of each latent for the next block, whether it is among `kept`."""
+    """Peak of the backward pass, in addition to saved tensors and output gradients."""
+    first_backward: int
+    """Peak of the backward pass if weight gradients are new and stay allocated."""
+    new_gradients: int
+    """Weight gradients."""
+    input_backward: int = 0
+    """Peak of the backward pass if weight gradients are deferred."""
+    deferred: int = 0
+    """Gradients held for deferred weight gradients, in addition to `saved`."""
+    prev_saved: tuple[int, ...] = ()
+    """Bytes of each latent of the previous block that this block keeps alive; 0 if it does not."""
+    latents_saved: tuple[bool, ...] = ()
+    """Whether each latent for the next block is in `saved`."""
 
     @functools.cached_property
     def by_category(self) -> Counter[str]:
-        """Bytes of `kept`."""
+        """Bytes of `saved`."""
         sums: Counter[str] = Counter()
-        for held in self.kept:
+        for held in self.saved:
             sums[held.category] += held.bytes
         return sums
 
 
 def trace_block(
-    config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, puts_off: bool = False
+    config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, split_backward: bool = False
 ) -> TracedPass:
-    """Block `layer` under a policy. `fused_norm`: on a device where RMSNorm is one kernel. `puts_off`: weight gradients are made
-    in a pass of their own (zero bubble), of which `inputs` and `put_off` then speak.
+    """Traces block `layer` under a policy. `fused_norm`: on a device where RMSNorm is one kernel. `split_backward`: the backward
+    pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
-    traced = remembered(config, ("block", layer, policy, fused_norm))(
+    traced = cached_trace(config, ("block", layer, policy, fused_norm))(
         lambda bare, gathered: _trace_block(Tracer(bare, gathered, fused_norm), layer, policy)
     )
-    if not puts_off:
+    if not split_backward:
         return traced
-    return remembered(config, ("zero bubble", layer, policy, fused_norm))(
-        lambda bare, gathered: _with_put_off(traced, Tracer(bare, gathered, fused_norm), layer, policy)
+    return cached_trace(config, ("zero bubble", layer, policy, fused_norm))(
+        lambda bare, gathered: _with_split_backward(traced, Tracer(bare, gathered, fused_norm), layer, policy)
     )
 
 
-def pass_of_block(config: Config, layer: int, fused_norm: bool = False, puts_off: bool = False) -> TracedPass:
-    """Block `layer` as the configuration runs it; blocks that are alike are traced once."""
+def pass_of_block(config: Config, layer: int, fused_norm: bool = False, split_backward: bool = False) -> TracedPass:
+    """Trace of block `layer` under the configuration's policy; equal blocks are traced once."""
     policy = config.train.recompute_by_layer(config.model.layers)[layer]
-    return trace_block(config, alike(config.model, layer), policy, fused_norm, puts_off)
+    return trace_block(config, alike(config.model, layer), policy, fused_norm, split_backward)
 
 
 def alike(model: ModelConfig, layer: int) -> int:
-    """The block that is traced for block `layer`: the last one of a crossing family has no next one that takes its latents."""
+    """The block that is traced for block `layer`. With latent gates, the last block differs: no block takes its latents."""
     return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
 
 
 def trace_loss(config: Config, fused_norm: bool = False) -> TracedPass:
     """Final norm, head and loss."""
-    return remembered(config, ("loss", fused_norm))(
+    return cached_trace(config, ("loss", fused_norm))(
         lambda bare, gathered: _trace_loss(Tracer(bare, gathered, fused_norm))
     )
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """The embedding."""
-    return remembered(config, ("embedding",))(lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False)))
+    return cached_trace(config, ("embedding",))(lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False)))
 
 
-# What is remembered.
+# Other micro-batches.
 
-_KNOWN: dict[Any, Any] = {}
+TRACED_MICRO_BATCHES = (2, 4)
+"""Two traces show how operations scale. Not 1: a dimension of size 1 avoids copies that all others need."""
+
+
+def block_ops(config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False) -> PassOps:
+    """Operations of block `layer` under a policy, without a trace for each micro-batch size.
+
+    Every size is either constant or proportional to the micro-batch: two traces show which. If a size is neither, this
+    micro-batch is traced. Memory does not scale like this, since the peak may move to another operation.
+    """
+    micro_batch = config.train.micro_batch
+    if micro_batch <= max(TRACED_MICRO_BATCHES):
+        return trace_block(config, layer, policy, fused_norm)
+
+    def compute(bare: Config, gathered: bool) -> PassOps:
+        small, large = (
+            trace_block(with_micro_batch(config, n), layer, policy, fused_norm) for n in TRACED_MICRO_BATCHES
+        )
+        return _scaled(small, large, micro_batch) or trace_block(config, layer, policy, fused_norm)
+
+    found: PassOps = cached_trace(config, ("ops", layer, policy, fused_norm))(compute)
+    return found
+
+
+def min_block_bytes(config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False) -> int:
+    """Lower bound of the bytes held in the backward pass of a block, without a trace for each micro-batch size.
+
+    At each operation, memory is a linear function of the micro-batch. The peak is the maximum of these lines, so it is convex,
+    and lies above the line through two of its points everywhere except between them.
+    """
+    low, high = TRACED_MICRO_BATCHES
+    micro_batch = config.train.micro_batch
+    if micro_batch <= high:
+        return _block_bytes(trace_block(config, layer, policy, fused_norm))
+    first, second = (
+        _block_bytes(trace_block(with_micro_batch(config, n), layer, policy, fused_norm)) for n in (low, high)
+    )
+    return second + (second - first) * (micro_batch - high) // (high - low)
+
+
+def _block_bytes(traced: TracedPass) -> int:
+    return sum(held.bytes for held in traced.saved) + traced.output_bytes + traced.backward
+
+
+def with_micro_batch(config: Config, micro_batch: int) -> Config:
+    """The configuration with another micro-batch."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
+
+
+def _scaled(small: TracedPass, large: TracedPass, micro_batch: int) -> PassOps | None:
+    """Extrapolates two traces to another micro-batch; None if they differ in more than proportional sizes."""
+    low, high = TRACED_MICRO_BATCHES
+    if len(small.log) != len(large.log) or len(small.collectives) != len(large.collectives):
+        return None
+
+    def scaled(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
+        if len(a) != len(b) or any(y != x and y * low != x * high for x, y in zip(a, b, strict=True)):
+            return None
+        return tuple(x if x == y else x * micro_batch // low for x, y in zip(a, b, strict=True))
+
+    log, collectives = list[Operation](), list[Collective]()
+    for of_small, of_large in zip(small.log, large.log, strict=True):
+        shape = scaled(of_small.shape, of_large.shape)
+        if shape is None or of_small[1:] != of_large[1:]:
+            return None
+        log.append(of_small._replace(shape=shape))
+    for sent, sent_more in zip(small.collectives, large.collectives, strict=True):
+        shape = scaled(sent.shape, sent_more.shape)
+        if shape is None or replace(sent, shape=sent_more.shape) != sent_more:
+            return None
+        collectives.append(replace(sent, shape=shape))
+    return PassOps(tuple(log), tuple(collectives))
+
+
+# Cache.
+
+_TRACES: dict[Any, Any] = {}
 _MODELS: dict[int, ModelConfig] = {}
-"""Kept, so that an identity is not given to another."""
+"""Keeps models alive, so that no id is reused."""
 _BLOCKS: dict[Any, TransformerBlock] = {}
-"""Modules without weights, by model, [parallel] and block."""
-_MOST = 20_000
+"""Modules on the meta device, by model, [parallel] and block."""
+_TRACED_VALUES: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+"""Results of `traced_values` by id of the section, which is kept alive for the same reason."""
+_MAX_TRACES = 20_000
 
 
-def remembered(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
-    """Computes of a configuration without IGNORED_FIELDS, once for all configurations that differ in those alone."""
+def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
+    """Caches a computation on a configuration; configurations that differ only in IGNORED_FIELDS share the result."""
     model, gathered = config.model, config.parallel.sharded
     _MODELS.setdefault(id(model), model)
-    whole = id(model), gathered, *told(config.parallel, "parallel"), *told(config.train, "train"), key
+    whole = id(model), gathered, *traced_values(config.parallel, "parallel"), *traced_values(config.train, "train"), key
 
     def once(compute: Callable[[Config, bool], Any]) -> Any:
-        if whole not in _KNOWN:
-            if len(_KNOWN) > _MOST:
-                _KNOWN.clear()
+        if whole not in _TRACES:
+            if len(_TRACES) > _MAX_TRACES:
+                _TRACES.clear()
                 _MODELS.clear()
                 _BLOCKS.clear()
+                _TRACED_VALUES.clear()
                 _MODELS[id(model)] = model
-            _KNOWN[whole] = compute(without_ignored(config), gathered)
-        return _KNOWN[whole]
+            _TRACES[whole] = compute(without_ignored(config), gathered)
+        return _TRACES[whole]
 
     return once
 
 
 @functools.cache
-def _told_fields(section: type[ParallelConfig] | type[TrainConfig], name: str) -> tuple[str, ...]:
+def _traced_fields(section: type[ParallelConfig] | type[TrainConfig], name: str) -> tuple[str, ...]:
     return tuple(field for field in section.model_fields if field not in IGNORED_FIELDS[name])
 
 
-def told(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any, ...]:
-    """All values of [parallel] or [train] that a micro-batch on one TP group knows of."""
-    return tuple(getattr(section, field) for field in _told_fields(type(section), name))
+def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any, ...]:
+    """All values of [parallel] or [train] that affect a micro-batch on one TP group."""
+    known = _TRACED_VALUES.get(id(section))
+    if known is None or known[0] is not section:
+        known = _TRACED_VALUES[id(section)] = (
+            section,
+            tuple(getattr(section, field) for field in _traced_fields(type(section), name)),
+        )
+    return known[1]
 
 
 def without_ignored(config: Config) -> Config:
@@ -166,93 +263,93 @@ def without_ignored(config: Config) -> Config:
 
 
 def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[TransformerBlock, Any]:
-    tape, key = tracer.tape, (id(tracer.model), *told(tracer.parallel, "parallel"), layer)
+    tape, key = tracer.tape, (id(tracer.model), *traced_values(tracer.parallel, "parallel"), layer)
     if key not in _BLOCKS:
         with torch.device("meta"):
             _BLOCKS[key] = TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
     block = _BLOCKS[key]
-    tracer.weigh(block)
+    tracer.attach_weights(block)
     runs = policies(tape.checkpoint, tape.checkpoint_but_attention)[policy]
-    return block, Placed(tracer.layout, tape).with_options(policy=runs)
+    return block, TracedLayout(tracer.layout, tape).with_options(policy=runs)
 
 
 def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[list[Any], list[Any], Any, int]:
-    """(entering latents, their memory, the stream after the block, bytes that entered)."""
+    """(previous latents, their memory, the residual stream after the block, input bytes)."""
     tape, train = tracer.tape, tracer.config.train
     block, layout = _block(tracer, layer, policy)
     context = Context(train.micro_batch, _angles(tracer), _angles(tracer))
     before = tape.live
-    x = tracer.entering(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
+    x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
     prev = []
     for group in block.groups:
         for shape in group.latent_shapes(tracer.layout, tracer.tokens) if group.latent_gate is not None else ():
-            prev.append(tracer.entering(shape, LATENTS))
-    entering = tape.live - before
+            prev.append(tracer.new_input(shape, LATENTS))
+    input_bytes = tape.live - before
     tape.peak = tape.live
     memory = [each.storage for each in prev]
     stream = block(layout, Stream(x, tuple(prev)), context)
-    return prev, memory, stream, entering
+    return prev, memory, stream, input_bytes
 
 
 def _angles(tracer: Tracer) -> Any:
-    """Rotary angles, which are there anyway."""
+    """Rotary angles, whose memory is counted elsewhere."""
     shape = tracer.config.train.seq_len, tracer.model.head_dim
-    return Sized(tracer.tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
+    return ShapeTensor(tracer.tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
 
 
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        prev, memory, stream, entering = _forward(tracer, layer, policy)
-        forward = tape.peak - entering
+        prev, memory, stream, input_bytes = _forward(tracer, layer, policy)
+        forward = tape.peak - input_bytes
         entered = [weakref.ref(each) for each in memory]
         bytes_of = [each.nbytes for each in prev]
         results = [stream.x, *stream.prev_latents]
         sent = [weakref.ref(each.storage) for each in results]
         del prev, memory, stream
         gradients = tracer.gradients(results)
-        handed = sum(each.nbytes for each in gradients)
+        output_bytes = sum(each.nbytes for each in gradients)
         for_next = {id(each.storage) for each in gradients}
-        results = [each.elsewhere() for each in results]  # the next block has them
+        results = [each.without_storage() for each in results]  # owned by the next block
         own = {id(ref()) for ref in entered if ref() is not None}
-        kept = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
-        latents_kept = tuple(ref() is not None for ref in sent[1:])
-        prev_kept = tuple(size if ref() is not None else 0 for ref, size in zip(entered, bytes_of, strict=True))
-        begun = tape.live
+        saved = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
+        latents_saved = tuple(ref() is not None for ref in sent[1:])
+        prev_saved = tuple(size if ref() is not None else 0 for ref, size in zip(entered, bytes_of, strict=True))
+        live_before = tape.live
         _restart(tape)
         tape.backward(results, gradients)
-        backward, first, born = tape.peak - begun, tape.first_peak - begun, tape.born
+        backward, first, new_gradients = tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients
     return TracedPass(
-        tape.work, tuple(tape.collectives), kept, entering, handed, forward, backward, first, born,
-        prev_kept=prev_kept, latents_kept=latents_kept,
+        tuple(tape.log), tuple(tape.collectives), saved, input_bytes, output_bytes, forward, backward, first, new_gradients,
+        prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
 
 
 def _restart(tape: Tape) -> None:
     tape.peak = tape.first_peak = tape.live
-    tape.born = 0
+    tape.new_gradients = 0
 
 
-def _with_put_off(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
+def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         _, _, stream, _ = _forward(tracer, layer, policy)
         results = [stream.x, *stream.prev_latents]
         del stream
         gradients = tracer.gradients(results)
-        results = [each.elsewhere() for each in results]
-        begun = tape.live
+        results = [each.without_storage() for each in results]
+        live_before = tape.live
         _restart(tape)
         tape.backward(results, gradients, inputs_only=True)
-        put_off = sum({id(g.storage): g.storage.bytes for g in tape.put_off}.values())
-        inputs = tape.peak - begun
-    return replace(traced, inputs=inputs, put_off=put_off)
+        deferred = sum({id(g.storage): g.storage.bytes for g in tape.deferred}.values())
+        input_backward = tape.peak - live_before
+    return replace(traced, input_backward=input_backward, deferred=deferred)
 
 
 def _ends(tracer: Tracer, stage: Stage) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(tracer.model, tracer.layout, tracer.dtype, stage=stage)
-    tracer.weigh(decoder)
+    tracer.attach_weights(decoder)
     return decoder
 
 
@@ -260,25 +357,26 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = _ends(tracer, Stage(1, 2))
-        x = tracer.entering(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
-        entering = tape.peak = tape.live
-        targets: Any = Sized(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
+        x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
+        input_bytes = tape.peak = tape.live
+        targets: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         tape.scope, tape.place = LOGITS, "loss"
-        # What enters is the residual stream, also where the loss keeps it.
+        # The input is the residual stream, even if the loss saves it.
         value: Any = tracer.layout.loss(x, decoder.final_norm, decoder.head, targets)
         tape.scope = ""
-        forward = tape.peak - entering
+        forward = tape.peak - input_bytes
         del x
-        total = [value.elsewhere()]
-        kept = tuple(tape.alive.values())
+        total = [value.without_storage()]
+        saved = tuple(tape.alive.values())
         own = value.nbytes
-        begun = tape.live
+        live_before = tape.live
         _restart(tape)
         gradients = tracer.gradients([value])
         del value
         tape.backward(total, gradients)
     return TracedPass(
-        tape.work, tuple(tape.collectives), kept, entering, own, forward, tape.peak - begun, tape.first_peak - begun, tape.born
+        tuple(tape.log), tuple(tape.collectives), saved, input_bytes, own, forward,
+        tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients,
     )  # fmt: skip
 
 
@@ -286,17 +384,18 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = _ends(tracer, Stage(0, 2))
-        tokens: Any = Sized(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
+        tokens: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         tape.place = "embed"
         rows: Any = tracer.layout.embed(tokens, decoder.embed, tracer.dtype)
         forward = tape.peak
-        results = [rows.elsewhere()]
+        results = [rows.without_storage()]
         gradients = tracer.gradients([rows])
-        handed = rows.nbytes
+        output_bytes = rows.nbytes
         del rows
-        begun = tape.live
+        live_before = tape.live
         _restart(tape)
         tape.backward(results, gradients)
     return TracedPass(
-        tape.work, tuple(tape.collectives), (), 0, handed, forward, tape.peak - begun, tape.first_peak - begun, tape.born
+        tuple(tape.log), tuple(tape.collectives), (), 0, output_bytes, forward,
+        tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients,
     )  # fmt: skip

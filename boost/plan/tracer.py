@@ -1,4 +1,4 @@
-"""What runs the decoder on sizes: torch's functions, autograd's hand-written ones, and a layout that says where it is."""
+"""Runs the decoder on shape tensors: intercepts torch functions, autograd functions and layout calls."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,19 @@ from boost.parallel.mesh import Axis, Mesh
 from boost.plan import comm_rules as _comm_rules  # noqa: F401  registers the rules of collectives
 from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
-from boost.plan.sized import RULES, Shape, Sized, contiguous, leaf, make, records
+from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
 from boost.plan.tape import GraphNode, Tape
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A process group of which the model asks the name only: its size, for the rules of collectives."""
+    """Stands in for a process group. The name is its size, for the rules of collectives."""
 
     group_name: str
 
 
 class Tracer:
-    """One tape, and what runs on it."""
+    """Runs modules and records them on a tape."""
 
     def __init__(self, config: Config, gathered: bool, fused_norm: bool) -> None:
         self.config, self.model, self.parallel = config, config.model, config.parallel
@@ -45,20 +45,20 @@ class Tracer:
         self.layout = layout_for(model, config.parallel, Mesh(self.device, {"tp": axis}))
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
-        """A tensor that is there."""
+        """Allocates a tensor."""
         self.tape.scope = category
-        made = make(Sized(self.tape, None, shape, contiguous(shape), dtype, self.device), shape, "")
+        made = make(ShapeTensor(self.tape, None, shape, contiguous(shape), dtype, self.device), shape, "")
         self.tape.scope = ""
         return made
 
-    def entering(self, shape: Shape, category: str) -> Any:
-        """What a pass begins with, whose gradient is asked for."""
+    def new_input(self, shape: Shape, category: str) -> Any:
+        """Allocates an input of a pass, which requires a gradient."""
         made = self.new(shape, self.dtype, category)
         made.node = GraphNode(-1, (), 1, None, "")
         return made
 
-    def weigh(self, module: FusedModule) -> None:
-        """Gives a module, and those inside it, weights without numbers."""
+    def attach_weights(self, module: FusedModule) -> None:
+        """Replaces the weights of a module and its children by shape tensors."""
         for each in module.modules():
             if isinstance(each, FusedModule):
                 for name, slices in each.slices.items():
@@ -68,12 +68,12 @@ class Tracer:
                     each._parameters[name] = leaf(self.tape, shape, dtype, self.device, role)  # type: ignore[assignment]
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """Of what a pass returned."""
+        """Gradients of the outputs of a pass."""
         return [self.new(each.shape, each.dtype, RESIDUAL) for each in results]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Torch's functions, and those of autograd, on sizes."""
+        """Intercepts torch functions and autograd functions."""
         usual = torch.autograd.Function.__dict__["apply"], loss.chunks
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
         loss.chunks = self._chunks
@@ -84,7 +84,7 @@ class Tracer:
             torch.autograd.Function.apply, loss.chunks = usual  # type: ignore[method-assign]
 
     def _chunks(self, tokens: int, step: int) -> Iterator[int]:
-        """One of the chunks that are alike, counted as often as there are."""
+        """Runs one of several equal chunks, and counts it that often."""
         whole, rest = divmod(tokens, step)
         for start, times in ((0, whole), (whole * step, int(rest > 0))):
             self.tape.times = times
@@ -94,7 +94,7 @@ class Tracer:
 
 
 class _Rules(TorchFunctionMode):
-    """Answers every function of torch, those that make tensors of numbers too."""
+    """Applies the rules to every torch function, including factory functions."""
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()
@@ -103,17 +103,17 @@ class _Rules(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self._makes.get(function) or RULES.get(function)
         if rule is None:
-            if not any(issubclass(each, Sized) for each in types):
+            if not any(issubclass(each, ShapeTensor) for each in types):
                 return function(*args, **(kwargs or {}))
-            return Sized.__torch_function__(function, types, args, kwargs)
+            return ShapeTensor.__torch_function__(function, types, args, kwargs)
         return rule(*args, **(kwargs or {}))
 
 
 class _Ctx:
-    """What a hand-written function is given."""
+    """The context of a custom autograd function."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple(isinstance(x, Sized) and x.node is not None for x in inputs)
+        self.needs_input_grad = tuple(isinstance(x, ShapeTensor) and x.node is not None for x in inputs)
         self.saved_tensors: Any = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
@@ -124,15 +124,15 @@ _USUAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:
-    """torch.autograd.Function.apply: forward without a graph, then one node that saves what the context was given."""
-    sized = [x for x in inputs if isinstance(x, Sized)]
+    """torch.autograd.Function.apply: runs forward without autograd, then adds one node with the saved tensors."""
+    sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
         return _USUAL_APPLY(cls, *inputs)
     tape, grad = sized[0].tape, records(*inputs)
     ctx, place = _Ctx(inputs), tape.place
     tape.place = getattr(cls, "place", place)
     with torch.no_grad():
-        results = cls.forward(ctx, *[x.bare() if isinstance(x, Sized) else x for x in inputs])
+        results = cls.forward(ctx, *[x.without_graph() if isinstance(x, ShapeTensor) else x for x in inputs])
     tape.place = place if not grad else tape.place
     if not grad:
         return results
@@ -149,9 +149,9 @@ def _apply(cls: Any, *inputs: Any) -> Any:
         ctx.saved_tensors = ()
         return list(back) if isinstance(back, tuple) else [back]
 
-    node = tape.node([x if isinstance(x, Sized) else None for x in inputs], len(made), backward)
+    node = tape.node([x if isinstance(x, ShapeTensor) else None for x in inputs], len(made), backward)
     outputs = [
-        x if x is None else Sized(tape, x.storage, x.shape, x.strides, x.dtype, x.device, node, i)
+        x if x is None else ShapeTensor(tape, x.storage, x.shape, x.strides, x.dtype, x.device, node, i)
         for i, x in enumerate(made)
     ]
     del made, results
@@ -160,8 +160,8 @@ def _apply(cls: Any, *inputs: Any) -> Any:
     return tuple(outputs) if several else outputs[0]
 
 
-class Placed:
-    """A layout that tells the tape where it is."""
+class TracedLayout:
+    """A layout that tells the tape which group runs."""
 
     def __init__(self, layout: Layout, tape: Tape) -> None:
         self._layout, self._tape = layout, tape
@@ -169,8 +169,8 @@ class Placed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layout, name)
 
-    def with_options(self, **options: Any) -> "Placed":
-        return Placed(self._layout.with_options(**options), self._tape)
+    def with_options(self, **options: Any) -> "TracedLayout":
+        return TracedLayout(self._layout.with_options(**options), self._tape)
 
     def in_proj_comm(self, stream: Stream, gamma: Any, group: Any) -> Pending[tuple[Saved, Stream]]:
         return self._at(group.shape.name, self._layout.in_proj_comm, stream, gamma, group)
@@ -200,7 +200,7 @@ class Placed:
 
 
 class _ResidualStream(Stream):
-    """A stream whose update has a place of its own."""
+    """A residual stream whose update is recorded as 'residual'."""
 
     __slots__ = ()
 

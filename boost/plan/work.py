@@ -1,6 +1,6 @@
-"""What an operation is to the performance model: a GEMM with its shape, attention, or bytes that are moved. Arithmetic only.
+"""Operations in the performance model: a GEMM with its shape, attention, or bytes moved.
 
-Bytes are read and written, each tensor once an operation.
+Bytes count each tensor read or written once per operation.
 """
 
 import math
@@ -23,24 +23,24 @@ LOOKUP = "lookup"
 OPTIMIZER = "optimizer"
 
 KERNELS = {
-    GEMM: "matrix products",
+    GEMM: "matrix multiplication",
     ATTENTION: "softmax(q k^T) v, fused",
     ATTENTION_BACKWARD: "its gradients",
     STREAM: "add, multiply, copy, cast",
-    REORDER: "copies that change the order of elements",
-    REORDER_FINELY: "the same in short runs",
+    REORDER: "copies that reorder elements (transpose)",
+    REORDER_FINELY: "the same with short contiguous runs",
     SILU: "x sigmoid(x)",
     SILU_BACKWARD: "its gradient",
     REDUCE: "sums over rows or columns",
     LOSS: "logsumexp, exp and their gradient over logits",
-    LOOKUP: "rows of the embedding, and the sum of their gradients",
-    OPTIMIZER: "AdamW's update, clipping, the norm of gradients",
+    LOOKUP: "embedding lookup and its backward",
+    OPTIMIZER: "AdamW update, gradient clipping and norm",
 }
-"""Kinds of operations that hardware does at speeds of their own."""
+"""Kinds of operations with their own speed in a hardware profile."""
 
 
 SHORT_RUN = 256
-"""Elements. Copies that move fewer of them at a time from one place are slower on CPUs."""
+"""In elements. Copies with shorter contiguous runs are slower on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Work:
     """One of KERNELS."""
     dtype: str
     shape: tuple[int, ...]
-    """GEMM: (batch, m, n, k), [m, k] x [k, n]; attention: (sequences, heads, key/value heads, tokens, width of a head); else: the
-    elements that it makes."""
+    """GEMM: (batch, m, n, k), [m, k] x [k, n]; attention: (sequences, heads, key/value heads, tokens, head dimension); else: the
+    shape of the output."""
     flops: int
     bytes: int
     """Read and written."""
     place: str = ""
-    """What it belongs to: embed | qkv | attention | o | gate_up | product | down | norm | residual | loss | weights | optimizer."""
+    """Part of the model: embed | qkv | attention | o | gate_up | product | down | norm | residual | loss | weights | optimizer."""
     phase: str = ""
     """forward | recompute | backward (of one micro-batch) | step."""
 
@@ -65,14 +65,14 @@ class Work:
     def of(
         cls, kernel: str, shape: tuple[int, ...], dtype: str, moves: float = 0.0, place: str = "", phase: str = ""
     ) -> "Work":
-        """From its shape; `moves`: numbers read and written for each element, where the shape does not say it."""
+        """From the shape; `moves`: elements read and written per output element, unless the shape implies it."""
         flops, numbers = 0, moves * math.prod(shape)
         if kernel == GEMM:
             batch, m, n, k = shape
             flops, numbers = 2 * batch * m * n * k, batch * (m * k + k * n + m * n)
         elif kernel in (ATTENTION, ATTENTION_BACKWARD):
             sequences, heads, kv, tokens, width = shape
-            # Causal: half of the scores. Forward two products of them, backward five (it makes the scores again).
+            # Causal: half of the scores. Two products forward, five backward (scores are recomputed).
             products, tensors = (2, 2) if kernel == ATTENTION else (5, 4)
             flops = products * sequences * tokens**2 * heads * width
             numbers = tensors * sequences * tokens * width * (heads + kv)
@@ -80,12 +80,12 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Arithmetic intensity: FLOPs for each byte moved."""
+        """Arithmetic intensity: FLOPs per byte moved."""
         return self.flops / self.bytes if self.bytes else math.inf
 
 
 Counted = Counter[Work]
-"""How often each operation is done."""
+"""How often each operation runs."""
 
 
 def gemm(m: int, n: int, k: int, dtype: str, batch: int = 1) -> Work:
@@ -94,5 +94,5 @@ def gemm(m: int, n: int, k: int, dtype: str, batch: int = 1) -> Work:
 
 
 def moved(kernel: str, elements: int, times: float, dtype: str) -> Work:
-    """An operation that makes `elements` and reads and writes `times` as many numbers."""
+    """An operation with `elements` outputs that reads and writes `times` as many elements."""
     return Work.of(kernel, (elements,), dtype, times)

@@ -1,12 +1,19 @@
-"""The hooks of every run, from its configuration: the limit of bad steps, periodic evaluation, periodic checkpoints."""
+"""The hooks of every run, from its configuration: the limit of bad steps, checks of replicas and of the token store,
+periodic evaluation, periodic checkpoints."""
 
 import logging
+import math
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from boost.config.schema import TrainConfig
-from boost.errors import StorageError, TrainingError
+from boost.config.schema import Config, TrainConfig
+from boost.data.verify import recheck
+from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.train import checkpoint as ckpt
-from boost.train.hooks import BadStep, Hook, SaveEnd, StepEnd
+from boost.train.checkpoint import BestCheckpoint, read_best, write_best
+from boost.train.health import HealthMonitor, SpikeDetector
+from boost.train.hooks import BadStep, EvaluationEnd, Hook, SaveEnd, StepEnd, StepStart, TrainStart
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer
@@ -17,12 +24,16 @@ MAX_BAD_STEPS = 3
 """Steps in a row whose loss or gradient norm is not finite before the run gives up; none of them changes a weight."""
 
 
-def builtin_hooks(train: TrainConfig) -> list[Hook]:
+def builtin_hooks(config: Config) -> list[Hook]:
     """The built-in hooks in their order."""
+    train = config.train
     return [
         BadStepLimit(),
+        ReplicaCheck(train.check_replicas_every),
+        StoreCheck(config.data.recheck_every),
+        HealthMonitor(SpikeDetector(train.spike_sigma, config.model.vocab_size), train.on_spike == "rollback"),
         PeriodicEvaluation(train.eval_every, train.eval_tokens or None),
-        PeriodicCheckpoint(train.save_every, train.keep),
+        PeriodicCheckpoint(train),
     ]
 
 
@@ -37,10 +48,40 @@ class BadStepLimit(Hook):
         log.warning("%s: no weight was changed", what)
         if event.consecutive >= self.limit:
             optim = trainer.config.optim
+            proven = trainer.proven_checkpoint()
             raise TrainingError(
-                f"{what}: not finite for {event.consecutive} steps in a row, no weight was changed; resume from a checkpoint "
-                f"with a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
+                f"{what}: not finite for {event.consecutive} steps in a row, no weight was changed; resume with --resume "
+                f"{proven or 'PATH'}, a lower optim.lr (now {optim.lr}) or more optim.warmup_steps"
             )
+
+
+class ReplicaCheck(Hook):
+    """Compares the weights of all replicas before the first step, every `every` steps (0: never) and in bad steps: a ruined
+    weight is found before the limit of bad steps calls it a learning rate."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+        trainer.check_replicas()
+
+    def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
+        trainer.check_replicas()
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        if _due(event.metrics.step, self.every):
+            trainer.check_replicas()
+
+
+class StoreCheck(Hook):
+    """Verifies a random block of the token store every `every` steps (0: never), another one on each process."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        if _due(event.metrics.step, self.every):
+            recheck(trainer.store, trainer.batches.split, f"{event.metrics.step}/{trainer.mesh.rank}")
 
 
 class PeriodicEvaluation(Hook):
@@ -55,22 +96,62 @@ class PeriodicEvaluation(Hook):
 
 
 class PeriodicCheckpoint(Hook):
-    """Saves every `every` steps (0: never), on request, and where the run ends; keeps the newest `keep` checkpoints."""
+    """Saves as often as the configuration says, on request, and where the run ends; removes old checkpoints."""
 
-    def __init__(self, every: int, keep: int) -> None:
-        self.every, self.keep = every, keep
+    def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.train, self._clock = train, clock
+        self._saved_at = clock()
+        self._best: BestCheckpoint | None = None
+        self._candidate: BestCheckpoint | None = None
+        """The evaluated step of the next save, if it is the best one so far."""
+
+    def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
+        self._saved_at = self._clock()
+        self._best = read_best(trainer.run.checkpoints)
+        train = self.train
+        if train.async_save and (train.save_every or train.save_minutes):
+            trainer.prepare_saves()
+
+    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+        # One clock decides for all: the request travels with the step.
+        late = self._clock() - self._saved_at >= 60 * self.train.save_minutes
+        if trainer.mesh.is_main and self.train.save_minutes and late:
+            self._saved_at = self._clock()
+            trainer.request_save()
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        found = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
+        if math.isfinite(found.heldout_loss) and (self._best is None or found.heldout_loss < self._best.heldout_loss):
+            self._candidate = found
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        if event.last or event.stopping:
-            trainer.save()  # its failure is the run's: nothing after it would keep these weights
-        elif event.save_requested or _due(event.metrics.step, self.every):
+        if event.stopping or (event.last and not trainer.rolling_back):
+            # Its failure is the run's: nothing after it would keep these weights.
+            trainer.save_last(urgent=event.stopping)
+        elif not trainer.rolling_back and (event.save_requested or self._is_due(event.metrics.step)):
             try:
-                trainer.save()
-            except StorageError as error:
+                trainer.save(wait=not self.train.async_save)
+            except (StorageError, NonFiniteError) as error:
                 trainer.warn(f"{error}; training continues, earlier checkpoints are intact")
 
+    def _is_due(self, step: int) -> bool:
+        improved = self.train.keep_best and self._candidate is not None and self._candidate.step == step
+        return improved or _due(step, self.train.save_every)
+
     def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
-        ckpt.remove_old(trainer.run.checkpoints, self.keep, trainer.mesh)
+        self._saved_at = self._clock()
+        if trainer.mesh.is_main:
+            try:
+                trainer.run.record_saved(event.step)
+            except StorageError as error:  # a disk that the checkpoint has just filled
+                trainer.warn(str(error))
+        if self.train.keep_best and self._candidate and self._candidate.step == event.step:
+            self._best, self._candidate = self._candidate, None
+            write_best(trainer.run.checkpoints, self._best, trainer.mesh)
+        protected = {self._best.step} if self.train.keep_best and self._best else set()
+        if (proven := trainer.proven_checkpoint()) and (step := ckpt.step_of(proven)) is not None:
+            protected.add(step)
+        ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
 
 
 def _due(step: int, every: int) -> bool:

@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from boost.config.architecture import parameter_count
+from boost.config.text import printable
 from boost.train.hooks import EvaluationEnd, Hook, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
 
@@ -115,7 +116,7 @@ class ConsoleHook(Hook):
         self._console = make_console(event.total_steps, event.step, trainer.config.train.log_every)
         self._console.__enter__()
         for line in _introduction(trainer):
-            self._console.note(line)
+            self._console.note(printable(line))
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         self._console.step(event.metrics)
@@ -124,7 +125,7 @@ class ConsoleHook(Hook):
         self._console.evaluation(event.metrics)
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:
-        self._console.note(f"warning: {text}")
+        self._console.note(printable(f"warning: {text}"))
 
     def teardown(self, trainer: "Trainer") -> None:
         self._console.close()

@@ -1,6 +1,7 @@
 """Unbiased held-out loss: the sum over every token divided by the number of tokens, on any number of processes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
 from boost.train.model import Model, to_device
+
+STOP_CHECK_EVERY = 4
+"""Batches between two looks at the stop flags."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,31 @@ class Evaluation:
     """loss / ln 2 x tokens of the split / bytes of its text: comparable across tokenizers."""
 
 
+class EvaluationStopped(Exception):
+    """An evaluation was ended early; what it has summed up so far is dropped."""
+
+
 @torch.no_grad()
 def evaluate(
-    model: Model, split: Split, seq_len: int, batch: int, isolate: bool, mesh: Mesh, max_tokens: int | None = None
+    model: Model,
+    split: Split,
+    seq_len: int,
+    batch: int,
+    isolate: bool,
+    mesh: Mesh,
+    max_tokens: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same numbers."""
+    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same numbers.
+
+    `stopped` is asked after every few batches and must answer alike on all processes; raises EvaluationStopped if
+    it says so.
+    """
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
     batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
-    for part in progress(batches, "evaluate", enabled=mesh.is_main):
+    for index, part in enumerate(progress(batches, "evaluate", enabled=mesh.is_main)):
+        if index % STOP_CHECK_EVERY == 0 and stopped():
+            raise EvaluationStopped
         tokens, targets, documents = to_device(part, isolate, mesh.device)
         total[0] += model(tokens, targets, documents).double()
         total[1] += (targets != IGNORED).sum()

@@ -119,6 +119,13 @@ def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
     return 2 * _GEMM_SIZE**3 / best
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_bytes(device: torch.device) -> int:
     """Memory of this process in bytes: the peak that torch allocated on a GPU, the resident set on a CPU.
 

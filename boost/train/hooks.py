@@ -9,12 +9,17 @@ A hook is a class with a method per event. Subclass `Hook`, override what you ne
 
     Trainer(config, mesh, run, hooks=[StopAtLoss()]).fit()
 
-**Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `on_bad_step` (only if the
-loss or gradient norm is not finite; no weight changed), `after_step`; at the end `on_train_end` and `teardown`.
-`Trainer.save` calls `before_save` and `after_save`, `Trainer.evaluate` calls `on_evaluation`, wherever they are called from.
+**Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `after_backward`,
+`on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end `on_train_end` and
+`teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`: with train.async_save that is in
+a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` unless a signal ended it early. Both may be called
+from anywhere.
 
-**Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `PeriodicEvaluation`,
-`PeriodicCheckpoint`. A given hook therefore sees a step before that step is evaluated and saved.
+A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
+
+**Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
+`StoreCheck`, `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`. A given hook therefore sees a step before that step is
+evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
 call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. A main-only
@@ -85,7 +90,7 @@ class StepEnd:
     stopping: bool
     """Whether the run stops here, before its last step, because a signal or a hook asked for it."""
     save_requested: bool
-    """Whether a hook of any process asked for a checkpoint of this step."""
+    """Whether a hook of any process, or SIGUSR2 to any of them, asked for a checkpoint of this step."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class SaveStart:
     """A checkpoint is about to be written."""
 
     step: int
+    last: bool = False
+    """Whether the run ends with it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,19 @@ class SaveEnd:
     """A checkpoint is complete."""
 
     step: int
+    """The step that was saved; a checkpoint written in the background is complete some steps later."""
     path: Path
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The run is back at an earlier checkpoint."""
+
+    step: int
+    """Steps done, as of the checkpoint."""
+    from_step: int
+    """Steps done before."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,9 @@ class Hook:
     def before_step(self, trainer: "Trainer", event: StepStart) -> None:
         """Called before each step."""
 
+    def after_backward(self, trainer: "Trainer") -> None:
+        """Called inside each step, when gradients are reduced and before they are measured, clipped and applied."""
+
     def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
         """Called inside a step whose loss or gradient norm is not finite, on all processes alike."""
 
@@ -146,6 +168,9 @@ class Hook:
 
     def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
         """Called after a checkpoint is complete."""
+
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+        """Called after the weights, the optimizer and the position of an earlier checkpoint were loaded."""
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         """Called after each evaluation."""

@@ -1,56 +1,51 @@
-"""Local processes without torchrun: torch's elastic agent started from Python, with a one-line error for a failure.
+"""Local processes without torchrun: spawned, watched, and ended together, with a one-line error for a failure.
 
-The parent starts the agent, forwards stop signals to the processes and waits; each process runs `entry` and, if that
-fails, writes a report into a shared folder. The parent finds the root cause from the reports and exit codes and prints it.
-Signals are blocked while a process starts (a spawned process inherits the mask), so that a Ctrl-C in those
-seconds neither prints tracebacks nor is lost.
+The parent starts the processes, forwards signals to them and waits; each runs `entry` and, if that fails, writes a report
+into a shared folder. The parent finds the root cause from the reports and exit codes and prints it. Against torch's elastic
+agent, which opens two TCP stores on all interfaces and unpickles what it finds there, this one has no restarts and no second
+machine, and knows which process hangs.
+
+Signals are blocked while a process starts (a spawned process inherits the mask), so that a Ctrl-C in those seconds neither
+prints tracebacks nor is lost.
 """
 
 import contextlib
-import json
-import logging
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 from boost import errors
-from boost.errors import BoostError, ConfigError, StorageError, TrainingError
+from boost.errors import BoostError, ConfigError, TrainingError
+from boost.train.failures import FailureReport, read_reports, root_cause
+from boost.train.heartbeat import Phase, read_beats
 from boost.train.rundir import available_cores
-from boost.train.signals import STOP_SIGNALS
+from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
+from boost.train.worker import STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
 """Seconds that a process has to save and exit after its launcher was killed."""
 
-LOST_CONNECTION_WAIT_S = 5.0
-"""Seconds that a process waits before exiting after a lost connection: the agent should see the cause first."""
+FAILURE_GRACE_S = 5.0
+"""Seconds that the other processes have to report and exit once one has failed."""
 
-_STOPPED_EXIT = 128
-"""Plus a signal number: exit code of a process that the signal stopped, as in a shell."""
+SAVING_GRACE_S = 60.0
+"""The same for a process that is writing a checkpoint."""
 
-_LOST_CONNECTION = re.compile(
-    r"connection (was )?(reset|closed|refused|aborted)|closed by peer|broken pipe|timed? ?out", re.IGNORECASE
-)
-_NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+HANG_GRACE_S = 0.5
+"""The same once a process has named another one that does not respond: nothing can be saved any more."""
+
+_POLL_S = 0.1
 
 
 def under_torchrun() -> bool:
@@ -64,12 +59,14 @@ def launch(
     nproc: int,
     log_dir: Path | None,
     orphan_grace_s: float = ORPHAN_GRACE_S,
+    holds_signals: bool = False,
 ) -> int:
     """Runs `entry(*args)` in `nproc` local processes and returns the first exit code that is not 0, else 0.
 
     `entry` is a module-level function, `args` must be picklable. Global rank 0 inherits stdout and stderr; output of the
-    others is appended to log_dir/rank{r}.out (without `log_dir` they share the terminal). SIGTERM, SIGUSR1 and SIGINT
-    are forwarded, and the processes decide when to exit. Must be called on the main thread.
+    others is appended to log_dir/rank{r}.out (without `log_dir` they share the terminal). The stop signals and SIGUSR2 are
+    forwarded, and the processes decide when to exit; with `holds_signals` they wait in each process until `entry` opens a
+    StopRequest, so that none is lost while it starts. A second Ctrl-C ends the processes. Must be called on the main thread.
 
     Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its
     connections; KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it
@@ -77,97 +74,77 @@ def launch(
     """
     if nproc < 1:
         raise ConfigError(f"--nproc = {nproc} is not a number of processes; smallest valid value: 1")
-    with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder, _quiet_agent():
-        call = _LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s)
-        with _omp_threads(nproc), _forward_stop_signals(Path(folder)) as received:
-            try:
-                codes = elastic_launch(_launch_config(nproc, folder), _worker)(call)
-            except ChildFailedError as error:
-                rank, failure = next(iter(error.failures.items()))
-                failed = _FirstFailure(rank, failure.exitcode)
-            except SignalException as error:
-                return _STOPPED_EXIT + error.sigval
-            else:
-                return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0)
-        return _raise_root_cause(call, failed, read_reports(Path(folder)), received)
+    with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder:
+        spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
+        with _omp_threads(nproc), _forward_signals(spec) as signals:
+            failed = _run(spec, signals)
+        if failed:
+            return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)
+        codes = [int((spec.folder / f"code{rank}").read_text(encoding="ascii")) for rank in range(nproc)]
+        return next((code for code in codes if code), 0)
 
 
-@dataclass(frozen=True)
-class FailureReport:
-    """Failure of one process: a JSON file in the shared folder."""
+@dataclass
+class _Signals:
+    """What the launcher has received, and whom it forwards to."""
 
-    rank: int
-    kind: str
-    """boost: an error that the user can fix; lost: a connection to another process broke; defect: a bug, anything else."""
-    message: str
-    """One line for boost and lost; the traceback for a defect."""
-    error: str
-    """Name of the class in boost.errors to raise."""
-    exit_code: int
-    trace: str
-    time: float
-    """Seconds since the epoch."""
+    received: list[int] = field(default_factory=list)
+    processes: list[SpawnProcess] = field(default_factory=list)
+    interrupted_at: float | None = None
+    aborted: bool = False
+    """Whether a second Ctrl-C asked to end the processes."""
 
 
-@dataclass(frozen=True)
-class _LaunchSpec:
-    """Arguments of a worker process; pickled."""
-
-    entry: Callable[..., int]
-    args: tuple[Any, ...]
-    nproc: int
-    folder: Path
-    log_dir: Path | None
-    launcher: int
-    orphan_grace_s: float
-
-
-@dataclass(frozen=True)
-class _FirstFailure:
-    """The process that the agent saw fail first. A negative exit code is a signal number."""
-
-    rank: int
-    exit_code: int
-
-
-# The parent
-
-
-def _launch_config(nproc: int, folder: str) -> LaunchConfig:
-    """What `torchrun --standalone --max-restarts 0` would use. The agent handles no signal that we forward."""
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=f"{folder}/agent"),
-        signals_to_handle="SIGQUIT",
-    )
-
-
-@contextlib.contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silences the agent, which logs a table and tracebacks at ERROR; `_raise_root_cause` reports the failure instead.
-
-    Each of torch's loggers has its own level, so setting one on their parent would have no effect.
-    """
-    loggers = [
-        logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith(_NOISY_LOGGERS)
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+def _run(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
+    """Starts the processes and waits until all have ended. Returns the exit codes by rank of those that failed by themselves."""
+    context = multiprocessing.get_context("spawn")
     try:
-        yield
+        for rank in range(spec.nproc):
+            process = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
+            process.start()
+            signals.processes.append(process)
+        return _supervise(spec, signals)
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for process in signals.processes:
+            process.kill()
+            process.join()
+        for path in filter(None, (stacks_file(spec, rank) for rank in range(spec.nproc))):
+            with contextlib.suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
+
+
+def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
+    failed: dict[int, int] = {}
+    failed_at: float | None = None
+    while running := [process for process in signals.processes if process.exitcode is None]:
+        connection.wait([process.sentinel for process in running], _POLL_S)
+        codes = {rank: process.exitcode for rank, process in enumerate(signals.processes)}
+        failed = {rank: code for rank, code in codes.items() if code}
+        if failed_at is None and (failed or signals.aborted):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > _grace(spec, codes):
+            if spec.log_dir:
+                _ask_for_stacks(running)
+            break
+    return failed or ({0: -signal.SIGKILL} if signals.aborted and failed_at is not None else {})
+
+
+def _grace(spec: LaunchSpec, codes: Mapping[int, int | None]) -> float:
+    """Seconds that the remaining processes have: more if one of them is writing a checkpoint, hardly any if one hangs."""
+    if any(report.kind == "hung" for report in read_reports(spec.folder)):
+        return HANG_GRACE_S
+    saving = {beat.rank for beat in read_beats(spec.folder) if beat.phase == Phase.SAVE}
+    return SAVING_GRACE_S if any(codes[rank] is None for rank in saving) else FAILURE_GRACE_S
+
+
+def _ask_for_stacks(processes: Sequence[SpawnProcess]) -> None:
+    """Processes that are to be killed write their stacks first (`faulthandler`); one that is stopped cannot."""
+    for process in processes:
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGQUIT)
+    time.sleep(0.5)
 
 
 @contextlib.contextmanager
@@ -188,36 +165,33 @@ def _omp_threads(nproc: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forward_stop_signals(folder: Path) -> Iterator[list[int]]:
-    """While open, forwards stop signals to the processes; yields the list of those received so far.
+def _forward_signals(spec: LaunchSpec) -> Iterator[_Signals]:
+    """While open, forwards signals to the processes; yields what has been received so far.
 
     This thread blocks them, so that spawned processes inherit the mask; a second thread does not block them,
     so that they are delivered (Python still runs the handlers on the main thread).
     """
-    received: list[int] = []
-    unrelated = {process.pid for process in multiprocessing.active_children()}
+    signals = _Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        # A process that has not started yet reads the file when it does.
-        (folder / "stop").write_text(str(number), encoding="ascii")
-        for process in multiprocessing.active_children():
-            if process.pid is not None and process.pid not in unrelated:
+        _note(spec, signals, number)
+        for process in signals.processes:
+            if process.pid is not None and process.exitcode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     # Otherwise the first spawn starts it, which unblocks signals on this thread.
     resource_tracker.ensure_running()
     over = threading.Event()
-    handled = (*STOP_SIGNALS, signal.SIGQUIT)  # the agent installs a SIGQUIT handler and never removes it
-    before = {number: signal.getsignal(number) for number in handled}
-    receiver = threading.Thread(target=_receive_signals, args=(over,), name="boost-signals", daemon=True)
-    for number in STOP_SIGNALS:
+    caught = caught_signals()
+    before = {number: signal.getsignal(number) for number in caught}
+    receiver = threading.Thread(target=_receive_signals, args=(over, caught), name="boost-signals", daemon=True)
+    for number in caught:
         signal.signal(number, forward)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
     receiver.start()
     try:
-        yield received
+        yield signals
     finally:
         over.set()
         receiver.join()
@@ -226,72 +200,74 @@ def _forward_stop_signals(folder: Path) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _receive_signals(over: threading.Event) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+def _note(spec: LaunchSpec, signals: _Signals, number: int) -> None:
+    """Notes a signal, for processes that have not started yet too, and answers a Ctrl-C."""
+    signals.received.append(number)
+    if number in STOP_SIGNALS:
+        # A process that has not started yet reads the file when it does.
+        (spec.folder / "stop").write_text(str(number), encoding="ascii")
+    if number == signal.SIGHUP:
+        mute_closed_streams()
+    if number != signal.SIGINT:
+        return
+    now = time.monotonic()
+    if signals.interrupted_at is None:
+        signals.interrupted_at = now
+        if spec.holds_signals:
+            answer_interrupt()
+    elif now - signals.interrupted_at > SECOND_INTERRUPT_S:
+        signals.aborted = True
+
+
+def _receive_signals(over: threading.Event, caught: Sequence[signal.Signals]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
     over.wait()
 
 
-def read_reports(folder: Path) -> list[FailureReport]:
-    """The reports of the processes that could write one, earliest first."""
-    reports = [FailureReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("report*.json")]
-    return sorted(reports, key=lambda report: report.time)
-
-
-def root_cause(failed_rank: int, reports: list[FailureReport]) -> FailureReport | None:
-    """The report that explains the others; None if process `failed_rank`, which failed first, died without a report.
-
-    A user error takes precedence over everything; a death without a report explains the bugs and lost connections that
-    other processes report from their collectives; a lost connection is the cause only if there is no other report.
-    """
-    silent = failed_rank not in {report.rank for report in reports}
-    for kind in ("boost",) if silent else ("boost", "defect", "lost"):
-        for report in reports:
-            if report.kind == kind:
-                return report
-    return None
-
-
 def _raise_root_cause(
-    call: _LaunchSpec, failed: _FirstFailure, reports: list[FailureReport], received: list[int]
+    spec: LaunchSpec, failed: Mapping[int, int], reports: list[FailureReport], signals: _Signals
 ) -> int:
-    if signal.SIGINT in received and failed.exit_code in (-signal.SIGINT, _STOPPED_EXIT + signal.SIGINT):
+    interrupts = (-signal.SIGINT, STOPPED_EXIT + signal.SIGINT)
+    if signals.aborted or (signal.SIGINT in signals.received and any(code in interrupts for code in failed.values())):
         raise KeyboardInterrupt
-    report = root_cause(failed.rank, reports)
-    if report is None:
-        raise _killed_error(call, failed, received)
+    report = root_cause(failed, reports)
+    if isinstance(report, int):
+        raise _killed_error(spec, report, failed[report], signals.received)
     if report.kind == "defect":
-        print(f"{_process_name(call, report.rank)} failed:\n{report.message}", file=sys.stderr, flush=True)
+        print(f"{_process_name(spec, report.rank)} failed:\n{report.message}", file=sys.stderr, flush=True)
         return 1
     error: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":
         error = TrainingError(
-            f"{_process_name(call, report.rank)} lost another one: {report.message}; {_resume_hint(call)}"
+            f"{_process_name(spec, report.rank)} lost another one: {report.message}; {_resume_hint(spec)}"
         )
+    elif report.kind == "hung":
+        error = errors.HangError(f"{report.message}; {_resume_hint(spec)}")
     error.exit_code = report.exit_code
-    error.add_note(f"in {_process_name(call, report.rank)}:\n{report.trace}")
+    error.add_note(f"in {_process_name(spec, report.rank)}:\n{report.trace}")
     raise error
 
 
-def _killed_error(call: _LaunchSpec, failed: _FirstFailure, received: list[int]) -> BoostError:
-    """The error for a process that ended without a report."""
-    number = -failed.exit_code
+def _killed_error(spec: LaunchSpec, rank: int, exit_code: int, received: Sequence[int]) -> BoostError:
+    """The error for a process that ended without a report. A negative exit code is a signal number."""
+    number = -exit_code
     if number in received:
         name = signal.Signals(number).name
         error = TrainingError(f"stopped by {name} while starting up or ending; what was saved before is intact")
-        error.exit_code = _STOPPED_EXIT + number
+        error.exit_code = STOPPED_EXIT + number
         return error
-    how = f"was ended by {_signal_name(number)}" if number > 0 else f"ended with exit code {failed.exit_code}"
+    how = f"was ended by {_signal_name(number)}" if number > 0 else f"ended with exit code {exit_code}"
     hint = " (out of memory?)" if number == signal.SIGKILL else ""
-    others = "; the others were stopped" if call.nproc > 1 else ""
-    return TrainingError(f"{_process_name(call, failed.rank)} {how}{hint}{others}; {_resume_hint(call)}")
+    others = "; the others were stopped" if spec.nproc > 1 else ""
+    return TrainingError(f"{_process_name(spec, rank)} {how}{hint}{others}; {_resume_hint(spec)}")
 
 
-def _process_name(call: _LaunchSpec, rank: int) -> str:
-    return f"process {rank + 1} of {call.nproc} (rank {rank})"
+def _process_name(spec: LaunchSpec, rank: int) -> str:
+    return f"process {rank + 1} of {spec.nproc} (rank {rank})"
 
 
-def _resume_hint(call: _LaunchSpec) -> str:
-    logs = f"; logs: {call.log_dir}" if call.log_dir else ""
+def _resume_hint(spec: LaunchSpec) -> str:
+    logs = f"; logs: {spec.log_dir}" if spec.log_dir else ""
     return f"resume with --resume auto{logs}"
 
 
@@ -300,122 +276,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-# The processes
-
-
-def _worker(call: _LaunchSpec) -> int:
-    """Entry point of a worker process. Never lets an exception escape: the agent would print it."""
-    rank = int(os.environ["RANK"])
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    threading.Thread(target=_watch_launcher, args=(call,), name="boost-launcher-watch", daemon=True).start()
-    if rank and call.log_dir:
-        _redirect_output(call.log_dir / f"rank{rank}.out")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    stop = call.folder / "stop"
-    if stop.exists():
-        os.kill(os.getpid(), int(stop.read_text(encoding="ascii")))
-    try:
-        code = call.entry(*call.args)
-    except KeyboardInterrupt:
-        _exit(_STOPPED_EXIT + signal.SIGINT)
-    except BaseException as error:
-        _report_and_exit(call, rank, error)
-    if os.getppid() != call.launcher:
-        # The launcher is gone: nobody takes the result or cleans up.
-        shutil.rmtree(call.folder, ignore_errors=True)
-        _exit(code)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _exit_soon)
-    return code
-
-
-def _report_and_exit(call: _LaunchSpec, rank: int, error: BaseException) -> None:
-    """Writes a report and exits."""
-    report = failure_report(error, rank)
-    logger = logging.getLogger("boost")
-    if report.kind != "boost":
-        if not logger.handlers and call.log_dir:
-            with contextlib.suppress(OSError):
-                call.log_dir.mkdir(parents=True, exist_ok=True)
-                logger.addHandler(logging.FileHandler(call.log_dir / f"rank{rank}.log", encoding="utf-8"))
-        if logger.handlers:
-            logger.error("%s", report.trace)
-    partial = call.folder / f"partial{rank}"
-    with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-        partial.rename(call.folder / f"report{rank}.json")
-    if report.kind == "lost":
-        # The agent ends this wait with SIGTERM as soon as it has seen the cause.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(LOST_CONNECTION_WAIT_S)
-    _exit(report.exit_code)
-
-
-def failure_report(error: BaseException, rank: int) -> FailureReport:
-    """The report of `error`, raised in process `rank`."""
-    trace = "".join(traceback.format_exception(error))
-    now = time.time()
-    lost = is_lost_connection(error) or (isinstance(error, BoostError) and is_lost_connection(error.__cause__))
-    if lost:
-        return FailureReport(rank, "lost", _first_sentence(error), "TrainingError", TrainingError.exit_code, trace, now)
-    if isinstance(error, OSError):
-        line = f"{error.filename or 'file system'}: {error.strerror or error}"
-        return FailureReport(rank, "boost", line, "StorageError", StorageError.exit_code, trace, now)
-    if isinstance(error, BoostError):
-        name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
-        return FailureReport(rank, "boost", str(error), name, error.exit_code, trace, now)
-    return FailureReport(rank, "defect", trace, "BoostError", 1, trace, now)
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Gloo's messages start with a source file and end with advice."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split("\n")[0]
-    return re.split(r"\.\s", text)[0] or type(error).__name__
-
-
-def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether `error` means that another process is gone or silent: a symptom, not the root cause."""
-    if isinstance(error, ConnectionError | DistError):
-        return True
-    return isinstance(error, RuntimeError | OSError) and _LOST_CONNECTION.search(str(error)) is not None
-
-
-def _exit(code: int) -> None:
-    """Exits without interpreter shutdown, where a broken process group can hang forever."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def _exit_soon(number: int, frame: FrameType | None) -> None:
-    """A stop signal after the work is done: exit with 0, but only after the agent's pipe has the result."""
-    timer = threading.Timer(0.5, _exit, (0,))
-    timer.daemon = True
-    timer.start()
-
-
-def _redirect_output(path: Path) -> None:
-    """Appends stdout and stderr, also of C code, to `path`. Where that fails they stay; the main process will report the error."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-
-
-def _watch_launcher(call: _LaunchSpec) -> None:
-    """Ends this process when its launcher is gone: SIGTERM first, then by force if it is stuck in a collective."""
-    while os.getppid() == call.launcher:
-        time.sleep(0.5)
-    shutil.rmtree(call.folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(call.orphan_grace_s)
-    os._exit(1)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,26 @@ from boost.config import Config
 from boost.config.architecture import IGNORED, flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
-from boost.data.store import TOKENIZER_FILE
-from boost.errors import DamagedCheckpointError, TrainingError
+from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
-from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, clip_gradients, reduce_step_stats
+from boost.parallel.gradients import (
+    GradientReducer,
+    StepFlags,
+    StepStats,
+    clip_gradients,
+    reduce_flags,
+    reduce_step_stats,
+)
 from boost.parallel.mesh import Mesh
+from boost.parallel.replicas import check_replicas
 from boost.train import checkpoint as ckpt
 from boost.train.builtin_hooks import builtin_hooks
-from boost.train.checkpoint import Position
-from boost.train.evaluate import Evaluation, evaluate
+from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
+from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
 from boost.train.hardware import memory_bytes, mfu, peak_flops
+from boost.train.heartbeat import Phase, enter, in_phase
 from boost.train.hooks import (
     BadStep,
     EvaluationEnd,
@@ -44,11 +52,27 @@ from boost.train.hooks import (
 )
 from boost.train.metrics import EvalMetrics, StepMetrics
 from boost.train.model import Model, backward, build_model, initialize_model
-from boost.train.resume import check_resumable, check_start, data_identity
+from boost.train.replica_check import require_sound
+from boost.train.resume import check_resumable, check_start, data_identity, resume_warnings
+from boost.train.rollback import Rollbacks
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
 
 log = logging.getLogger("boost")
+
+SLOW_SAVE_S = 1.0
+"""A save in the background that makes the next one wait longer than this is worth a warning."""
+LAST_SAVE_S = 60.0
+"""How long a run that ends with an error lets a save in the background end."""
+
+
+@dataclass(frozen=True)
+class RunTrouble:
+    """What is wrong with a run at the moment."""
+
+    text: str
+    ruined: bool
+    """Whether its weights are no good: a checkpoint of them is marked, and not resumed from unless asked for by its path."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +118,26 @@ class Trainer:
         self.started_from: Path | None = None
         self.warnings: list[str] = []
         """Warnings from before the first step."""
-        self.hooks = [hook for hook in (*hooks, *builtin_hooks(train)) if mesh.is_main or not hook.main_only]
+        every = (*hooks, *builtin_hooks(config))
+        self.hooks = [hook for hook in every if mesh.is_main or not hook.main_only]
         self._runner = HookRunner(self.hooks)
         self._signals = StopRequest()
         self._stop_reason: str | None = None
         self._save_requested = False
         self._saved: Path | None = None
+        self._signals_to_reduce = False
+        """Whether a stop signal may have come since the last step: in start-up, an evaluation or a save."""
+        self._checked: Position | None = None
+        """Where replicas were last found equal."""
+        self.trouble: RunTrouble | None = None
+        """What is wrong with the run at the moment (`boost.train.health`)."""
+        self.proven_step = -1
+        """The last step whose weights the loss of the step after it has proven healthy; none is in trouble since."""
+        self._rollback: str | None = None
+        self._rollbacks = Rollbacks()
+        # The run keeps the tokenizer it starts with: the store on disk may be replaced or deleted while it trains.
+        tokenizer, data = self.store.tokenizer_json.encode(), data_identity(self.store)
+        self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
         """Loads the first intact checkpoint of `resume_from`; without one, starts at step 0 from the weights of `start_from`,
@@ -107,23 +145,40 @@ class Trainer:
 
         Raises CheckpointError if the checkpoint has another model or other data, or if all are damaged.
         """
+        self.warnings += ckpt.incomplete_warnings(self.run.checkpoints)
+        damaged: list[str] = []
         for path in resume_from:
             try:
                 found = ckpt.open_checkpoint(path)
                 check_resumable(found, self.config, self.store)
-                self.position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
+                self.load(found)
             except DamagedCheckpointError as error:
-                if path == resume_from[-1]:
-                    raise
+                damaged.append(str(error))
+                if len(damaged) == len(resume_from):
+                    raise DamagedCheckpointError("; ".join(damaged)) from None
                 self.warnings.append(f"{error}; using the checkpoint before it")
-                log.warning(self.warnings[-1])
             else:
                 self.resumed_from = found.path
+                self.warnings += resume_warnings(found, resume_from, self.config)
                 log.info("resumed from %s at step %d", found.path, self.position.step)
                 break
         else:
             self._load_initial_weights(start_from)
-        ckpt.supersede(self.run.checkpoints, self.position.step, self.mesh)
+        for warning in self.warnings:
+            log.warning(warning)
+        for folder in self.checkpoint_folders:
+            ckpt.supersede(folder, self.position.step, self.mesh)
+
+    def load(self, found: Checkpoint) -> None:
+        """Takes weights, optimizer state, RNG states and position from a checkpoint. Collective. Raises CheckpointError."""
+        position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
+        self.position = replace(position, trouble="")
+
+    @property
+    def checkpoint_folders(self) -> list[Path]:
+        """Where checkpoints of this run may be: its own folder, and run.fallback_dir's if there is one."""
+        fallback = ckpt.fallback_folder(self.config)
+        return [self.run.checkpoints, *([fallback] if fallback else [])]
 
     def _load_initial_weights(self, start_from: str | None) -> None:
         if start_from is None:
@@ -143,35 +198,52 @@ class Trainer:
             self.mesh.device, getattr(torch, self.config.train.compute_dtype), self.config.run.peak_tflops
         )
         try:
-            self._notify(Hook.setup)
+            self.notify(Hook.setup)
             start = TrainStart(self.position.step, self.config.train.steps)
-            self._notify(Hook.on_train_start, start)
+            self.notify(Hook.on_train_start, start)
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
                 # Signals are still caught here: one that arrives now must not cost the results of a run that is saved already.
-                end = TrainEnd(self._result(stopped, None if stopped else self.evaluate()))
-                self._notify(Hook.on_train_end, end)
+                self.finish_save()
+                evaluation = None if stopped else self.evaluate()
+                if not stopped and evaluation is None:
+                    stopped = StepFlags.SIGNAL
+                end = TrainEnd(self._result(stopped, evaluation))
+                self.notify(Hook.on_train_end, end)
             return end.result
         finally:
             self._stop_reason, self._save_requested = None, False
+            self._saver.close(LAST_SAVE_S)
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
         """Steps until the last one, or until any process asks to stop. Returns the flags that stopped the run, if any."""
         train = self.config.train
+        self._signals_to_reduce = True
         while self.position.step < train.steps:
+            if self._signals_to_reduce and self._signal_anywhere():
+                self.finish_save()  # it may be the one of this position
+                if not self._is_saved():
+                    self.save_last(urgent=True)
+                return StepFlags.SIGNAL
+            enter(Phase.STEP, self.position.step + 1)
             lr = learning_rate(self.config.optim, self.position.step, train.steps)
             start = StepStart(self.position.step + 1, lr)
-            self._notify(Hook.before_step, start)
+            self.notify(Hook.before_step, start)
             begin = time.perf_counter()
             stats = self.step(lr)
+            if self._saver.in_flight is not None and self._saver.done_everywhere():
+                self.finish_save()
             metrics = self._step_metrics(stats, lr, time.perf_counter() - begin, peak)
             last = self.position.step == train.steps
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             end = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), StepFlags.SAVE in stats.flags)
-            self._notify(Hook.after_step, end)
+            self.notify(Hook.after_step, end)
             if stop:
                 return stop
+            if self._rollback:
+                reason, self._rollback = self._rollback, None
+                self._rollbacks.roll_back(self, reason)
         return StepFlags.NONE
 
     def step(self, lr: float) -> StepStats:
@@ -181,10 +253,12 @@ class Trainer:
         """
         train, mesh = self.config.train, self.mesh
         tokens = train.global_batch * train.seq_len
-        batches = list(self.batches.micro_batches(self.position.step, mesh.dp.rank, mesh.dp.size, train.micro_batch))
+        data_step = self.position.step + self.position.skipped
+        batches = list(self.batches.micro_batches(data_step, mesh.dp.rank, mesh.dp.size, train.micro_batch))
         self.reducer.begin(len(batches))
         loss = backward(self.model, batches, self.config, divisor=tokens)
         self.reducer.finish()
+        self.notify(Hook.after_backward)
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
         stats = reduce_step_stats(self.fused_params, loss, targets, tokens, mesh, self._take_flags())
         if math.isfinite(stats.loss) and math.isfinite(stats.gradient_norm):
@@ -194,8 +268,8 @@ class Trainer:
         else:
             self.bad_steps += 1
             event = BadStep(self.position.step + 1, stats.loss, stats.gradient_norm, self.bad_steps)
-            self._notify(Hook.on_bad_step, event)
-        self.position = Position(self.position.step + 1, self.position.tokens + tokens)
+            self.notify(Hook.on_bad_step, event)
+        self.position = replace(self.position, step=self.position.step + 1, tokens=self.position.tokens + tokens)
         return stats
 
     def _step_metrics(self, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
@@ -212,11 +286,20 @@ class Trainer:
             seconds=seconds,
         )
 
-    def evaluate(self, max_tokens: int | None = None) -> Evaluation:
-        """Held-out loss at the current position, on the whole split or on about `max_tokens` of it. Collective."""
+    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+        """Held-out loss at the current position, on the whole split or on about `max_tokens` of it; None if a stop signal to
+        any process ended it early. Collective.
+        """
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
-        result = evaluate(self.model, self.heldout, train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
+        sizes = (train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
+        try:
+            with in_phase(Phase.EVALUATION):
+                result = evaluate(self.model, self.heldout, *sizes, self._signal_anywhere)
+        except EvaluationStopped:
+            return None
+        finally:
+            self._signals_to_reduce = True
         metrics = EvalMetrics(
             step=self.position.step,
             heldout_loss=result.loss,
@@ -225,34 +308,110 @@ class Trainer:
             tokens=result.tokens,
         )
         event = EvaluationEnd(metrics, complete=max_tokens is None)
-        self._notify(Hook.on_evaluation, event)
+        self.notify(Hook.on_evaluation, event)
         return result
 
-    def save(self) -> Path | None:
-        """Writes a complete checkpoint of the current position; None if a hook refused it. Collective.
+    def prepare_saves(self) -> None:
+        """Allocates the host memory of saves in the background, which the first one would otherwise do. Collective."""
+        self._saver.prepare()
 
-        Raises StorageError on every process if any of them could not write.
+    def save(self, wait: bool = True) -> Path | None:
+        """Saves a checkpoint of the current position; None if a hook refused it. Collective.
+
+        With `wait` the checkpoint is complete when this returns. Without, it is written in the background: this returns None
+        after the copy to host memory, and hooks see `after_save` after the step in which it is complete; a failure is then a
+        warning. Only one save is in flight: the next one waits for it.
+
+        Raises StorageError on every process if any of them could not write, NonFiniteError if weights or optimizer state
+        hold a value that is not finite, TrainingError if replicas differ: a checkpoint holds the weights of one of them.
         """
-        self._runner.require_all_processes("save", self.mesh.size)
-        step = self.position.step
-        if reason := self._refusal(SaveStart(step)):
-            self.warn(f"checkpoint of step {step} not saved: {reason}")
+        if not self._may_save():
             return None
-        path = ckpt.save_checkpoint(
+        with in_phase(Phase.SAVE):
+            if not wait:
+                self._saver.start(self.run.checkpoints, self._saved_position())
+                return None
+            saved = self._saver.save(self.run.checkpoints, self._saved_position())
+        return self._announce(saved)
+
+    def save_last(self, urgent: bool) -> Path | None:
+        """The last checkpoint of a run: as `save`, with the retries of run.save_retry_minutes and run.fallback_dir. Collective.
+
+        `urgent`: a signal stops the run, so that run.fallback_dir comes before the retries.
+        """
+        if not self._may_save(last=True):
+            return None
+        saved = ckpt.save_with_retries(
+            self._save_into,
             self.run.checkpoints,
-            self.model,
-            self.optimizer,
-            self.position,
-            self.config,
-            self.store.path / TOKENIZER_FILE,
-            data_identity(self.store),
-            self.mesh,
+            ckpt.fallback_folder(self.config),
+            self.config.run.save_retry_minutes,
+            urgent,
+            self.warn,
         )
-        event = SaveEnd(step, path)
-        self._notify(Hook.after_save, event)
-        log.info("saved %s", path)
-        self._saved = path
-        return path
+        return self._announce(saved)
+
+    def _save_into(self, folder: Path) -> SavedCheckpoint:
+        with in_phase(Phase.SAVE):
+            return self._saver.save(folder, self._saved_position())
+
+    def finish_save(self) -> None:
+        """Waits for the save in flight, if there is one; its failure is a warning. Collective."""
+        if self._saver.in_flight is None:
+            return
+        try:
+            with in_phase(Phase.SAVE):
+                saved = self._saver.finish()
+            self._announce(saved)
+        except (StorageError, NonFiniteError) as error:
+            self.warn(f"{error}; training continues, earlier checkpoints are intact")
+
+    def _saved_position(self) -> Position:
+        ruined = self.trouble is not None and self.trouble.ruined
+        return replace(self.position, trouble=self.trouble.text if self.trouble and ruined else "")
+
+    def _may_save(self, last: bool = False) -> bool:
+        """Whether a save may begin: the one in flight has ended, and no hook refuses."""
+        self._runner.require_all_processes("save", self.mesh.size)
+        self._signals_to_reduce = True
+        flying, begin = self._saver.in_flight, time.perf_counter()
+        self.finish_save()
+        if flying is not None and (waited := time.perf_counter() - begin) > SLOW_SAVE_S:
+            self.warn(
+                f"training waited {waited:.1f} s for the checkpoint of step {flying}, which was still being written; save less "
+                "often or write to a faster disk"
+            )
+        self.check_replicas()
+        step = self.position.step
+        if reason := self._refusal(SaveStart(step, last)):
+            self.warn(f"checkpoint of step {step} not saved: {reason}")
+            return False
+        return True
+
+    def _announce(self, saved: SavedCheckpoint) -> Path:
+        """Tells hooks and log of a complete checkpoint."""
+        for warning in saved.warnings:
+            self.warn(warning)
+        event = SaveEnd(saved.step, saved.path)
+        self._saved = saved.path
+        log.info("saved %s", saved.path)
+        self.notify(Hook.after_save, event)
+        return saved.path
+
+    def check_replicas(self) -> None:
+        """Compares the weights of all replicas, once at each position, unless train.check_replicas_every is 0. Collective.
+
+        Raises TrainingError on every process, with the ones that differ, or that hold a weight that is not finite.
+        """
+        self._runner.require_all_processes("check_replicas", self.mesh.size)
+        if not self.config.train.check_replicas_every or self._checked == self.position:
+            return
+        report = check_replicas(self.fused_params, self.mesh)
+        if report.mismatches or report.not_finite:
+            self.finish_save()  # the checkpoint to resume from may still be in flight
+        complete = ckpt.complete_checkpoints(self.run.checkpoints)
+        require_sound(report, self.position.step, complete[-1] if complete else None)
+        self._checked = self.position
 
     def _refusal(self, event: SaveStart) -> str | None:
         """The first reason that a hook of any process has against a checkpoint, the same on all processes.
@@ -261,10 +420,33 @@ class Trainer:
         """
 
         def ask_hooks() -> list[str]:
-            reasons = self._notify(Hook.before_save, event)
+            reasons = self.notify(Hook.before_save, event)
             return [reason or "refused by a hook" for reason in reasons if reason is not None]
 
         return next((reasons[0] for reasons in ckpt.run_on_all(self.mesh, ask_hooks, TrainingError) if reasons), None)
+
+    def begin_trouble(self, text: str, ruined: bool) -> None:
+        """Marks the run as in trouble; `ruined`: so are its weights, as far as the last step shows."""
+        self.trouble = RunTrouble(text, ruined)
+
+    def end_trouble(self) -> None:
+        """The run is healthy again."""
+        self.trouble = None
+
+    def proven_checkpoint(self) -> Path | None:
+        """The newest checkpoint whose weights a later healthy step has proven; None if there is none."""
+        found = [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
+        steps = sorted(((ckpt.step_of(path) or 0, path) for path in found), reverse=True)
+        return next((path for step, path in steps if step <= self.proven_step and not ckpt.trouble_of(path)), None)
+
+    def request_rollback(self, reason: str) -> None:
+        """Asks for a return to the newest healthy checkpoint after this step. All processes must ask alike, in `after_step`."""
+        self._rollback = reason
+
+    @property
+    def rolling_back(self) -> bool:
+        """Whether a rollback follows this step."""
+        return self._rollback is not None
 
     def request_stop(self, reason: str) -> None:
         """Asks all processes to save and stop, from any hook on any process (`boost.train.hooks` says when)."""
@@ -277,19 +459,26 @@ class Trainer:
     def warn(self, text: str) -> None:
         """Logs a warning and shows it to this process's hooks; the console prints it."""
         log.warning(text)
-        self._notify(Hook.on_warning, text)
+        self.notify(Hook.on_warning, text)
 
     def _take_flags(self) -> StepFlags:
         """What this process asks of all. A stop stays requested until the run ends, a save is requested once."""
-        flags = StepFlags.NONE
-        if self._signals.requested:
-            flags |= StepFlags.SIGNAL
-        if self._stop_reason is not None:
-            flags |= StepFlags.STOP
-        if self._save_requested:
-            flags |= StepFlags.SAVE
+        by_signal = self._signals.take_save_request()
+        save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
-        return flags
+        signal = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
+        return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
+
+    def _signal_anywhere(self) -> bool:
+        """Whether a process has received a stop signal that no step has told the others of. Collective."""
+        self._signals_to_reduce = False
+        own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
+        return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
+
+    def _is_saved(self) -> bool:
+        """Whether the current position is in a complete checkpoint, which this run or the one that it resumes has written."""
+        path = ckpt.checkpoint_path(self.run.checkpoints, self.position.step)
+        return path in (self._saved, self.resumed_from)
 
     def _result(self, stopped: StepFlags, evaluation: Evaluation | None) -> TrainResult:
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
@@ -302,5 +491,6 @@ class Trainer:
         reason = name if by_signal else self._stop_reason or "a hook of another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
-    def _notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls this method of `Hook` on every hook of this process. Returns their results."""
         return self._runner.call(method, self, *arguments)

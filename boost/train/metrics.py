@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from boost.config import Config
 from boost.errors import ConfigError, DataError, StorageError
-from boost.train.hooks import EvaluationEnd, Hook, StepEnd
+from boost.train.hooks import EvaluationEnd, Hook, Rollback, StepEnd
 from boost.train.rundir import RunDirectory, storage_errors
 
 if TYPE_CHECKING:
@@ -80,11 +80,13 @@ class MetricsWriter:
 
     def __init__(self, run: RunDirectory, config: Config, resumed_step: int | None = None) -> None:
         self._run = run
+        self.damaged = 0
+        """Lines of an earlier run that could not be read and were set aside."""
         # Before any file changes: a missing package must not cost the lines of an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
-                truncate_metrics(run.metrics, resumed_step, config.train.steps)
+                self.damaged = truncate_metrics(run.metrics, resumed_step, config.train.steps)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             from torch.utils.tensorboard import SummaryWriter
 
@@ -99,6 +101,13 @@ class MetricsWriter:
     def evaluation(self, metrics: EvalMetrics) -> None:
         """Writes one evaluation. Raises StorageError."""
         self._write("eval", "eval", metrics)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of steps after `step`, which are about to be trained again. Raises StorageError."""
+        with storage_errors(self._run.path):
+            self._file.close()
+            truncate_metrics(self._run.metrics, step)
+            self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""
@@ -132,7 +141,12 @@ class MetricsHook(Hook):
         self._failing = False
 
     def setup(self, trainer: "Trainer") -> None:
+        if trainer.resumed_from is None:
+            trainer.run.set_aside_metrics()
         self._writer = MetricsWriter(trainer.run, trainer.config, resumed_step=trainer.position.step)
+        if self._writer.damaged:
+            name = trainer.run.metrics.name
+            trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; they are in {name}.damaged now")
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:
@@ -141,6 +155,10 @@ class MetricsHook(Hook):
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
             self._write(trainer, self._writer.evaluation, event.metrics)
+
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+        if self._writer:
+            self._write(trainer, self._writer.rewind, event.step)
 
     def teardown(self, trainer: "Trainer") -> None:
         if self._writer:
@@ -197,23 +215,33 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [_from_line(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) -> None:
+def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) -> int:
     """Keeps the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one.
 
-    Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it.
+    Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it. A line that is not a JSON object is
+    appended to <name>.damaged instead: one such line must not stop a run. Returns the number of those.
     """
+    damaged = []
     kept = path.with_name(f"{path.name}.tmp")
     with open(path, "rb") as old, open(kept, "wb") as new:
         for number, line in enumerate(old, start=1):
             if not line.endswith(b"\n"):
                 continue
-            values = _from_line(line, path, number)
+            try:
+                values = _from_line(line, path, number)
+            except DataError:
+                damaged.append(line)
+                continue
             again = values.get("kind") == "eval" and values.get("step") == final_step
             if values.get("step", 0) <= last_step and not again:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
+    if damaged:
+        with open(path.with_name(f"{path.name}.damaged"), "ab") as aside:
+            aside.writelines(damaged)
     os.replace(kept, path)
+    return len(damaged)
 
 
 def _to_line(values: dict[str, Any]) -> str:
@@ -227,7 +255,7 @@ def _to_line(values: dict[str, Any]) -> str:
 def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")

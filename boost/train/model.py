@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import Config
+from boost.config.architecture import parameter_count
+from boost.config.rules import out_of_proportion
 from boost.config.stages import Stage, stages_of
 from boost.data.batches import Batch, join
 from boost.errors import ConfigError
@@ -20,6 +22,7 @@ from boost.parallel.pipeline import Pipeline, StageModule
 from boost.parallel.recompute import POLICIES
 from boost.parallel.sharding import last_backward, shard
 from boost.train.console import progress
+from boost.train.hardware import total_memory
 
 Model = Decoder | Pipeline
 """The part of the model that this process runs."""
@@ -28,8 +31,10 @@ Model = Decoder | Pipeline
 def build_model(config: Config, mesh: Mesh) -> Model:
     """The model as this process trains it: whole or its pipeline stages, blocks compiled, weights sharded over replicas.
 
-    Weights are not initialized. Raises ConfigError if a requested option cannot run here.
+    Weights are not initialized. Raises ConfigError if a requested option cannot run here, or weights alone need more memory than
+    there is.
     """
+    _require_memory(config, mesh.device)
     if config.parallel.pp == 1:
         whole = build_decoder(config, mesh)
         _compile_and_shard(whole, whole, config, mesh)
@@ -42,6 +47,19 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
     pipeline.prepare(config.parallel, count, (train.micro_batch, train.seq_len))
     return pipeline
+
+
+def _require_memory(config: Config, device: torch.device) -> None:
+    """Before anything is allocated: a process builds its part whole, then shares it with its replicas."""
+    parallel, dtype = config.parallel, getattr(torch, config.train.param_dtype)
+    needed = parameter_count(config.model) // (parallel.tp * parallel.pp) * dtype.itemsize
+    there = total_memory(device)
+    if needed > there:
+        field, value = out_of_proportion(config.model)
+        raise ConfigError(
+            f"{field} = {value}: the weights of one process take {needed / 1e9:,.0f} GB in {config.train.param_dtype}, but "
+            f"its device has {there / 1e9:,.0f} GB; take a smaller model, or more processes (parallel.tp, parallel.pp)"
+        )
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:

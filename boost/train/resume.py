@@ -6,21 +6,94 @@ from typing import Any
 from boost.config import Config
 from boost.data.store import TokenStore
 from boost.errors import CheckpointError, ConfigError
+from boost.optim.schedule import learning_rate
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Checkpoint
 from boost.train.rundir import RunDirectory
 
+HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
+    "train": ("steps", "param_dtype", "compute_dtype"),
+    "optim": (),
+    "data": ("isolate_documents",),
+}
+"""Fields that change what is learned, by section; () is all of them. seed, seq_len and global_batch must not change at all."""
 
-def resume_candidates(resume: str | None, run: RunDirectory) -> list[Path]:
-    """Checkpoints that `--resume` names, newest first: all of this run's for 'auto', else the one at a path.
+
+def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
+    """Checkpoints that `--resume` names, newest first: all of this run's for 'auto', also those in the
+    `fallback` folder, else the one at a path. Those of ruined weights come last.
 
     Raises CheckpointError if there is none at the path.
     """
     if resume is None:
         return []
     if resume == "auto":
-        return ckpt.complete_checkpoints(run.checkpoints)[::-1]
+        found = [path for folder in (run.checkpoints, fallback) if folder for path in ckpt.complete_checkpoints(folder)]
+        newest_first = sorted(found, key=_step, reverse=True)
+        return sorted(
+            newest_first, key=lambda path: bool(ckpt.trouble_of(path))
+        )  # ruined weights only for want of others
     return [ckpt.find_checkpoint(Path(resume))]
+
+
+def _step(path: Path) -> int:
+    return ckpt.step_of(path) or 0
+
+
+def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
+    """Raises CheckpointError if `--resume auto` would start at step 0 where a run has saved checkpoints: they were there, and a
+    run that starts over is not what was asked for. `restart`: it is."""
+    if candidates or restart:
+        return
+    saved = run.last_saved_step()
+    folders = [path for path in run.checkpoints.iterdir() if ckpt.step_of(path)] if run.checkpoints.is_dir() else []
+    if saved is None and folders:
+        saved = max(_step(path) for path in folders)
+    if saved is not None:
+        raise CheckpointError(
+            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {saved}, and --resume auto finds no complete "
+            "one; is its file system mounted? 'boost checkpoint list' shows what is there; --restart starts over at step 0 "
+            "and sets the earlier metrics and folders aside"
+        )
+
+
+def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -> list[str]:
+    """What a person should know before a run continues from `found`: newer checkpoints that were passed over, hyperparameters
+    that changed."""
+    warnings = [
+        f"'{path}' is newer and was passed over: {trouble}; --resume {path} takes it all the same"
+        for path in candidates
+        if _step(path) > found.position.step and (trouble := ckpt.trouble_of(path))
+    ]
+    if found.position.trouble:
+        warnings.append(f"'{found.path}' was saved in trouble: {found.position.trouble}")
+    warnings += [f"changed since '{found.path.name}': {change}" for change in changes(found.config, config)]
+    step = found.position.step
+    before, now = (learning_rate(each.optim, step, each.train.steps) for each in (found.config, config))
+    if before != now and step < found.config.train.steps:
+        warnings.append(
+            f"the learning rate of step {step + 1} is {now:.4g}; without these changes it would be {before:.4g}"
+        )
+    return warnings
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """Hyperparameters that differ, 'optim.lr 0.001 -> 0.002', in the order of the configuration."""
+    lines = []
+    for name in HYPERPARAMETERS:
+        old, new = (_flat(getattr(each, name).model_dump()) for each in (before, now))
+        fields = HYPERPARAMETERS[name] or tuple(dict.fromkeys((*old, *new)))
+        for field in fields:
+            if old.get(field) != new.get(field):
+                lines.append(f"{name}.{field} {old.get(field)!r} -> {new.get(field)!r}")
+    return lines
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value) if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoint:

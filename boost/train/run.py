@@ -1,19 +1,36 @@
 """One process of `boost train`: joins the mesh, trains, and prints the result on the main process."""
 
+import contextlib
+import faulthandler
+import logging
 import os
+import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from boost.config import Config
 from boost.data.store import TokenStore
-from boost.parallel.mesh import close_mesh, open_mesh
-from boost.train.checkpoint import checkpoint_path
+from boost.errors import HangError, StoppedError, TrainingError
+from boost.parallel.mesh import Mesh, close_mesh, open_mesh
+from boost.parallel.rendezvous import launch_dir
+from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
+from boost.train.failures import failure_report, first_sentence, is_lost_connection, memory_advice, out_of_memory
+from boost.train.faults import Fault, FaultInjection
 from boost.train.generate import Sampling, generate
+from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
 from boost.train.loop import Trainer, TrainResult
 from boost.train.metrics import MetricsHook
 from boost.train.model import Model
-from boost.train.resume import resume_candidates
+from boost.train.resume import require_nothing_lost, resume_candidates
+from boost.train.run_lock import RunLock
 from boost.train.rundir import RunDirectory, configure_logging
+from boost.train.signals import StopRequest
+from boost.train.terminal import outliving_terminal
+from boost.train.worker import leave
+
+log = logging.getLogger("boost")
 
 SAMPLE_TOKENS = 120
 PROMPT_TOKENS = 24
@@ -22,27 +39,89 @@ STOPPED_ELSEWHERE = 75
 """Exit code where a signal to another node stopped and saved the run: EX_TEMPFAIL, try again."""
 
 
-def train_process(config: Config, resume: str | None, start_from: str | None = None) -> int:
-    """Trains as one process of the mesh; returns the exit code. Raises BoostError."""
+def train_process(
+    config: Config,
+    resume: str | None,
+    start_from: str | None = None,
+    faults: Sequence[Fault] = (),
+    restart: bool = False,
+) -> int:
+    """Trains as one process of the mesh; returns the exit code. Raises BoostError.
+
+    `restart`: with --resume auto, starts at step 0 where the checkpoints of an earlier run are gone.
+    """
+    remember_collectives()
+    if not launch_dir():
+        with contextlib.suppress(OSError):  # a stderr without a file
+            faulthandler.register(signal.SIGQUIT, all_threads=True)
+    with outliving_terminal(), StopRequest() as request:
+        try:
+            mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, lambda: request.name)
+        except StoppedError as stop:
+            print(f"stopped by {stop} in start-up, before any step; nothing is lost")
+            return 0 if request.requested else _stopped_elsewhere()
+        lock = RunLock(config.run.dir) if mesh.is_main else contextlib.nullcontext()
+        with lock, Heartbeat(mesh, config.run, _leave_hung) as heartbeat:
+            try:
+                result = _train(config, resume, start_from, faults, restart, mesh)
+            except Exception as error:
+                if explained := _explained(error, config, heartbeat):
+                    raise explained from error
+                raise
+        close_mesh()
+    return _exit_code(result)
+
+
+def _train(
+    config: Config, resume: str | None, start_from: str | None, faults: Sequence[Fault], restart: bool, mesh: Mesh
+) -> TrainResult:
     import torch
 
-    mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     run = RunDirectory(Path(config.run.dir))
+    fallback = fallback_folder(config)
     if mesh.is_main:
+        if resume == "auto":
+            require_nothing_lost(run, resume_candidates(resume, run, fallback), restart)
         run = RunDirectory.create(config, resume=run.continued_by(resume))
     mesh.barrier()
     configure_logging(run.logs, mesh.rank)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, read at its first use
         torch.use_deterministic_algorithms(True)
-    candidates = resume_candidates(resume, run)
-    trainer = Trainer(config, mesh, run, hooks=[ConsoleHook(), MetricsHook()])
+    candidates = resume_candidates(resume, run, fallback)
+    hooks = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
+    trainer = Trainer(config, mesh, run, hooks=hooks)
     trainer.start(candidates, start_from)
     result = trainer.fit()
     _print_result(config, trainer, result)
     mesh.barrier()  # no process leaves while another still communicates
-    close_mesh()
-    return _exit_code(result)
+    return result
+
+
+def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> TrainingError | None:
+    """One line for memory that ran out and for lost processes, by name where the heartbeats tell; None for other errors."""
+    if what := out_of_memory(error):
+        where = f"{process_name(heartbeat.rank, heartbeat.size)}: " if heartbeat.size > 1 else ""
+        return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
+    if not is_lost_connection(error) and not is_lost_connection(error.__cause__):
+        return None
+    if found := heartbeat.diagnose():
+        return HangError(found)
+    if launch_dir():
+        return None  # the launcher may know more
+    lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost another one: {first_sentence(error)}"
+    return TrainingError(f"{lost}; resume with --resume auto")
+
+
+def _leave_hung(message: str) -> None:
+    """Ends this process, whose main thread waits in a collective, from the thread of the heartbeat."""
+    error = HangError(message)
+    log.error("%s", message)
+    if folder := launch_dir():
+        failure_report(error, int(os.environ["RANK"])).write(folder)
+    else:
+        print(f"boost: error: {message}; resume with --resume auto", file=sys.stderr)
+    leave(error.exit_code)
 
 
 def _exit_code(result: TrainResult) -> int:
@@ -51,8 +130,11 @@ def _exit_code(result: TrainResult) -> int:
     It would wait five minutes for the other torchrun, which its signal has ended, and then report success, so that a
     scheduler restarts that node alone.
     """
-    elsewhere = result.by_signal and not result.received_signal
-    return STOPPED_ELSEWHERE if elsewhere and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else 0
+    return _stopped_elsewhere() if result.by_signal and not result.received_signal else 0
+
+
+def _stopped_elsewhere() -> int:
+    return STOPPED_ELSEWHERE if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else 0
 
 
 def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None:
@@ -71,7 +153,7 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
         print(f"\nsample (held-out text up to the mark [...], then the model)\n{sample}")
     else:
         step = result.position.step
-        saved = result.checkpoint == checkpoint_path(trainer.run.checkpoints, step)
+        saved = result.checkpoint in [checkpoint_path(folder, step) for folder in trainer.checkpoint_folders]
         state = "everything is saved" if saved else "a hook refused the checkpoint of this step"
         print(
             f"\nstopped by {result.stopped_by} at step {step} of {config.train.steps}, {state}; resume with --resume auto"

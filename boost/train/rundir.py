@@ -2,6 +2,8 @@
 
 config.toml        the fully resolved configuration; config.2.toml, ... of each later start
 environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
+last-saved.json    step of the newest checkpoint, kept apart from the checkpoints: what must be found again
+run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object a line for every step and every evaluation (boost.train.metrics)
 tensorboard/       the same numbers as TensorBoard events
 logs/rank{r}.log   log of process r, with times; rank{r}.out: its stdout and stderr where it has no terminal
@@ -36,6 +38,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
+        self.last_saved = self.path / "last-saved.json"
 
     @classmethod
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
@@ -57,6 +60,31 @@ class RunDirectory:
     def continued_by(self, resume: str | None) -> bool:
         """Whether `--resume` names this run: 'auto', or a path inside this folder. Another run's path starts a new one."""
         return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(self.path.resolve()))
+
+    def record_saved(self, step: int) -> None:
+        """Notes, atomically, that there is a checkpoint of `step`. Raises StorageError."""
+        with storage_errors(self.path):
+            draft = self.last_saved.with_name(f".{self.last_saved.name}.tmp")
+            draft.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+            draft.replace(self.last_saved)
+
+    def last_saved_step(self) -> int | None:
+        """The step that was noted last; None if no checkpoint was saved here."""
+        try:
+            return int(json.loads(self.last_saved.read_text(encoding="utf-8"))["step"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def set_aside_metrics(self) -> None:
+        """Renames the metrics of an earlier run to metrics.1.jsonl, metrics.2.jsonl, ...: a run that starts over does not
+        overwrite them. Raises StorageError."""
+        if not (self.metrics.is_file() and self.metrics.stat().st_size):
+            return
+        with storage_errors(self.path):
+            number = 1
+            while (aside := self.path / f"metrics.{number}.jsonl").exists():
+                number += 1
+            self.metrics.rename(aside)
 
     def require_empty(self) -> None:
         """Raises ConfigError if a new run would mix with files of an earlier one."""

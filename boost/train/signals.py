@@ -1,48 +1,93 @@
-"""Stop signals as a flag that the training loop reads between steps: SIGTERM saves and exits."""
+"""Signals as flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and goes on.
 
+Free of torch, so that a command can catch signals before its slow imports. `StopRequest` may be opened inside another one:
+a command opens it first, the trainer again around its steps, and what arrived in between is not lost.
+"""
+
+import contextlib
+import os
+import select
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Sent by schedulers, spot instances and users at a terminal."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""Sent by schedulers, spot instances, terminals that close, and users at a terminal."""
+
+SAVE_SIGNAL = signal.SIGUSR2
+"""Asks for a checkpoint after the current step; training goes on."""
 
 SECOND_INTERRUPT_S = 2.0
 """Two SIGINTs within this time are one Ctrl-C: a terminal sends it to every process, and a launcher forwards it."""
+
+INTERRUPTED = b"\nstopping after this step, Ctrl-C again to abort\n"
+"""What a first Ctrl-C is answered with, at once."""
+
+
+def caught_signals() -> tuple[signal.Signals, ...]:
+    """The stop signals and the save signal, without a SIGHUP that is ignored: nohup asks to survive the terminal."""
+    signals = (*STOP_SIGNALS, SAVE_SIGNAL)
+    return tuple(number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
 
 class StopRequest:
     """While open, stop signals only set a flag; a second SIGINT more than 2 s after the first raises KeyboardInterrupt.
 
-    Previous handlers are restored on exit; after a SIGINT, once those 2 s are over. Must be entered on
-    the main thread, as Python requires for handlers.
+    Signals that were blocked are delivered as soon as the handlers stand. Previous handlers and the mask are restored on
+    exit; after a SIGINT, its handler once those 2 s are over. Must be entered on the main thread, as Python requires for
+    handlers.
     """
+
+    announces: ClassVar[bool] = True
+    """Whether this process answers a Ctrl-C: the launcher does so for the processes that it started."""
+
+    _open: ClassVar["StopRequest | None"] = None
 
     def __init__(self) -> None:
         self.requested: bool = False
         """Whether a stop signal has arrived."""
         self.name: str | None = None
         """Name of the first one, such as 'SIGTERM'."""
+        self._save_requested = False
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._outer: StopRequest | None = None
+        self._mask: set[Any] = set()
 
     def __enter__(self) -> "StopRequest":
-        for number in STOP_SIGNALS:
+        self._outer, StopRequest._open = StopRequest._open, self
+        if self._outer is not None:
+            self._take_over(self._outer)
+        caught = caught_signals()
+        for number in caught:
             self._previous[number] = signal.signal(number, self._record)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._previous.items():
             # None: a handler installed by C code, which Python cannot restore.
             previous = signal.SIG_DFL if handler is None else handler
-            signal.signal(
-                number, self._ignore_repeat(previous) if number == signal.SIGINT and self._interrupted_at else previous
-            )
+            repeats = number == signal.SIGINT and self._interrupted_at and self._outer is None
+            signal.signal(number, self._ignore_repeat(previous) if repeats else previous)
         self._previous.clear()
+        if self._outer is not None:
+            self._outer._take_over(self)
+        StopRequest._open, self._outer = self._outer, None
+
+    def take_save_request(self) -> bool:
+        """Whether SIGUSR2 has arrived since the last call."""
+        requested, self._save_requested = self._save_requested, False
+        return requested
+
+    def _take_over(self, other: "StopRequest") -> None:
+        self.requested, self.name = other.requested, other.name
+        self._save_requested, self._interrupted_at = other._save_requested, other._interrupted_at
 
     def _ignore_repeat(self, previous: Any) -> Callable[[int, FrameType | None], None]:
         """The previous handler, except that it ignores what a launcher still forwards of a Ctrl-C already handled."""
@@ -56,6 +101,11 @@ class StopRequest:
         return handle
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        if number == SAVE_SIGNAL:
+            self._save_requested = True
+            return
+        if number == signal.SIGHUP:
+            mute_closed_streams()
         if not self.requested:
             self.requested, self.name = True, signal.Signals(number).name
         if number != signal.SIGINT:
@@ -63,5 +113,24 @@ class StopRequest:
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
+            if self.announces and os.environ.get("RANK", "0") == "0":
+                answer_interrupt()
         elif now - self._interrupted_at > SECOND_INTERRUPT_S:
             raise KeyboardInterrupt
+
+
+def answer_interrupt() -> None:
+    """Tells what a Ctrl-C does. Written past Python's streams, which may be in use where the signal arrived."""
+    with contextlib.suppress(OSError):
+        os.write(2, INTERRUPTED)
+
+
+def mute_closed_streams() -> None:
+    """Sends stdout and stderr to /dev/null where the terminal or pipe behind them is gone: every write would fail."""
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from boost import __version__
 from boost.config import Config
 from boost.errors import DamagedCheckpointError, StorageError
 from boost.parallel.mesh import Mesh
-from boost.train.checkpoint import FORMAT, Checkpoint, finalize, quiet, verify
+from boost.train.checkpoint import Checkpoint, finalize, verify
+from boost.train.checkpoint.manifest import read_manifest
+from boost.train.checkpoint.read import ShardReader, quiet
+from boost.train.checkpoint.state import CheckpointState
 
 PREFIX = "model."
 """Prefix of weights among the tensors of a checkpoint."""
 
 
-class _Reader(HuggingFaceStorageReader):
+class _Reader(ShardReader):
     """Reads the headers of all files once, not at each read."""
 
     @functools.cached_property
@@ -41,9 +42,9 @@ class WeightReader:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        verify(checkpoint.path, Mesh(torch.device("cpu")))
+        verify(checkpoint, Mesh(torch.device("cpu")))
         self._path = checkpoint.path
-        self._reader = _Reader(str(checkpoint.path / "tensors"))
+        self._reader = _Reader(checkpoint.path, read_manifest(checkpoint.path))
         self._tensors = self._reader.read_metadata().state_dict_metadata
 
     def _metadata(self, name: str) -> TensorStorageMetadata:
@@ -67,18 +68,10 @@ class WeightReader:
 
 def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     """`state.json` of weights at step 0, before any optimizer update."""
-    return {
-        "format": FORMAT,
-        "boost": __version__,
-        "torch": torch.__version__,
-        "step": 0,
-        "tokens": 0,
-        "updates": 0,
-        "next_sample": 0,
-        "processes": 1,
-        "data": data,
-        "config": config.model_dump(),
-    }
+    state = CheckpointState(
+        step=0, tokens=0, updates=0, next_sample=0, processes=1, data=data, config=config.model_dump()
+    )
+    return state.model_dump()
 
 
 def begin_weights(final: Path) -> Path:

@@ -59,7 +59,7 @@ def test_faster_slower_and_what_cannot_be_told(tmp_path: Path) -> None:
     assert verdicts["| btp-sp, batch 4"].endswith("no difference seen |")
     assert "| 1.300 (1." in verdicts["| vanilla, batch 4"] and verdicts["| vanilla, batch 4"].endswith("| slower |")
     assert "| 4, 4 |  | fewer than 7 rounds |" in verdicts["| few"]
-    assert "Not measured in turns" in text and "Warning" not in text and "Only in" not in text
+    assert "Not interleaved" in text and "Warning" not in text and "Only in" not in text
 
 
 def test_what_makes_a_change_unclear_is_one_line(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def test_the_slowest_process_counts_and_all_repeat_equally_often() -> None:
 @pytest.mark.parametrize(
     ("computed", "said"),
     [
-        ([torch.ones(2), torch.zeros(2)], "nothing but zeros"),
-        ([torch.tensor([1.0, torch.nan])], "not finite"),
-        ([], "showed nothing"),
+        ([torch.ones(2), torch.zeros(2)], "only zeros"),
+        ([torch.tensor([1.0, torch.nan])], "non-finite"),
+        ([], "returned no results"),
     ],
 )
 def test_a_time_of_nothing_is_refused(computed: list[Tensor], said: str) -> None:
@@ -87,7 +87,7 @@ def test_a_time_of_nothing_is_refused(computed: list[Tensor], said: str) -> None
 
 
 def test_too_few_rounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="7 at least"):
+    with pytest.raises(ValueError, match="needs at least 7"):
         take_turns({"a": note([], "a")}, ONE, LEAST_ROUNDS - 1)
 
 

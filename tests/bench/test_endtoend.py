@@ -20,7 +20,7 @@ from boost.measure.document import Table
 from boost.measure.results import Facts, facts_of, figures
 from boost.measure.steps import Stepper
 from boost.plan.hardware import load_hardware
-from boost.plan.prediction import waited_for
+from boost.plan.prediction import exposed_collectives
 from boost.plan.timing import predict
 from boost.train.launch import launch
 from tests import toy
@@ -64,7 +64,7 @@ def test_every_contender_is_timed_in_every_round_and_counted() -> None:
 
 
 def test_bytes_that_are_not_in_the_table_are_not_accounted_for() -> None:
-    with pytest.raises(MeasurementError, match="other collectives than its table"):
+    with pytest.raises(MeasurementError, match="collectives that differ from the collective table"):
         side_by_side.sent_in_blocks(layout(BTP), [])
 
 
@@ -125,12 +125,12 @@ def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
     assert launch(share_of_its_own, (group, hardware, out), 1, log_dir=None) == 0
     facts = side_by_side.json.loads(out.read_text())
     assert facts["tp"] == 4 and facts["processes"] == 1 and "A100" in facts["priced_by"]
-    assert facts["waits_s"] == {name: waited_for(predict(config, hardware)) for name, config in found.items()}
+    assert facts["waits_s"] == {name: exposed_collectives(predict(config, hardware)) for name, config in found.items()}
     assert all(waits > 0 for waits in facts["waits_s"].values())
     seconds = side_by_side.seconds_of(facts, BTP)
     assert seconds == [taken + facts["waits_s"][BTP] for taken in rows(facts)[BTP]["seconds"]]
     table = next(p for p in section({**results(), "groups": [facts]}).parts if isinstance(p, Table))
-    assert "modelled" in " ".join(table.headings) and facts["priced_by"] in table.caption
+    assert "modeled" in " ".join(table.headings) and facts["priced_by"] in table.caption
 
 
 def share_of_its_own(group: TimingGroup, hardware: Any, out: Path) -> int:
@@ -170,5 +170,5 @@ def test_without_a_profile_of_this_machine_shares_are_left_out() -> None:
     machine = endtoend.machine_of("cpu", 2, None)
     assert machine.hardware is None and "boost plan calibrate" in machine.why_no_shares
     assert not any(group.share for group in endtoend.groups(machine))
-    with pytest.raises(ConfigError, match=r"--hardware = 'h100-80g' is of a cuda device"):
+    with pytest.raises(ConfigError, match=r"--hardware = 'h100-80g' is a cuda profile"):
         endtoend.machine_of("cpu", 2, "h100-80g")

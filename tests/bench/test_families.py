@@ -131,7 +131,7 @@ def test_a_run_that_diverged_is_said_and_not_averaged_away(config: Config, made:
     assert rows["dense"]["diverged"] == 2 and rows["dense"]["loss"] is None and rows["svd"]["paired"] is None
     assert not rows["svd"]["at_edge"]
     assert "diverged, 2 of 2" in (tmp_path / "f.md").read_text()
-    with pytest.raises(TrainingError, match="dense diverged at every rate"):
+    with pytest.raises(TrainingError, match="dense diverged at every learning rate"):
         families.compare(hot, dataclasses.replace(PLAN, sweep=(1e-2,)), tmp_path / "g")
 
 
@@ -198,7 +198,7 @@ def quits(task: Task) -> FamilyRun:
 
 def test_a_lost_process_is_an_error_that_says_to_run_again(config: Config) -> None:
     task = Task("cola", 0, 1e-2, families.configuration(config, "cola", 0, 1e-2, 2))
-    with pytest.raises(TrainingError, match="what had finished is kept"):
+    with pytest.raises(TrainingError, match="finished runs are kept"):
         list(families.each_trained([task], 1, work=quits))
 
 

@@ -1,4 +1,4 @@
-"""Every layout's products are timed at every TP, and utilisation is FLOPs over time over the ceiling of the same round."""
+"""Every layout's products are timed at every TP, and utilization is FLOPs over time over the ceiling of the same round."""
 
 import json
 from pathlib import Path
@@ -37,12 +37,12 @@ def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path, mon
     assert gemms.goals(facts) == []
 
 
-def test_utilisation_is_of_the_faster_square_in_the_same_round() -> None:
+def test_utilization_is_of_the_faster_square_in_the_same_round() -> None:
     """The machine is twice as slow in every second round; a contender that uses a quarter of it does so in all."""
     slow = [1.0, 2.0] * 3 + [1.0]
     seconds = {"square 10": [s * 2e3 / 100 for s in slow], "square 20": [s * 16e3 / 400 for s in slow]}
     seconds["mine"] = [s * 800 / 100 for s in slow]
     facts = {"squares": [10, 20], "turns": {"seconds": seconds}}
     assert gemms.ceiling(facts)[0] == 20
-    found = gemms.utilisation(facts, {"flops": 800, "name": "mine"})
+    found = gemms.utilization(facts, {"flops": 800, "name": "mine"})
     assert (found.value, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))

@@ -44,9 +44,9 @@ def test_only_measurements_decide_and_all_of_them() -> None:
     assert status(target, [FOUND]) == "met"
     assert status(target, [FOUND, replace(FOUND, met=False)]) == "not met"
     assert status(target, [replace(FOUND, met=None)]) == status(target, []) == "not measured"
-    assert status(target, [replace(FOUND, kind="modelled")]) == "not measured"
-    assert status(target, [FOUND, replace(FOUND, kind="modelled", met=False)]) == "met"
-    assert status(target_of("performance model: published ratios"), [replace(FOUND, kind="modelled")]) == "met"
+    assert status(target, [replace(FOUND, kind="modeled")]) == "not measured"
+    assert status(target, [FOUND, replace(FOUND, kind="modeled", met=False)]) == "met"
+    assert status(target_of("performance model: published ratios"), [replace(FOUND, kind="modeled")]) == "met"
 
 
 def test_what_was_not_measured_says_why() -> None:

@@ -16,7 +16,7 @@ DRAWING = """<?xml version="1.0" encoding="utf-8" standalone="no"?>
 </svg>"""
 
 
-def test_names_colours_and_what_is_left_out() -> None:
+def test_names_colors_and_what_is_left_out() -> None:
     made = inline_svg(DRAWING, "mine-", 'A "picture" <of> it')
     assert 'id="mine-a"' in made and 'href="#mine-a"' in made and "url(#mine-p1)" in made and 'id="mine-p1"' in made
     assert "var(--paper)" in made and "var(--ink)" in made and "#1f77b4; stroke: var(--line)" in made

@@ -1,4 +1,4 @@
-"""One optimisation at a time: every rung is a legal configuration that differs from the one before as it says."""
+"""One optimization at a time: every rung is a legal configuration that differs from the one before as it says."""
 
 import itertools
 from pathlib import Path

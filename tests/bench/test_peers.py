@@ -64,7 +64,7 @@ def test_what_cannot_run_is_left_out_with_a_reason() -> None:
     """One key/value head for two processes: DTensor cuts whole heads."""
     found, reasons = run_distributed(2, reasons_of, make(kv_heads=1))[1]
     assert LOW_RANK in found and not {DENSE, DENSE_SP, LOW_RANK_CUT} & set(found)
-    assert reasons[DENSE] == "ValueError: 1 key/value heads cannot be cut over 2 processes"
+    assert reasons[DENSE] == "ValueError: 1 key/value heads cannot be sharded over 2 processes"
 
 
 def reasons_of(config: Config) -> tuple[list[str], dict[str, str]]:

@@ -43,7 +43,7 @@ def section(facts: Facts) -> Section:
         (
             "Both at once, 2x each, in `one run`.",
             Table("Seconds, measured.", ("layout", "step s:", "step s, paper:", "verdict"), rows),
-            Table("Predictions <b>here</b>.", tuple(f"modelled {i} ms:" for i in range(14)), (("12345.6",) * 14,)),
+            Table("Predictions <b>here</b>.", tuple(f"modeled {i} ms:" for i in range(14)), (("12345.6",) * 14,)),
             Figure("steps", "Seconds of a step.", lambda path: draw(facts, path)),
         ),
     )
@@ -82,7 +82,7 @@ def test_everything_is_on_the_page_beside_its_command_and_machine(results: Path)
     assert '<td class="number">2.06</td><td class="number paper">0.72</td>' in html
     assert '<span class="badge met">met</span>' in html and f"2{report.TIMES} each, in <code>one run</code>" in html
     assert '<span class="badge skipped">skipped</span> <code>DTensor</code> is missing' in html
-    for kind in ("measured", "modelled"):
+    for kind in ("measured", "modeled"):
         assert f'<figcaption><span class="badge {kind}">' in html
     assert html.count("Slow CPU") >= 2 and "torch" in html and "CUDA 13.0" in html and "2026-11-20" in html
 
@@ -141,14 +141,14 @@ def test_the_same_results_give_the_same_bytes_and_a_change_is_seen(
 
 
 def test_what_is_no_result_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="holds no result"):
+    with pytest.raises(ConfigError, match="contains no results"):
         report.read_results([results / "none"])
     unknown = [Goal("speed of light", "", "", "", None)]
     monkeypatch.setattr(experiments, "goals", lambda _: unknown)
     with pytest.raises(MeasurementError, match="'speed of light' is none"):
         page_of(results)
     (results / "odd.json").write_text(json.dumps({"experiment": "odd", "environment": {}}))
-    with pytest.raises(ConfigError, match=r"odd\.json: experiment = 'odd' is not known"):
+    with pytest.raises(ConfigError, match=r"odd\.json: experiment = 'odd' is unknown"):
         report.read_results([results])
 
 

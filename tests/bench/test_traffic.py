@@ -41,12 +41,12 @@ def test_the_experiment(tmp_path: Path) -> None:
     figure.draw(tmp_path / "traffic.svg")
     assert (tmp_path / "traffic.svg").stat().st_size > 1000
     captions = [part.caption for part in section.parts if isinstance(part, Table)]
-    assert any("counted" in caption for caption in captions) and any("modelled" in caption for caption in captions)
+    assert any("counted" in caption for caption in captions) and any("modeled" in caption for caption in captions)
 
 
 def test_the_papers_sizes_have_the_papers_volumes() -> None:
     """Payload in 2^20 bytes; ours of btp has the statistic on top."""
-    found = {(row["size"], row["layout"]): row for row in traffic.modelled()}
+    found = {(row["size"], row["layout"]): row for row in traffic.modeled()}
     for size, ways in COMMUNICATION.items():
         assert found[size, "megatron"]["payload_bytes"] == ways["full-rank"][0] * 2**20
         over = found[size, "btp"]["payload_bytes"] / 2**20 - ways["BOOST"][0]

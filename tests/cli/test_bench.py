@@ -13,8 +13,8 @@ BAD = [
     (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
     (["fit", "--memory-gb", "0"], ["--memory-gb = 0", "80"]),
     (["fit", "--train.step", "3"], ["train.step", "did you mean"]),
-    (["modelled", "--hardware", "h100"], ["'h100'", "did you mean 'h100-80g'"]),
-    (["report", "--results", "/nowhere"], ["--results = '/nowhere'", "holds no result"]),
+    (["modeled", "--hardware", "h100"], ["'h100'", "did you mean 'h100-80g'"]),
+    (["report", "--results", "/nowhere"], ["--results = '/nowhere'", "contains no results"]),
     (["steps", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
     (["steps", "--tp", "0"], ["--tp = 0", "smallest valid value: 1"]),
     (["steps", "--run.device", "cpu", "--hardware", "h100-80g"], ["--hardware = 'h100-80g'", "boost plan calibrate"]),
@@ -72,7 +72,7 @@ def test_an_experiment_must_be_named(words: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in ("modelled", "report", "compare")])
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in ("modeled", "report", "compare")])
 def test_help_of_every_experiment(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["bench", experiment, "--help"])

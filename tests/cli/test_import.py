@@ -50,6 +50,7 @@ def test_the_error_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert {row["rank"] for row in facts["report"]["linears"]} == {5}
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_weights_and_is_resumed(
     llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +101,7 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
             "start a run from it with --start-from",
         ),
         ([*begin, "--start-from", "/nowhere"], "no checkpoint at '/nowhere'"),
-        ([*begin, "--start-from", whole, "--resume", whole], "both say where the weights come from"),
+        ([*begin, "--start-from", whole, "--resume", whole], "conflict; use one of them"),
         ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),
         (
             [*begin, "demo", "--start-from", whole, "--parallel.tp", "1"],

@@ -45,7 +45,7 @@ def test_json_and_text_for_every_layout(words: list[str], tp: str, capsys: pytes
     for weight in found["weights"]:
         ratios = [whole // part for whole, part in zip(weight["global"], weight["local"], strict=True)]
         assert sorted(ratios)[-1] == (int(tp) if weight["cut"].startswith("dim") else 1)
-        assert weight["partial"] == weight["cut"].startswith("whole, gradient")
+        assert weight["partial"] == weight["cut"].startswith("replicated, gradient")
     code, out, _ = say(capsys, "boost-7b", *words, "--tp", tp)
     assert code == 0
     assert max(len(line) for line in out.splitlines()) <= 100
@@ -92,7 +92,7 @@ def test_memory_of_stages_and_shards_is_predicted_only(words: list[str], capsys:
     code, out, _ = say(capsys, *words)
     table = out[out.index("memory of one process") :]
     assert code == 0 and "Predicted only" in table and "measured" not in table.partition("Predicted only")[0]
-    assert f"predicted for: {held['moment']}" in table and extra in table
+    assert f"Predicted peak during: {held['moment']}" in table and extra in table
     assert max(len(line) for line in out.splitlines()) <= 100
 
 
@@ -103,7 +103,7 @@ def test_what_an_exact_step_sends_on_top_is_listed_by_itself(capsys: pytest.Capt
     assert loro["collectives"] == usual["collectives"] and usual["exact_step"] == []
     assert loro["bytes_of_exact_step"] == sum(c["bytes"] for c in loro["exact_step"]) > 0
     out = say(capsys, *words, "--optim.name", "loro")[1]
-    assert "collectives, every 500 steps, for an exact one" in out and "an exact step" in out
+    assert "collectives, every 500 steps, in the exact step" in out and "per exact step" in out
     muon = facts(capsys, *words, "--optim.name", "muon")
     assert next(c["kind"] for c in muon["collectives"] if c["place"] == "optimizer") == "all-reduce"
     assert muon["exact_step"] == []
@@ -119,7 +119,7 @@ def test_what_full_blocks_send_again_is_listed(capsys: pytest.CaptureFixture[str
     }
     assert again["bytes_per_step"] == usual["bytes_per_step"] + sent["recompute"]
     _, out, _ = say(capsys, "demo", "--train.recompute", "full-block")
-    assert "collectives, again, to recompute" in out
+    assert "collectives, recompute" in out
 
 
 def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
     weights = {weight["name"]: weight for weight in found["weights"]}
     assert weights["layers.N.attn.q.A"]["global"] == [1024, 4096]
     assert weights["layers.N.attn.q.A"]["local"] == [1024, 1024]
-    assert weights["layers.N.attn.q.A"]["cut"] == "dim 1 in 4"
+    assert weights["layers.N.attn.q.A"]["cut"] == "dim 1 over 4"
     assert weights["embed"]["local"] == [32000, 1024]
     assert (found["tokens"], found["micro_batches"], found["dp"], found["residual"]) == (16384, 1, 1, [16384, 1024])
     first = found["collectives"][0]
@@ -154,7 +154,7 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
         (["demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
         (["demo", "--tp", "0"], "parallel.tp = 0 is too small; smallest valid value: 1"),
         (["boost-7b", "--layout", "megatron"], "parallel.layout = 'megatron' shards dense linears; model.family = 'cola' has none"),
-        (["boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is none of the 2 pipeline processes; nearest valid value: 1"),
+        (["boost-13b", "--pp-rank", "2"], "--pp-rank = 2 is not one of the 2 pipeline ranks; nearest valid value: 1"),
         (["nope"], "no configuration file and no preset named 'nope'"),
         (["demo", "--model.rnk", "3"], "unknown key 'model.rnk'; did you mean 'model.rank'?"),
     ],
@@ -171,7 +171,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = say(capsys, "boost-13b")[1]
-    assert "of 21, 19 blocks; shown is pipeline process 0: embedding, blocks 0-20" in out
+    assert "of 21, 19 blocks; pipeline rank 0: embedding, blocks 0-20" in out
     first, last = (facts(capsys, "boost-13b", "--pp-rank", rank) for rank in "01")
     assert first["stages"] == [{"index": 0, "first_layer": 0, "layers": 21}]
     layers = [{c["layer"] for c in found["collectives"]} - {None} for found in (first, last)]
@@ -198,17 +198,17 @@ def test_shared_weights_are_gathered(capsys: pytest.CaptureFixture[str]) -> None
     gathered = [c for c in shared["collectives"] if c["place"] == "weights"]
     assert [c["phase"] for c in gathered] == ["forward"] * 33 + ["backward"] * 32
     out = say(capsys, *words, "--parallel.shard", "full", "--parallel.shard_outer", "true")[1]
-    assert "whole; rows shared by 8" in out and "dim 0 in 4; rows shared by 2" in out
+    assert "replicated; rows sharded over 8" in out and "dim 0 over 4; rows sharded over 2" in out
 
 
 def test_few_key_value_heads_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     out = say(capsys, "boost-7b", "--model.kv_heads", "2")[1]
-    assert "note: model.kv_heads = 2 are fewer than the 4 TP processes" in out
+    assert "note: model.kv_heads = 2 is less than parallel.tp = 4" in out
 
 
 def test_one_process_has_no_collectives_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = say(capsys, "demo", "--tp", "1")
-    assert "parallel.tp = 1: one process holds every weight whole" in out
+    assert "parallel.tp = 1: one process holds all weights" in out
     assert "no collectives" in out and "once a step" not in out
     found = facts(capsys, "demo", "--tp", "1")
     assert (found["layout"], found["collectives"], found["bytes_per_step"]) == ("single", [], 0)
@@ -217,7 +217,7 @@ def test_one_process_has_no_collectives_and_it_says_so(capsys: pytest.CaptureFix
 
 def test_replicas_of_one_process_sum_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = say(capsys, "cola-60m", "--parallel.dp", "8")
-    assert "collectives, once a step" in out and "forward" not in out.partition("collectives")[2]
+    assert "collectives, once per step" in out and "forward" not in out.partition("collectives")[2]
 
 
 def test_a_file_is_inspected_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

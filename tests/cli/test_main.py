@@ -1,5 +1,6 @@
 """The command line as a person meets it: help, mistakes, exit codes."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -100,3 +101,19 @@ def test_other_commands_take_no_overrides(capsys: pytest.CaptureFixture[str]) ->
         main(["eval", "x", "--train.steps", "3"])
     assert leaving.value.code == 2
     assert "unrecognized arguments: --train.steps 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config", "\x1b[2Jx.toml"],
+        ["config", "--\x1b[2J.x", "1"],
+        ["config", "demo", "--model.\x1b[2J", "1"],
+        ["config", "\x1b[2J", "y"],
+    ],
+)
+def test_escape_codes_in_words_do_not_reach_the_terminal(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err and "\\x1b[2J" in captured.err

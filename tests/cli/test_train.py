@@ -115,8 +115,9 @@ def test_a_killed_run_resumes_to_the_last_bit(
     killed = tmp_path / "killed"
     assert len(numbers(whole)) == 42
 
-    process = start("train", config, "--run.dir", killed)
-    wait_for_step(process, killed, 6)  # 34 steps and 7 checkpoints before its end, however late this process looks
+    # It waits in step 12 for however late this process looks: the save at step 5 is complete, the one at 10 in flight.
+    process = start("train", config, "--run.dir", killed, "--inject-fault", "hang@12")
+    wait_for_step(process, killed, 11)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     steps_before = len(read_metrics(killed / "metrics.jsonl"))
@@ -140,10 +141,14 @@ def test_a_killed_run_resumes_to_the_last_bit(
         assert all(torch.equal(expected[key], actual[key]) for key in expected), name
 
 
-def test_sigterm_saves_leaves_and_loses_nothing(config: Path, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_sigterm_saves_and_loses_nothing(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     process = start("train", config, "--run.dir", run, "--train.steps", "5000", "--train.save_every", "0")
     wait_for_step(process, run, 4)
+    code, _, err = say(capfd, "train", config, "--run.dir", run, "--resume", "auto")
+    assert code == 2 and f"run.dir = '{run}' is in use by process" in err
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert code == 0, err
@@ -237,7 +242,7 @@ def test_a_file_size_limit_is_one_line_and_keeps_what_was_saved(
         "import resource, sys; from boost.cli.main import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\n"
         f"sys.exit(main(['train', {str(config)!r}, '--run.dir', {str(run)!r}, '--parallel.tp', '1', '--train.steps', '10',"
-        " '--resume', 'auto']))"
+        " '--run.save_retry_minutes', '0', '--resume', 'auto']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2, done.stderr

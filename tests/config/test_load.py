@@ -225,7 +225,7 @@ def test_a_mistake_in_a_file(tmp_path: Path, text: str, words: list[str]) -> Non
 def test_a_file_that_is_missing_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no preset named 'dmeo'; did you mean 'demo'"):
         load("dmeo")
-    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfd")
     with pytest.raises(ConfigError, match="not a UTF-8 text file"):
         load(str(tmp_path / "x.toml"))
 

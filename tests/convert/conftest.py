@@ -1,4 +1,4 @@
-"""Modelling files that transformers copies to run them go to a folder of this session, not to the user's."""
+"""Modeling files that transformers copies to run them go to a folder of this session, not to the user's."""
 
 import os
 import tempfile

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
 def save(
     folder: Path, config: Config, tokenizer: Path, eos: int = 0, fingerprint: str = "t", bos: int | None = None
 ) -> Path:
-    """A checkpoint of an initialised model, from all processes of its mesh; norms and biases are no longer trivial."""
+    """A checkpoint of an initialized model, from all processes of its mesh; norms and biases are no longer trivial."""
     decoder, mesh = toy.toy_decoder(config)
     with torch.no_grad():
         for name, value in toy.weights(decoder).items():
@@ -64,7 +64,7 @@ def save(
                 value.add_(torch.linspace(-0.5, 0.5, value.numel()))
     optimizer = build_optimizer(list(fused_params(decoder)), config, mesh)
     data = {"tokenizer": fingerprint, "content": "c", "eos": eos} | ({} if bos is None else {"bos": bos})
-    return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer, data, mesh)
+    return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer.read_bytes(), data, mesh)
 
 
 def loaded(path: Path) -> tuple[Decoder, Checkpoint]:

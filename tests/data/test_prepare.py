@@ -1,5 +1,6 @@
 """Preparing a store: splits, no-ops, replacement, interruption, full disks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -408,3 +409,97 @@ def test_progress_passes_the_whole_input(corpus):
     size = sum(path.stat().st_size for path in corpus.iterdir())
     assert seen["encoding"] == seen["training the tokenizer"] == (size, size, 40)
     assert len(closed) == 1
+
+
+def rewrite_unseen(file):
+    """Other content, same size and time, as a tool that restores times leaves it."""
+    about = file.stat()
+    file.write_text(file.read_text().replace("words", "sword"))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("had_store", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: (c / "05.txt").write_text("other"), r"05\.txt: changed during the preparation"),
+        (lambda c: (c / "05.txt").unlink(), r"05\.txt: disappeared during the preparation"),
+        (lambda c: rewrite_unseen(c / "05.txt"), r"changed between two passes over it, in 05\.txt or before"),
+    ],
+    ids=["written", "removed", "same size and time"],
+)
+def test_input_that_changes_between_passes_is_noticed(corpus, change, message, had_store):
+    out = options(corpus).out
+    before = None
+    if had_store:
+        before = content(prepare(options(corpus)).store.path)
+        (corpus / "99.txt").write_text("more")
+    with pytest.raises(DataError, match=message + ".*nothing was written; run it again"):
+        prepare_and_change(options(corpus, overwrite=had_store), lambda: change(corpus))
+    assert out.exists() == had_store and names_beside(corpus) == (["store", "texts"] if had_store else ["texts"])
+    if had_store:
+        assert content(out) == before
+
+
+def prepare_and_change(options, change):
+    """Changes the input between the pass that trains the tokenizer and the one that encodes."""
+
+    class Change(Progress):
+        def phase(self, name, total):
+            if name == "encoding":
+                change()
+
+    return prepare(options, Change())
+
+
+def test_a_file_that_grows_while_it_is_read_is_noticed(corpus):
+    class Grow(Progress):
+        def update(self, consumed, documents):
+            if documents == 7:
+                with open(corpus / "06.txt", "a") as file:
+                    file.write("more")
+
+    with pytest.raises(DataError, match=r"06\.txt: changed during the preparation"):
+        prepare(options(corpus), Grow())
+
+
+def test_every_kind_of_bad_file_is_reported_and_nothing_is_lost_silently(corpus, monkeypatch):
+    """Documents and skips together account for every file, line and row."""
+    from boost.data import readers
+
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 5000)
+    bad = {
+        "empty.txt": (b"", "empty"),
+        "blank.txt": (b" \n\t", "empty"),
+        "binary.txt": (b"text\0text", "binary (holds a NUL byte)"),
+        "latin.txt": ("h\xe9".encode("latin-1"), "not UTF-8 text"),
+        "utf16.txt": ("text".encode("utf-16"), "UTF-16 text"),
+        "long.txt": (b"x" * 6000, "longer than"),
+        "code.pkl": (b"cos\nsystem\n", "refused: pickles and binary arrays are never loaded"),
+        "broken.txt.gz": (b"\x1f\x8b\x08\0", "damaged gzip file"),
+        "huge.jsonl": (b'{"text": "' + b"y" * 2000 + b'"}\n', "a line longer than"),
+        "esc\x1b[2J.txt": (b"a\0", "binary (holds a NUL byte)"),
+    }
+    for name, (content, _) in bad.items():
+        (corpus / name).write_bytes(content)
+    lines = [
+        b'{"text": "good"}', b"", b"{broken", b"\xff\xfe", b'{"other": "x"}', b'{"text": 7}', b'{"text": "\\ud800"}',
+        b"[" * 900, b'{"text": "good too"}', b"[1]",
+    ]  # fmt: skip
+    (corpus / "lines.jsonl").write_bytes(b"\n".join(lines))
+    store = prepare(options(corpus)).store
+    (entries,) = json.loads((store.path / "report.json").read_text()).values()
+    found = {entry["name"]: entry for entry in entries}
+    assert len(found) == 40 + len(bad) + 1
+    for name, (_, reason) in bad.items():
+        entry = found[name.replace("\x1b", "\\x1b")]
+        assert entry["documents"] == 0
+        (why,) = entry["skipped"]
+        assert reason in why and entry["skipped"][why]["count"] == 1
+    of_lines = found["lines.jsonl"]
+    assert of_lines["documents"] == 2
+    assert of_lines["documents"] + sum(skip["count"] for skip in of_lines["skipped"].values()) == len(lines)
+    assert sum(entry["documents"] for entry in entries) == 42
+    summary = store.report["sources"][0]
+    assert sum(skip["count"] for skip in summary["skipped"].values()) == len(bad) + len(lines) - 2

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -44,11 +45,46 @@ def test_text_comes_back_document_by_document(store, tmp_path):
     assert n_bytes == sum(len(text.encode("utf-8")) for text in originals)
 
 
-def test_arrays_are_read_only_maps(store):
-    split = store.split("train")
-    assert isinstance(split.tokens, np.memmap) and split.tokens.dtype == np.dtype("<u2")
+def test_arrays_are_read_when_asked_for(store):
+    tokens, whole = store.split("train").tokens, np.fromfile(store.path / "train.tokens", dtype="<u2")
+    assert tokens.dtype == whole.dtype and len(tokens) == len(whole)
+    assert tokens[-1] == whole[-1] and tokens[3] == whole[3]
+    for where in (slice(None), slice(2, 9), slice(-4, None), slice(5, 5)):
+        np.testing.assert_array_equal(tokens[where], whole[where])
+    np.testing.assert_array_equal(np.asarray(tokens), whole)
+    with pytest.raises(IndexError):
+        tokens[len(whole)]
     with pytest.raises(ValueError):
-        split.tokens[0] = 1
+        tokens[:3][0] = 1
+    with pytest.raises(TypeError):
+        tokens[0] = 1
+
+
+def test_a_file_that_is_truncated_or_replaced_while_it_is_read(store):
+    """A memory map would end the process with SIGBUS."""
+    split = store.split("train")
+    file = store.path / "train.tokens"
+    before = split.window(0, split.n_tokens)
+    file.rename(store.path / "moved")
+    file.write_bytes(b"other")
+    np.testing.assert_array_equal(split.window(0, split.n_tokens), before)
+    os.truncate(store.path / "moved", 40)
+    np.testing.assert_array_equal(split.window(0, 20), before[:20])
+    with pytest.raises(DataError, match=r"train\.tokens: is shorter than when it was opened \(no byte 40\)"):
+        split.window(10, 20)
+    os.truncate(store.path / "train.documents", 0)
+    with pytest.raises(DataError, match=r"train\.documents: is shorter"):
+        split.document_ids(0, 20)
+
+
+def test_a_token_beyond_the_vocabulary_is_named_before_it_is_an_index(store):
+    split = store.split("train")
+    with open(store.path / "train.tokens", "r+b") as file:
+        file.seek(14)
+        file.write(b"\xff\xff")
+    assert split.window(0, 7).max() < 300
+    with pytest.raises(DataError, match=r"train\.tokens holds token 65535 near 4, beyond \d+; rebuild it"):
+        split.window(4, 8)
 
 
 def test_dtype_by_vocabulary():

@@ -8,7 +8,7 @@ import torch
 from boost.config import Config
 from boost.config.schema import OptimConfig, RecomputeName
 from boost.measure.memory import MeasuredMemory, MemoryTracker, measure, measure_step
-from boost.plan.categories import KEPT, STATES
+from boost.plan.categories import SAVED, STATES
 from boost.plan.memory import memory
 from tests import toy
 from tests.distributed import run_distributed
@@ -19,7 +19,7 @@ from tests.matrices import memory_config as config_of
 
 
 def kept(config: Config) -> dict[str, int]:
-    return {category: size for category, size in memory(config).by_category.items() if category in KEPT and size}
+    return {category: size for category, size in memory(config).by_category.items() if category in SAVED and size}
 
 
 def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: int) -> list[Any]:
@@ -51,6 +51,7 @@ def test_latents_that_cross_are_kept_as_predicted() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
     assert wrong([cell for cell in CELLS if cell[0] != "svd" and cell[2] == "none"], "float32", 8) == []
 
@@ -58,7 +59,7 @@ def test_other_numbers_and_heads_keep_what_is_predicted() -> None:
 def test_every_nth_block_recomputes() -> None:
     config = config_of("cola", {"layout": "btp"}, "low-rank", "float32", layers=5)
     config = config.model_copy(update={"train": config.train.model_copy(update={"recompute_every": 2})})
-    wide = {item.layer for item in memory(config).kept if item.held.category == "wide activations"}
+    wide = {item.layer for item in memory(config).saved if item.held.category == "wide activations"}
     assert wide == {1, 3}
     assert measure(config).activations == kept(config)
 

@@ -35,7 +35,7 @@ def test_a_section_is_written_with_its_command_and_machine(tmp_path: Path) -> No
     ("text", "said"),
     [
         ("{", "not JSON"),
-        ("[]", "no result"),
+        ("[]", "not a result"),
         ('{"experiment": "b", "environment": {}}', "a result of 'b', not of 'toy'"),
     ],
 )

@@ -22,6 +22,7 @@ def measured(cases: list[dict[str, Any]]) -> list[steps.MeasuredStep]:
         return steps.measure_process(work, load_hardware("a100-80g"), rounds=2)
 
 
+@pytest.mark.slow
 def test_bytes_are_exact_and_the_peak_is_near() -> None:
     model = {"vocab_size": 512, "dim": 64, "ffn_dim": 128, "layers": 2, "rank": 16}
     train = {"seq_len": 128, "micro_batch": 2, "global_batch": 4}

@@ -96,7 +96,7 @@ def test_every_collective_is_named_here() -> None:
     assert len(COMMS) == 7 and {"SUM_FORWARD", "GATHER", "SCATTER_SUM", "EXCHANGE"} < COMMS.keys()
 
 
-@pytest.mark.parametrize("names", itertools.product(COMMS, repeat=2), ids="-".join)
+@pytest.mark.parametrize("names", list(itertools.product(COMMS, repeat=2)), ids="-".join)
 def test_started_and_waited_for_is_the_same_as_at_once(names: tuple[str, str]) -> None:
     for same in run_distributed(2, separately, names):
         assert same == {"one_after_the_other": True, "interleaved": True}

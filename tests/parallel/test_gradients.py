@@ -44,6 +44,7 @@ def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
     return arrived, held
 
 
+@pytest.mark.slow
 def test_buckets_are_filled_from_the_head_to_the_embedding() -> None:
     def places(names: list[str]) -> list[str]:
         """Blocks and what is around them, in order: inside a block the order does not matter."""

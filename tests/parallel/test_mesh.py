@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.parallel.mesh import Mesh, agree_on_attempt, choose_device, mesh_of, open_mesh
+from boost.parallel.mesh import Mesh, choose_device, mesh_of, open_mesh
+from boost.parallel.rendezvous import agree_on_attempt
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")

@@ -196,7 +196,7 @@ def test_a_measured_link_is_scaled_to_other_numbers_of_processes(kind: str) -> N
 def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'h100-80g'"):
         load_hardware("H100")
-    with pytest.raises(ConfigError, match="profiles are a100-80g"):
+    with pytest.raises(ConfigError, match="profiles: a100-80g"):
         load_hardware("zzzz")
     with pytest.raises(ConfigError, match="no such file"):
         load_hardware(str(tmp_path / "mine.toml"))
@@ -208,7 +208,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("title = ", "is not TOML"),
-        ('like = "a100"', "like = 'a100' is no profile"),
+        ('like = "a100"', "like = 'a100' is not a profile"),
         ('like = "a100-80g"\nper_nodes = 2', "per_nodes"),
         ('like = "a100-80g"\nper_node = 0', "per_node"),
         ('like = "a100-80g"\n[title]\nx = 1', "title"),

@@ -38,8 +38,8 @@ def test_btp_sp_holds_outer_factors_whole() -> None:
     whole = [name for name, weight in weights.items() if weight.placement.partial]
     outer = ["attn.q.A", "attn.k.A", "attn.v.A", "attn.o.B", "mlp.gate.A", "mlp.up.A", "mlp.down.B"]
     assert sorted(whole) == sorted([*outer, "attn_norm", "mlp_norm", "final_norm"])
-    assert weights["mlp.down.B"].where == "whole, gradient summed once a step"
-    assert weights["mlp.down.A"].where == "dim 1 in 4"
+    assert weights["mlp.down.B"].where == "replicated, gradient summed once per step"
+    assert weights["mlp.down.A"].where == "dim 1 over 4"
     assert inspection.residual == (T // 4, D)
 
 
@@ -129,7 +129,7 @@ def test_few_key_value_heads_are_held_whole() -> None:
 def test_one_process_holds_and_computes_everything() -> None:
     inspection = inspected("btp", "--parallel.tp=1")
     assert inspection.layout == "single"
-    assert all(weight.local == weight.shape and weight.where == "whole" for weight in inspection.weights)
+    assert all(weight.local == weight.shape and weight.where == "replicated" for weight in inspection.weights)
     assert inspection.parameters_per_process == inspection.parameters
     assert (inspection.residual, inspection.issued, inspection.bytes_per_step) == ((T, D), (), 0)
 

@@ -30,7 +30,7 @@ from boost.plan.network import Span, seconds, span
         ("replicas", (2, 2, 2), 4, Span(4, 4)),
         ("pp", (4, 2, 1), 8, Span(2, 2)),
         ("pp", (4, 2, 1), 4, Span(2, 1)),
-        ("pp", (2, 4, 1), 4, Span(2, 1)),  # the second stage's neighbour is on the next node
+        ("pp", (2, 4, 1), 4, Span(2, 1)),  # the second stage's neighbor is on the next node
         ("world", (4, 2, 2), 8, Span(16, 8)),
         ("world", (2, 1, 1), 8, Span(2, 2)),
     ],
@@ -84,5 +84,5 @@ def test_a_port_does_not_outrun_the_node() -> None:
 
 def test_a_profile_of_one_process_knows_no_link() -> None:
     link = load_hardware("a100-80g").node.model_copy(update={"known": False})
-    with pytest.raises(ConfigError, match="calibrated with one process and has no speed for a collective of 2"):
+    with pytest.raises(ConfigError, match="calibrated with one process and has no link speed for 2 processes"):
         link.seconds("all-reduce", "float32", 1024, 1024, 2)

@@ -57,13 +57,13 @@ def test_communication_times(compared: list[Compared]) -> None:
 
 
 def test_products(compared: list[Compared]) -> None:
-    """Attention as it is; the published MLP's are of four linears in time and utilisation, and not of three."""
+    """Attention as it is; the published MLP's are of four linears in time and utilization, and not of three."""
     times = {each.what: each for each in of("GEMM time", compared)}
     for way in GEMM_MS:
         assert abs(times[f"7B {way} attention"].off) <= 0.05
         assert abs(times[f"7B {way} MLP, four linears"].off) <= 0.05
         assert times[f"7B {way} MLP, three linears"].off < -0.2
-    shares = of("GEMM utilisation", compared)
+    shares = of("GEMM utilization", compared)
     assert len(shares) == 4
     for each in shares:
         assert abs(each.off) <= 0.05, each
@@ -78,7 +78,7 @@ def test_what_is_judged_holds(compared: list[Compared]) -> None:
         "communication volume": 9,
         "communication time": 9,
         "GEMM time": 6,
-        "GEMM utilisation": 4,
+        "GEMM utilization": 4,
     }
 
 

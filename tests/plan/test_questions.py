@@ -13,10 +13,10 @@ from boost.plan.questions import (
     largest_batch,
     largest_model,
     longest_sequence,
-    most_layers,
-    way_out,
+    max_layers,
+    where_it_fits,
 )
-from boost.plan.search import Search, worst_peak
+from boost.plan.search import Search, max_peak
 from tests.plan.toys import base, hardware
 
 USABLE = 2e8
@@ -30,7 +30,7 @@ def longer(config: Config, **changes: int) -> int:
     train = config.train.model_copy(update=changes)
     asked = config.model_copy(update={"train": train})
     assert legal(asked)
-    return worst_peak(asked, hardware().has_fused_norm)[0].total
+    return max_peak(asked, hardware().has_fused_norm)[0].total
 
 
 def test_longest_sequence() -> None:
@@ -55,7 +55,7 @@ def test_largest_batch() -> None:
 
 def test_most_layers_and_largest_model() -> None:
     asked = replace(request(gpus=1, usable=1e8), fixed=frozenset({"train.recompute"}))
-    (answer,) = most_layers(asked)
+    (answer,) = max_layers(asked)
     assert answer.plan is not None and answer.plan.config.model.layers == answer.amount > 4
     shapes = [
         (str(n), asked.base.model.model_copy(update={"layers": n})) for n in (2, answer.amount, answer.amount + 1)
@@ -76,7 +76,7 @@ def test_the_way_out_is_one(usable: float) -> None:
     asked = Request(base("--train.seq_len=8192", "--train.global_batch=8"), 1, hardware(usable))
     search = Search(asked)
     assert search.fastest() is None
-    words = way_out(search)
+    words = where_it_fits(search)
     if "of them" in words:
         gpus = int(words.split()[1])
         assert fits(replace(asked, gpus=gpus)) and not fits(replace(asked, gpus=gpus // 2))
@@ -88,6 +88,7 @@ def test_the_way_out_is_one(usable: float) -> None:
     assert words
 
 
+@pytest.mark.slow
 def test_thrifty_candidates_are_candidates() -> None:
     asked = request()
     (answer,) = (each for each in largest_batch(asked) if each.policy == "full-block")

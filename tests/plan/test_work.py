@@ -15,7 +15,9 @@ from boost.config.load import from_tree
 from boost.config.stages import whole
 from boost.measure.memory import _FakeGroup
 from boost.parallel.mesh import Axis, Mesh
+from boost.plan import trace
 from boost.plan.step import block_work, ends_work
+from boost.plan.trace import TracedPass, block_ops, min_block_bytes, trace_block, with_micro_batch
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
 from boost.train.model import build_decoder
 
@@ -153,6 +155,50 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
     for phase, kernels in seen.bytes.items():
         for kernel, size in kernels.items():
             assert moved[phase][kernel] == pytest.approx(size, rel=0.05), (phase, kernel)
+
+
+OTHER_MICRO_BATCHES = (8, 32)
+
+
+@pytest.mark.parametrize("fused_norm", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_two_micro_batches_tell_the_operations_of_all_others(case: str, fused_norm: bool) -> None:
+    config = configuration(*CASES[case])
+    layer = LAYERS - 1
+    for policy in {config.train.recompute, "none"}:
+        for micro_batch in OTHER_MICRO_BATCHES:
+            other = with_micro_batch(config, micro_batch)
+            derived = block_ops(other, layer, policy, fused_norm)
+            traced = trace_block(other, layer, policy, fused_norm)
+            assert not isinstance(derived, TracedPass), "derived, not traced"
+            assert derived.work == traced.work
+            assert derived.collectives == traced.collectives
+
+
+def test_what_does_not_grow_with_the_micro_batch_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_micro_batch(configuration(COLA, {"layout": "btp"}, {}), 8)
+    monkeypatch.setattr("boost.plan.trace.TRACED_MICRO_BATCHES", (2, 3))
+    monkeypatch.setattr("boost.plan.trace._TRACES", {})
+    usual = trace.trace_block
+
+    def lacking(config: Any, *rest: Any) -> TracedPass:
+        found = usual(config, *rest)
+        return replace(found, log=found.log[:-1]) if config.train.micro_batch == 3 else found
+
+    monkeypatch.setattr("boost.plan.trace.trace_block", lacking)
+    assert block_ops(config, 0, "none").work == usual(config, 0, "none").work
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_block_holds_less_than_its_floor(case: str) -> None:
+    config = configuration(*CASES[case])
+    for policy in {config.train.recompute, "none"}:
+        for micro_batch in (1, 2, 4, *OTHER_MICRO_BATCHES):
+            other = with_micro_batch(config, micro_batch)
+            traced = trace_block(other, 0, policy)
+            held = traced.by_category.total() + traced.output_bytes + traced.backward
+            floor = min_block_bytes(other, 0, policy)
+            assert 0.9 * held <= floor <= held
 
 
 def test_flops_are_those_that_mfu_counts() -> None:

@@ -9,8 +9,9 @@ import torch
 from boost.errors import BoostError, StorageError, TrainingError
 from boost.parallel.gradients import StepFlags, reduce_step_stats
 from boost.train import hooks, run
-from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation
+from boost.train.builtin_hooks import BadStepLimit, PeriodicCheckpoint, PeriodicEvaluation, ReplicaCheck, StoreCheck
 from boost.train.console import ConsoleHook
+from boost.train.health import HealthMonitor
 from boost.train.hooks import EvaluationEnd, Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainEnd
 from boost.train.loop import Trainer, TrainResult
 from boost.train.metrics import MetricsHook
@@ -80,8 +81,9 @@ def saved_steps(trainer: Trainer) -> list[str]:
 def test_the_order_of_events(store: Path, tmp_path: Path) -> None:
     """A step is shown before it is evaluated, and evaluated before it is saved; the last one is saved, then evaluated."""
     recorder = Recorder()
-    fit(make_config(store, tmp_path, train={"steps": 3, "eval_every": 2, "save_every": 2}), recorder)
-    step, save = ["before_step", "after_step"], ["before_save", "after_save"]
+    train = {"steps": 3, "eval_every": 2, "save_every": 2, "async_save": False}
+    fit(make_config(store, tmp_path, train=train), recorder)
+    step, save = ["before_step", "after_backward", "after_step"], ["before_save", "after_save"]
     assert recorder.seen == [
         *["setup", "on_train_start"],
         *step,
@@ -95,7 +97,14 @@ def test_given_hooks_come_before_the_built_in_ones_in_their_order(store: Path, t
     first, second = Recorder(), ConsoleHook()
     trainer = make_trainer(make_config(store, tmp_path), first, second)
     assert trainer.hooks[:2] == [first, second]
-    assert [type(hook) for hook in trainer.hooks[2:]] == [BadStepLimit, PeriodicEvaluation, PeriodicCheckpoint]
+    assert [type(hook) for hook in trainer.hooks[2:]] == [
+        BadStepLimit,
+        ReplicaCheck,
+        StoreCheck,
+        HealthMonitor,
+        PeriodicEvaluation,
+        PeriodicCheckpoint,
+    ]
 
 
 def test_events_say_where_the_run_stands(store: Path, tmp_path: Path) -> None:
@@ -177,6 +186,7 @@ def save_on_request(config: Any) -> list[str]:
     return saved_steps(trainer)
 
 
+@pytest.mark.slow
 def test_a_save_asked_for_on_one_process_happens_once_on_all(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path, 2, train={"save_every": 0, "keep": 9})
     assert run_distributed(2, save_on_request, config) == [["3", "6"]] * 2
@@ -189,6 +199,7 @@ def refuse_on_one(config: Any) -> tuple[list[str], list[str], Any]:
     return saved_steps(trainer), refuse.warnings, result.checkpoint and result.checkpoint.name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_refused_on_one_process_is_not_written_on_any(store: Path, tmp_path: Path) -> None:
     """Not even the last one; the run still ends, with its evaluation and the checkpoint before."""
     config = make_config(store, tmp_path, 2, train={"save_every": 2, "keep": 9})
@@ -227,7 +238,9 @@ def test_an_error_before_a_save_is_raised_on_all_processes(store: Path, tmp_path
     assert run_distributed(2, raise_on_save, make_config(store, tmp_path, 2)) == [("no quota left", [])] * 2
 
 
-@pytest.mark.parametrize("event", [name for name in EVENTS if name not in ("on_bad_step", "on_warning", "teardown")])
+@pytest.mark.parametrize(
+    "event", [name for name in EVENTS if name not in ("on_bad_step", "on_rollback", "on_warning", "teardown")]
+)
 def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str) -> None:
     """Later hooks do not see that event; all of them are torn down."""
 
@@ -267,6 +280,7 @@ def main_only_events(config: Any) -> tuple[list[str], list[str]]:
     return everywhere.seen, main.seen
 
 
+@pytest.mark.slow
 def test_main_only_hooks_run_on_the_main_process_only(store: Path, tmp_path: Path) -> None:
     (all_0, main_0), (all_1, main_1) = run_distributed(2, main_only_events, make_config(store, tmp_path, 2))
     assert all_0 == all_1 == main_0
@@ -309,6 +323,7 @@ def printed(config: Any) -> tuple[str, str]:
     return out.getvalue(), RunDirectory(config.run.dir).metrics.read_text()
 
 
+@pytest.mark.slow
 def test_console_and_metrics_come_from_the_main_process(store: Path, tmp_path: Path) -> None:
     config = make_config(store, tmp_path, 2, train={"eval_every": 3, "log_every": 1})
     RunDirectory.create(config, resume=False)
@@ -374,4 +389,4 @@ def test_step_evaluate_and_save_work_without_fit(store: Path, tmp_path: Path) ->
     trainer.step(RATE)
     trainer.evaluate(64)
     assert trainer.save() == trainer.run.checkpoints / "step-00000001"
-    assert recorder.seen == ["on_evaluation", "before_save", "after_save"]
+    assert recorder.seen == ["after_backward", "on_evaluation", "before_save", "after_save"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import pty
 import signal
@@ -17,10 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from boost.errors import BoostError, CheckpointError, ConfigError, StorageError, TrainingError
+from boost.errors import BoostError, ConfigError, StorageError, TrainingError
+from boost.parallel.rendezvous import meet
 from boost.train import launch as launcher
-from boost.train.launch import FailureReport, failure_report, launch, root_cause, under_torchrun
-from boost.train.signals import StopRequest
+from boost.train.failures import FailureReport, failure_report, read_reports, root_cause
+from boost.train.launch import launch, under_torchrun
+from boost.train.signals import STOP_SIGNALS, StopRequest
+from boost.train.worker import LaunchSpec
 
 PATIENCE_S = 600.0
 """Only against hanging for ever."""
@@ -40,7 +42,8 @@ def rank() -> int:
 
 
 def join() -> None:
-    dist.init_process_group("gloo")
+    store, number, size = meet(PATIENCE_S)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=size)
     dist.barrier()
 
 
@@ -48,7 +51,7 @@ def sum_ranks(folder: Path) -> int:
     join()
     total = torch.tensor([rank() + 1.0])
     dist.all_reduce(total)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "TORCHELASTIC_RESTART_COUNT")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     seen: dict[str, Any] = {name: os.environ[name] for name in names}
     seen |= {"sum": total.item(), "threads": torch.get_num_threads(), "torchrun": under_torchrun()}
     (folder / f"seen{rank()}.json").write_text(json.dumps(seen))
@@ -174,7 +177,7 @@ def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterato
 def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launcher, "available_cores", lambda: 4)
-    handlers = [signal.getsignal(number) for number in (*launcher.STOP_SIGNALS, signal.SIGQUIT)]
+    handlers = [signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert launch(sum_ranks, (tmp_path,), 2, tmp_path / "logs") == 0
     seen = [json.loads((tmp_path / f"seen{number}.json").read_text()) for number in range(2)]
@@ -183,7 +186,7 @@ def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, mo
     assert all(one["OMP_NUM_THREADS"] == "2" and one["threads"] == 2 and one["torchrun"] for one in seen)
     # The launcher leaves its own process as it was.
     assert "OMP_NUM_THREADS" not in os.environ
-    assert [signal.getsignal(number) for number in (*launcher.STOP_SIGNALS, signal.SIGQUIT)] == handlers
+    assert [signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)] == handlers
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
     # Rank 0 has the terminal, rank 1 a file.
     assert (tmp_path / "logs" / "rank1.out").read_text().count("printed by 1") == 1
@@ -247,7 +250,7 @@ def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pyte
 
 def test_a_process_that_exits_without_a_word_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"^process 2 of 2 \(rank 1\) ended with exit code 9") as caught:
-        launcher._raise_root_cause(call_of(tmp_path), launcher._FirstFailure(1, 9), [], [])
+        launcher._raise_root_cause(call_of(tmp_path), {1: 9}, [], launcher._Signals())
     assert caught.value.exit_code == 3
 
 
@@ -262,15 +265,6 @@ def test_a_defect_keeps_its_traceback_once_on_stderr_and_in_the_log(
     assert "ZeroDivisionError: a defect of ours" in printed.err
     assert "elastic" not in printed.err
     assert "ZeroDivisionError: a defect of ours" in (tmp_path / "rank1.log").read_text()
-
-
-def test_the_loggers_of_torch_have_their_levels_back() -> None:
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    level = logger.level
-    assert level < logging.CRITICAL
-    with launcher._quiet_agent():
-        assert logger.level == logging.CRITICAL
-    assert logger.level == level
 
 
 # Signals
@@ -314,11 +308,11 @@ def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) 
         "from boost.train import launch as launcher\n"
         "from boost.errors import TrainingError\n"
         "from tests.train import test_launch as t\n"
-        "start = launcher.elastic_launch\n"
-        "def launch_after_signal(*args):\n"
+        "start = launcher._run\n"
+        "def run_after_signal(*args):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return start(*args)\n"
-        "launcher.elastic_launch = launch_after_signal\n"
+        "launcher._run = run_after_signal\n"
         "try:\n"
         "    launcher.launch(t.train_until_told, (Path(sys.argv[1]),), 2, None)\n"
         "except TrainingError as error:\n"
@@ -357,27 +351,29 @@ def report(kind: str, when: float, rank: int = 0) -> FailureReport:
 
 def test_the_root_cause_is_not_what_follows_from_it() -> None:
     lost, defect, ours, later = report("lost", 1.0), report("defect", 2.0), report("boost", 3.0), report("boost", 4.0)
-    assert root_cause(0, [lost, defect, ours, later]) is ours
-    assert root_cause(0, [lost, defect]) is defect
-    assert root_cause(0, [lost]) is lost
+    hung = report("hung", 5.0)
+    assert root_cause({0: 2}, [lost, defect, ours, later]) is ours
+    assert root_cause({0: 1}, [lost, hung, defect]) is defect
+    assert root_cause({0: 3}, [lost, hung]) is hung
+    assert root_cause({0: 3}, [lost]) is lost
 
 
 def test_a_process_without_a_report_explains_what_others_say_but_not_errors_for_the_user() -> None:
     lost, defect, ours = report("lost", 1.0, rank=1), report("defect", 2.0, rank=1), report("boost", 3.0, rank=1)
-    assert root_cause(0, []) is None
-    assert root_cause(0, [lost, defect]) is None
-    assert root_cause(0, [lost, ours]) is ours
+    assert root_cause({0: -9}, []) == 0
+    assert root_cause({0: -9, 1: 1}, [lost, defect, report("hung", 0.0, rank=1)]) == 0
+    assert root_cause({0: -9, 1: 2}, [lost, ours]) is ours
 
 
-def call_of(tmp_path: Path) -> launcher._LaunchSpec:
-    return launcher._LaunchSpec(rank, (), 2, tmp_path, tmp_path, os.getpid(), 1.0)
+def call_of(tmp_path: Path) -> LaunchSpec:
+    return LaunchSpec(rank, (), 2, tmp_path, tmp_path, os.getpid(), 1.0, False)
 
 
 def test_exit_codes_and_classes_survive_the_way() -> None:
     for error in (TrainingError("the loss is not finite"), ConfigError("x"), OSError(28, "No space left", "/run")):
         said = failure_report(error, 1)
         with pytest.raises(BoostError) as caught:
-            launcher._raise_root_cause(call_of(Path("logs")), launcher._FirstFailure(1, said.exit_code), [said], [])
+            launcher._raise_root_cause(call_of(Path("logs")), {1: said.exit_code}, [said], launcher._Signals())
         expected = StorageError("/run: No space left") if isinstance(error, OSError) else error
         assert type(caught.value) is type(expected)
         assert str(caught.value) == str(expected)
@@ -388,7 +384,7 @@ def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> 
     text = "[/src/gloo/pair.cc:537] Read error [127.0.0.1]:33712: Connection reset by peer. This means more\nand more"
     said = failure_report(RuntimeError(text), 0)
     with pytest.raises(TrainingError) as caught:
-        launcher._raise_root_cause(call_of(tmp_path), launcher._FirstFailure(0, 3), [said], [])
+        launcher._raise_root_cause(call_of(tmp_path), {0: 3}, [said], launcher._Signals())
     assert str(caught.value) == (
         "process 1 of 2 (rank 0) lost another one: Read error [127.0.0.1]:33712: Connection reset by peer; "
         f"resume with --resume auto; logs: {tmp_path}"
@@ -398,48 +394,14 @@ def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> 
 def test_an_interrupt_that_ends_a_process_interrupts_the_command(tmp_path: Path) -> None:
     for code in (-signal.SIGINT, 128 + signal.SIGINT):
         with pytest.raises(KeyboardInterrupt):
-            launcher._raise_root_cause(call_of(tmp_path), launcher._FirstFailure(0, code), [], [signal.SIGINT])
+            launcher._raise_root_cause(call_of(tmp_path), {0: code}, [], launcher._Signals([signal.SIGINT]))
 
 
 def test_reports_are_read_by_time(tmp_path: Path) -> None:
     for number, when in enumerate([5.0, 2.0, 9.0]):
         one = FailureReport(number, "boost", "m", "ConfigError", 2, "", when)
         (tmp_path / f"report{number}.json").write_text(json.dumps(one.__dict__))
-    assert [one.rank for one in launcher.read_reports(tmp_path)] == [1, 0, 2]
-
-
-class ChildOfCheckpointError(CheckpointError):
-    """Not in boost.errors: comes back as the class above it."""
-
-
-def test_what_a_process_says_of_its_error() -> None:
-    mended = failure_report(ChildOfCheckpointError("step 3"), 1)
-    assert (mended.kind, mended.error, mended.message, mended.exit_code) == ("boost", "CheckpointError", "step 3", 2)
-    defect = failure_report(KeyError("x"), 0)
-    assert (defect.kind, defect.exit_code) == ("defect", 1)
-    assert "KeyError: 'x'" in defect.message
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
-        RuntimeError("[gloo/transport/tcp/pair.cc:553] Read error [::1]:1: Connection reset by peer"),
-        RuntimeError("Timed out waiting 600000ms for recv operation to complete"),
-        ConnectionResetError(104, "Connection reset by peer"),
-        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
-    ],
-)
-def test_lost_connections_are_known(error: Exception) -> None:
-    assert failure_report(error, 0).kind == "lost"
-    wrapped = TrainingError("the step failed")
-    wrapped.__cause__ = error
-    assert failure_report(wrapped, 0).kind == "lost"
-
-
-def test_other_errors_are_not_lost_connections() -> None:
-    assert failure_report(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0).kind == "defect"
-    assert failure_report(FileNotFoundError(2, "No such file or directory", "x"), 0).kind == "boost"
+    assert [one.rank for one in read_reports(tmp_path)] == [1, 0, 2]
 
 
 def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

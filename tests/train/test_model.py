@@ -11,6 +11,8 @@ import torch
 from boost.config import Config
 from boost.errors import ConfigError
 from boost.models.decoder import TransformerBlock
+from boost.parallel.mesh import Mesh
+from boost.train import model
 from boost.train.model import compile_blocks
 from tests import toy
 from tests.train.runs import make_config, make_trainer
@@ -47,3 +49,14 @@ def test_no_compiler_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=r"train.compile = true needs a C\+\+ compiler"):
         compile_blocks(decoder)
+
+
+def test_a_model_that_no_memory_holds_names_its_dimension_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model, "total_memory", lambda _: 10**9)
+    config = toy.toy_config("float32", model={"vocab_size": 2**30})
+    with pytest.raises(
+        ConfigError, match=r"vocab_size = 1073741824: the weights of one process take 275 GB in float32"
+    ):
+        model.build_model(config, Mesh(toy.CPU))

@@ -4,8 +4,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,14 +82,24 @@ def command(config: Path, run: Path, *words: str, tp: int = 1) -> list[str]:
     return ["train", str(config), "--run.dir", str(run), "--resume", "auto", *mesh, *words]
 
 
-def wait_for_step(agents: list[Agent], run: Path, step: int) -> None:
-    """Until metrics.jsonl has the line of `step`."""
+def wait_for(agents: list[Agent], condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and all(agent.process.poll() is None for agent in agents):
-        if (run / "metrics.jsonl").exists() and any(m["step"] >= step for m in read_metrics(run / "metrics.jsonl")):
+        if condition():
             return
         time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached:\n" + "\n".join(agent.said() for agent in agents))
+    raise AssertionError("waited in vain:\n" + "\n".join(agent.said() for agent in agents))
+
+
+def wait_for_step(agents: list[Agent], run: Path, step: int) -> None:
+    """Until metrics.jsonl has the line of `step`."""
+    metrics = run / "metrics.jsonl"
+    wait_for(agents, lambda: metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics)))
+
+
+def wait_for_checkpoint(agents: list[Agent], run: Path) -> None:
+    """Until one is complete: the write goes on in the background after its step."""
+    wait_for(agents, lambda: complete_checkpoints(run / "checkpoints"))
 
 
 def test_two_nodes_train_what_one_process_trains_over_the_wire(
@@ -108,7 +119,7 @@ def test_two_nodes_train_what_one_process_trains_over_the_wire(
 def test_the_loss_of_a_node_ends_the_other(nodes: tuple[Node, Node], config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     agents = start(nodes, config, run, "--train.steps", "5000")
-    wait_for_step(agents, run, 6)
+    wait_for_checkpoint(agents, run)
     agents[1].kill()
     assert agents[0].wait(LIMIT_S) != 0
     assert complete_checkpoints(run / "checkpoints"), "there is something to go on from"
@@ -121,7 +132,7 @@ def test_a_killed_process_restarts_both_nodes_and_the_run_goes_on(
     """The node whose process was killed counts a restart, the other often none: the two must meet all the same."""
     run = tmp_path / "run"
     agents = start(nodes, config, run, max_restarts=1)
-    wait_for_step(agents, run, 6)
+    wait_for_checkpoint(agents, run)
     (worker,) = agents[1].workers()
     os.kill(worker, signal.SIGKILL)
     for agent in agents:
@@ -141,7 +152,7 @@ def test_a_node_that_takes_anothers_place_is_let_in(
         return node.torchrun(nodes[0], command(config, run), nproc=1, max_restarts=1, own_store=True)
 
     agents = [torchrun(node) for node in nodes]
-    wait_for_step(agents, run, 6)
+    wait_for_checkpoint(agents, run)
     agents[1].kill()
     agents[1] = torchrun(nodes[1])
     for agent in agents:

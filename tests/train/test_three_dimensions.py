@@ -197,6 +197,25 @@ def test_latents_that_cross_blocks_cross_stages(model: dict[str, Any], parallel:
         assert max(errors.values()) <= 1e-10, errors
 
 
+FAMILIES: list[dict[str, Any]] = [
+    *({"family": family} for family in ("dense", "svd", "cola")),
+    *({"family": "lax", "gate": gate} for gate in ("identity", "tensor", "dense")),
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
+@pytest.mark.parametrize("model", FAMILIES, ids=str)
+def test_every_family_under_every_schedule_is_one_process(model: dict[str, Any], schedule: str) -> None:
+    parallel = {"pp": 2, "schedule": schedule}
+    check(config_of(parallel, model={"layers": 2 if schedule in ("gpipe", "1f1b") else 4, **model}))
+
+
+@pytest.mark.parametrize(("layout", "grouping"), [("btp", True), ("btp-sp", False), ("vanilla", True)])
+def test_a_gate_under_tensor_parallelism_and_zero_bubble(layout: str, grouping: bool) -> None:
+    parallel = {"pp": 2, "tp": 2, "layout": layout, "grouping": grouping, "schedule": "zero-bubble", "virtual": 1}
+    check(config_of(parallel, model={"family": "lax", "gate": "dense", "layers": 2}))
+
+
 def without_gradients(config: Config) -> tuple[list[float], list[torch.Tensor]]:
     """Losses of some micro-batches, and logits behind a prompt and behind one more token."""
     model, mesh = toy.toy_model(config)

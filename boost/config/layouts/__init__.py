@@ -25,7 +25,7 @@ _single = SingleSpec()
 def register_layout(spec: LayoutSpec) -> LayoutSpec:
     """Registers a layout with the configuration, the planner and the runtime. Raises ValueError if the name is taken."""
     if spec.name in _specs:
-        raise ValueError(f"a layout named '{spec.name}' is registered already, by {type(_specs[spec.name]).__name__}")
+        raise ValueError(f"a layout named '{spec.name}' is already registered by {type(_specs[spec.name]).__name__}")
     _specs[spec.name] = spec
     ParallelConfig.choices.setdefault(spec.name, spec.config)
     return spec
@@ -38,7 +38,7 @@ def unregister_layout(name: str) -> None:
 
 
 def layout_names() -> tuple[str, ...]:
-    """All layouts: ours, the usual ones of each family first, then those of other packages."""
+    """All layouts: built-in ones, defaults of each family first, then those of other packages."""
     load_entry_points()
     return tuple(_specs)
 

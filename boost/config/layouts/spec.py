@@ -1,4 +1,4 @@
-"""What a layout is, without torch: which families it serves, where each weight is sharded, what it communicates, what it refuses.
+"""The specification of a layout, without torch: its families, placements, collectives and constraints.
 
 Configuration rules, the planner, `boost inspect` and the runtime all read this one description. A layout is a subclass of
 `LayoutSpec` in a file of its own beside this one, and a runtime class (`boost.parallel.layouts`) that its `runtime` names.
@@ -19,7 +19,7 @@ from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCAT
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter lies on the TP processes, and what its local gradient is."""
+    """Placement of a parameter on TP processes, and the kind of its local gradient."""
 
     dim: int | None = None
     """Tensor dim along which each process holds an equal, contiguous shard; None: every process holds all of it."""
@@ -35,7 +35,7 @@ PARTIAL = Placement(partial=True)
 
 @dataclass(frozen=True)
 class Comm:
-    """One differentiable collective: its kind forward and backward; None where nothing is sent.
+    """One differentiable collective: its kind forward and backward; None for no communication.
 
     The runtime's function of the same name in lower case is in `boost.parallel.collectives`.
     """
@@ -59,9 +59,9 @@ class PlannedComm:
 
     comm: Comm
     width: int
-    """Elements a token, of the whole payload."""
+    """Elements per token of the whole payload."""
     forward_only: int = 0
-    """Elements a token that travel with the payload forward and not backward."""
+    """Additional elements per token in the forward payload only."""
     dtype: str = ""
     """Empty: that of the activations."""
     place: str = ""
@@ -95,7 +95,7 @@ _ENDS = {"embed": Placement(1), "head": Placement(0)}
 
 
 class LayoutSpec:
-    """One way to spread a decoder over TP processes, as data."""
+    """One way to shard a decoder over TP processes, as data."""
 
     config: ClassVar[type[ParallelConfig]]
     """Its choice of [parallel]: the name, what it is in a phrase, options of its own, and what it refuses beyond what its
@@ -130,7 +130,7 @@ class LayoutSpec:
     # What follows from the placements.
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
-        """Where a parameter of this role lies.
+        """Placement of a parameter of this role.
 
         Key/value heads fewer than p cannot be sharded p ways: every process holds all of them, uses the rows of its own
         head, and the gradients of the copies are summed once per optimizer step.
@@ -173,7 +173,7 @@ class LayoutSpec:
         p = parallel.tp
         return tokens // p if self.residual == "tokens" else tokens, rank // p if self.shards_rank else rank
 
-    # What a layout says itself.
+    # Defined by each layout.
 
     def num_shards(self, parallel: ParallelConfig) -> int:
         """Number of shards of heads and channels: p, or 1 where they are replicated."""

@@ -1,8 +1,8 @@
-"""The paper's evaluation as the performance model has it, on GPUs: step times, and what the best low-rank layout gains.
+"""The paper's evaluation, predicted by the performance model: GPU step times, and speed-ups of the best low-rank layout.
 
-Arithmetic, so every number here is modelled. Runs are described as in `boost.plan.published`: bf16 weights and activations,
-sequences of 4096 tokens, nothing recomputed. Beside the paper's three contenders stand the stronger ones: `vanilla` whose heads
-and channels are sharded, `megatron-sp`, and `btp-sp`.
+Every number here is modeled. Runs are configured as in `boost.plan.published`: bf16 weights and activations, sequences of 4096
+tokens, no recomputation. In addition to the paper's three systems there are stronger ones: `vanilla` with sharded heads and
+channels, `megatron-sp`, and `btp-sp`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, Published
 from boost.plan.timing import TENSOR, Predictor
 
 HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
-"""Nodes of eight GPUs, on which the goals' figures are modelled."""
+"""Profiles of 8-GPU nodes, for the goals."""
 
 STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
     "megatron-sp": ("full-rank", ("--parallel.layout=megatron-sp", "--parallel.grouping=true")),
@@ -30,27 +30,27 @@ STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
     "btp": ("BOOST", ()),
     "btp-sp": ("BOOST", ("--parallel.layout=btp-sp",)),
 }
-"""Layouts at their best: the paper's way that each starts from, and overrides."""
+"""The strongest form of each layout: the paper's system that it starts from, and overrides."""
 
 LOW_RANK = ("btp", "btp-sp")
 WIDTHS = (4, 8)
 """TP of the 7B."""
 
 LARGE_GPUS, LARGE_LAYERS = 32, 48
-"""The talk's 40B, whose shape is not published: ours is the 30B with more blocks."""
+"""The 40B of the paper's talk has no published shape; ours is the 30B with more blocks."""
 
 LARGE_SEQUENCES = (4, 32)
-"""Of a step of the 40B: as many as the paper's steps have, and enough to fill its pipeline."""
+"""Sequences per step of the 40B: as in the paper, and enough to fill the pipeline."""
 
 STRONGER = {"vanilla": "strong vanilla"}
-"""Baselines in a form that is not the published one, in words."""
+"""Names of baselines that differ from the published form."""
 
 AGAINST = {"vanilla": 2.3, "megatron-sp": 1.95}
-"""What the best low-rank layout is to gain on each, at least."""
+"""Target speed-up of the best low-rank layout over each baseline."""
 
 
 @dataclass(frozen=True)
-class Modelled:
+class Modeled:
     """Steps of one model on one mesh, by layout."""
 
     hardware: str
@@ -62,20 +62,20 @@ class Modelled:
     micro_batch: int
     seconds: dict[str, float]
     collective_s: dict[str, float]
-    """Of them, collectives of TP."""
+    """TP collectives among these seconds."""
     peak_bytes: dict[str, int]
-    """Of the process that holds most at its worst moment."""
+    """Peak memory, the maximum over processes."""
     usable_bytes: int
     """Of a device."""
 
 
-def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence[str] = ()) -> Modelled:
+def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence[str] = ()) -> Modeled:
     """Steps of `row` under every layout of STRONG. `more`: overrides."""
     profile = load_hardware(hardware)
     predictor = Predictor(profile)
     configs = {name: configuration(way, row, micro_batch, [*own, *more]) for name, (way, own) in STRONG.items()}
     some, steps = configs["btp"].train, {name: predictor.predict(config) for name, config in configs.items()}
-    return Modelled(
+    return Modeled(
         hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
         {name: step.seconds for name, step in steps.items()},
         {name: step.parts.get(TENSOR, 0.0) for name, step in steps.items()},
@@ -85,7 +85,7 @@ def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence
 
 
 def model(hardware: Sequence[str]) -> Facts:
-    """All predictions, on these profiles, as a result. Raises ConfigError for a profile that there is none of."""
+    """All predictions on these profiles, as a result. Raises ConfigError for an unknown profile."""
     seven, thirty = STEPS[2], STEPS[4]
     # Batch 4 in one micro-batch: fewer and larger collectives, and it fits without recomputation.
     scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
@@ -98,14 +98,14 @@ def model(hardware: Sequence[str]) -> Facts:
             ]
     paper = Comparison(load_hardware(PAPERS_HARDWARE))
     return facts_of(
-        "modelled",
+        "modeled",
         load("boost-7b"),
         titles={name: load_hardware(name).title for name in (PAPERS_HARDWARE, *hardware)},
         paper=[
             {
                 **asdict(step.row),
                 "published": step.row.seconds,
-                "modelled": step.seconds,
+                "modeled": step.seconds,
                 "strong": predicted(PAPERS_HARDWARE, step.row, 1).seconds if step.row.tp > 1 else None,
             }
             for step in paper.steps()
@@ -120,7 +120,7 @@ def run(hardware: Sequence[str], out: Path) -> int:
     facts = model(hardware)
     save_section(out, facts, section(facts))
     for goal in goals(facts):
-        print(f"{goal.what}: {goal.found} ({goal.where}, modelled; {goal.figure})")
+        print(f"{goal.what}: {goal.found} ({goal.where}, modeled; {goal.figure})")
     print(f"{out}.json written")
     return 0
 
@@ -131,12 +131,12 @@ def best(seconds: dict[str, float]) -> str:
 
 
 def gain(seconds: dict[str, float], over: str) -> float:
-    """What the best low-rank layout gains on another."""
+    """Speed-up of the best low-rank layout over another layout."""
     return seconds[over] / seconds[best(seconds)]
 
 
 def computing_gain(row: Facts, over: str) -> float:
-    """The same if collectives took no time."""
+    """The same speed-up if collectives took no time."""
     alone = {name: seconds - row["collective_s"][name] for name, seconds in row["seconds"].items()}
     return gain(alone, over)
 
@@ -157,7 +157,7 @@ def goals(facts: Facts) -> list[Goal]:
                     where=f"7B, bf16, {hardware}, {' and '.join(str(row['tp']) for row in rows)} GPUs",
                     found=_by_width(rows, [gain(row["seconds"], over) for row in rows]),
                     met=met,
-                    kind="modelled",
+                    kind="modeled",
                     remark="" if met else f"If collectives took no time: {limits}.",
                 )
             )
@@ -171,25 +171,25 @@ def _by_width(rows: Sequence[Facts], values: Sequence[float]) -> str:
 def section(facts: Facts) -> Section:
     """Tables and figures."""
     return Section(
-        "The paper's evaluation, modelled on GPUs",
+        "The paper's evaluation, modeled on GPUs",
         (
-            "Nothing here was measured: these are predictions of the performance model. Its runs are those of the paper: bf16 "
-            f"weights and activations, sequences of {TOKENS} tokens, nothing recomputed. `published` layouts are as the paper's "
-            "code has them, with the collectives that only its code sends; `vanilla` by itself is the strong form, whose heads and "
-            "channels are sharded. At TP 1 all layouts are one.",
+            "Predictions of the performance model; nothing here was measured. Runs are configured as in the paper: bf16 "
+            f"weights and activations, sequences of {TOKENS} tokens, no recomputation. The published form of a layout has the "
+            "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1 "
+            "all layouts are the same.",
             _paper_table(facts),
-            Figure("modelled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
+            Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
             _gains_table(facts),
             _scaled_table(facts),
-            Figure("modelled-gains", _GAINS_CAPTION, partial(_draw_gains, facts)),
+            Figure("modeled-gains", _GAINS_CAPTION, partial(_draw_gains, facts)),
             _large_table(facts),
         ),
     )
 
 
-_STEPS_CAPTION = "Seconds of a training step of the paper's five sizes: bars modelled, diamonds published."
+_STEPS_CAPTION = "Step time of the paper's five sizes: bars are modeled, diamonds are published."
 _GAINS_CAPTION = (
-    "What the best low-rank layout gains on strong vanilla and on megatron-sp, 7B, modelled; lines: the goals."
+    "Speed-up of the best low-rank layout over strong vanilla and megatron-sp, 7B, modeled; lines are the goals."
 )
 
 
@@ -198,14 +198,14 @@ def _paper_table(facts: Facts) -> Table:
     for row in facts["paper"]:
         cells = [row["size"], f"{row['tp']} x {row['pp']}"]
         for way in ("full-rank", "vanilla", "BOOST"):
-            cells += [f"{row['published'][way]:.2f}", f"{row['modelled'][way]:.2f}"]
+            cells += [f"{row['published'][way]:.2f}", f"{row['modeled'][way]:.2f}"]
         strong = row["strong"]
         rows.append((*cells, *(f"{strong[name]:.2f}" if strong else "-" for name in STRONG)))
     headings = ["size", "TP x PP"]
     for way in ("full-rank", "vanilla", "BOOST"):
         headings += [f"{way}, paper:", f"{way}, published form:"]
     return Table(
-        f"Seconds of a training step, modelled: {SEQUENCES} sequences in micro-batches of one on the paper's hardware "
+        f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of one on the paper's hardware "
         f"({facts['titles'][PAPERS_HARDWARE]}).",
         (*headings, *(f"{name}:" for name in STRONG)),
         tuple(rows),
@@ -215,14 +215,14 @@ def _paper_table(facts: Facts) -> Table:
 def _gains_table(facts: Facts) -> Table:
     rows = []
     for row in facts["paper"]:
-        published, ours, strong = row["published"], row["modelled"], row["strong"]
+        published, ours, strong = row["published"], row["modeled"], row["strong"]
         cells = [row["size"]]
         for way in ("vanilla", "full-rank"):
             cells += [f"{each[way] / each['BOOST']:.2f}" for each in (published, ours)]
         of_best = [best(strong), *(f"{gain(strong, over):.2f}" for over in AGAINST)] if strong else ["-"] * 3
         rows.append((*cells, *of_best))
     return Table(
-        "Speed-ups of the same steps, modelled: BOOST as published over its baselines as published, then the best low-rank "
+        "Speed-ups of the same steps, modeled: published BOOST over published baselines, then the best low-rank "
         "layout over the strongest baselines.",
         (
             "size",
@@ -242,8 +242,8 @@ def _scaled_table(facts: Facts) -> Table:
     rows = [(row["hardware"], str(row["tp"]), *_cells(row)) for row in facts["scaled"]]
     first = facts["scaled"][0]
     return Table(
-        f"7B on one node, modelled: milliseconds of a step of {first['sequences']} sequences in one micro-batch, and what the best "
-        f"low-rank layout gains. {_memory_words(facts['scaled'])}",
+        f"7B on one node, modeled: step time in ms for {first['sequences']} sequences in one micro-batch, and speed-up of the best "
+        f"low-rank layout. {_memory_words(facts['scaled'])}",
         ("hardware", "TP:", *_HEADINGS),
         tuple(rows),
     )
@@ -254,8 +254,8 @@ def _large_table(facts: Facts) -> Table:
         (row["hardware"], f"{row['tp']} x {row['pp']}", str(row["sequences"]), *_cells(row)) for row in facts["large"]
     ]
     return Table(
-        f"40B (the 30B's shape with {LARGE_LAYERS} blocks) on {LARGE_GPUS} GPUs, modelled: milliseconds of a step in micro-batches "
-        f"of one; 1F1B, gpipe where there are fewer micro-batches than stages. {_memory_words(facts['large'])}",
+        f"40B (the 30B's shape with {LARGE_LAYERS} blocks) on {LARGE_GPUS} GPUs, modeled: step time in ms with micro-batches "
+        f"of one; 1F1B, or gpipe with fewer micro-batches than stages. {_memory_words(facts['large'])}",
         ("hardware", "TP x PP", "sequences:", *_HEADINGS),
         tuple(rows),
     )
@@ -276,7 +276,7 @@ def _cells(row: Facts) -> list[str]:
 
 
 def _memory_words(rows: Sequence[Facts]) -> str:
-    """Whether all of them fit, and if not, which do not."""
+    """Whether all of them fit, or which do not."""
     short = [
         f"{name} on {row['hardware']}, {row['tp']} x {row['pp']}, {row['sequences']} sequences"
         for row in rows
@@ -286,10 +286,10 @@ def _memory_words(rows: Sequence[Facts]) -> str:
     if short:
         return f"Not all of them fit into memory: {'; '.join(short)}."
     fullest = max(needed / row["usable_bytes"] for row in rows for needed in row["peak_bytes"].values())
-    return f"All of them fit into memory (the fullest takes {fullest:.0%})."
+    return f"All of them fit into memory (at most {fullest:.0%} used)."
 
 
-def _large(hardware: str, row: PublishedRow, sequences: int) -> Modelled:
+def _large(hardware: str, row: PublishedRow, sequences: int) -> Modeled:
     schedule = "1f1b" if sequences >= row.pp else "gpipe"
     more = [
         f"--model.layers={LARGE_LAYERS}",
@@ -297,7 +297,7 @@ def _large(hardware: str, row: PublishedRow, sequences: int) -> Modelled:
         f"--parallel.schedule={schedule}",
     ]
     found = asdict(predicted(hardware, row, 1, more))
-    return Modelled(**found | {"size": "40B"})
+    return Modeled(**found | {"size": "40B"})
 
 
 def _worst_peak(config: Config) -> int:
@@ -307,15 +307,15 @@ def _worst_peak(config: Config) -> int:
 def _draw_steps(facts: Facts, path: Path) -> None:
     pyplot = drawing.pyplot()
     figure, axis = pyplot.subplots(figsize=(8.4, 3.8))
-    colours = pyplot.get_cmap("tab10")
-    ways = {"full-rank": ("modelled", 7), "vanilla": ("modelled", 1), "BOOST": ("modelled", 0), "btp-sp": ("strong", 2)}
+    colors = pyplot.get_cmap("tab10")
+    ways = {"full-rank": ("modeled", 7), "vanilla": ("modeled", 1), "BOOST": ("modeled", 0), "btp-sp": ("strong", 2)}
     width = 0.8 / len(ways)
-    for number, (way, (kind, colour)) in enumerate(ways.items()):
+    for number, (way, (kind, color)) in enumerate(ways.items()):
         places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
         ours = [row[kind][way] if row[kind] else float("nan") for row in facts["paper"]]
         label = way if kind == "strong" else f"{way}, published form"
-        axis.bar(places, ours, 0.9 * width, label=label, color=colours(colour), alpha=0.85)
-        if kind == "modelled":
+        axis.bar(places, ours, 0.9 * width, label=label, color=colors(color), alpha=0.85)
+        if kind == "modeled":
             theirs = [row["published"][way] for row in facts["paper"]]
             words = "published" if number == 0 else None
             axis.plot(places, theirs, "D", color="black", markersize=4, linestyle="none", label=words)
@@ -323,7 +323,7 @@ def _draw_steps(facts: Facts, path: Path) -> None:
         range(len(facts["paper"])),
         [f"{row['size']}\nTP {row['tp']}, PP {row['pp']}" for row in facts["paper"]],
     )
-    axis.set_ylabel("seconds a step")
+    axis.set_ylabel("seconds per step")
     axis.legend(fontsize=8, frameon=False)
     drawing.tidy(axis)
     axis.grid(visible=False, axis="x")
@@ -337,13 +337,13 @@ def _draw_gains(facts: Facts, path: Path) -> None:
     rows = facts["scaled"]
     for axis, (over, least) in zip(axes, AGAINST.items(), strict=True):
         gains = [gain(row["seconds"], over) for row in rows]
-        colours = [pyplot.get_cmap("tab10")(0 if row["tp"] == WIDTHS[0] else 2) for row in rows]
-        axis.barh(range(len(rows)), gains, 0.7, color=colours, alpha=0.85)
+        colors = [pyplot.get_cmap("tab10")(0 if row["tp"] == WIDTHS[0] else 2) for row in rows]
+        axis.barh(range(len(rows)), gains, 0.7, color=colors, alpha=0.85)
         for place, value in enumerate(gains):
             axis.text(value, place, f" {value:.2f}", va="center", fontsize=8)
         axis.axvline(least, color="black", linewidth=1, linestyle="--")
-        axis.axvline(1, color="grey", linewidth=0.8)
-        axis.set(title=f"over {STRONGER.get(over, over)}", xlabel="times", xlim=(0, 1.15 * max(gains)))
+        axis.axvline(1, color="gray", linewidth=0.8)
+        axis.set(title=f"over {STRONGER.get(over, over)}", xlabel="speed-up", xlim=(0, 1.15 * max(gains)))
         drawing.tidy(axis)
         axis.grid(visible=False, axis="y")
     axes[0].set_yticks(range(len(rows)), [f"{row['hardware']}, TP {row['tp']}" for row in rows])

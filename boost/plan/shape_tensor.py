@@ -1,7 +1,7 @@
-"""Tensors of which only shape, strides and dtype are known, on which the decoder runs as it is.
+"""Tensors with shape, strides and dtype but no data. The decoder runs on them unchanged.
 
-`Sized` has the methods of torch.Tensor that the model uses, and answers torch's functions by `__torch_function__`; rules of what
-each makes, saves and moves are in `boost.plan.rules`. A method or function without a rule raises NoRuleError.
+`ShapeTensor` has the methods of torch.Tensor that the model uses, and handles torch functions by `__torch_function__`. Rules in
+`boost.plan.rules` give each function's output, saved tensors and bytes moved; without a rule it raises NoRuleError.
 """
 
 import functools
@@ -12,25 +12,25 @@ from typing import Any
 import torch
 
 from boost.plan.categories import COPIES, category_of
-from boost.plan.tape import LEAF, Backward, GraphNode, Held, SizedStorage, Tape, name_of
+from boost.plan.tape import LEAF, Backward, GraphNode, Held, ShapeStorage, Tape, name_of
 from boost.plan.work import REORDER, REORDER_FINELY, SHORT_RUN, STREAM
 
 Shape = tuple[int, ...]
 
 
 class NoRuleError(NotImplementedError):
-    """The model uses an operation of which it is not known what it makes, saves and moves."""
+    """The model uses an operation that has no rule."""
 
 
-class Sized:
-    """A tensor that has a shape."""
+class ShapeTensor:
+    """A tensor without data."""
 
     __slots__ = ("device", "dtype", "index", "node", "numel_", "shape", "storage", "strides", "tape")
 
     def __init__(
         self,
         tape: Tape,
-        storage: SizedStorage | None,
+        storage: ShapeStorage | None,
         shape: Shape,
         strides: Shape,
         dtype: torch.dtype,
@@ -38,7 +38,7 @@ class Sized:
         node: GraphNode | None = None,
         index: int = 0,
     ) -> None:
-        """`storage` None: of someone else, who holds it."""
+        """`storage` None: someone else owns the memory."""
         self.tape, self.storage, self.shape, self.strides = tape, storage, shape, strides
         self.dtype, self.device, self.node, self.index = dtype, device, node, index
         self.numel_ = math.prod(shape)
@@ -48,15 +48,13 @@ class Sized:
         answer = RULES.get(function)
         if answer is None:
             name = getattr(function, "__name__", str(function))
-            raise NoRuleError(f"no rule of what '{name}' makes, saves and moves; add one to boost.plan.rules")
+            raise NoRuleError(f"no rule for '{name}'; add one to boost.plan.rules")
         return answer(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        raise NoRuleError(
-            f"no rule of what the tensor method '{name}' makes, saves and moves; add one to boost.plan.sized"
-        )
+        raise NoRuleError(f"no rule for the tensor method '{name}'; add one to boost.plan.shape_tensor")
 
-    # Facts.
+    # Properties.
 
     @property
     def ndim(self) -> int:
@@ -81,7 +79,7 @@ class Sized:
 
     @property
     def is_small(self) -> bool:
-        """Whether it has one number a token (or one for each of a row's width) at most."""
+        """Whether it has at most one element per token, or per column."""
         tape, shape = self.tape, self.shape
         if len(shape) > 1 and shape[-1] == tape.tokens:
             return self.numel_ <= tape.statistic
@@ -95,14 +93,14 @@ class Sized:
         )
 
     def is_dense(self) -> bool:
-        """Whether its elements fill their memory without gaps, in whatever order."""
+        """Whether its elements fill their memory without gaps, in any order."""
         order = sorted(range(self.ndim), key=lambda dim: -self.strides[dim])
         dense = contiguous(tuple(self.shape[dim] for dim in order))
         return all(self.shape[d] == 1 or self.strides[d] == n for d, n in zip(order, dense, strict=True))
 
     @property
     def run(self) -> int:
-        """Elements that lie side by side: what a copy moves at a time."""
+        """Number of contiguous elements that a copy moves at a time."""
         expected = 1
         for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
             if size != 1 and stride != expected:
@@ -110,106 +108,106 @@ class Sized:
             expected *= size
         return expected
 
-    # Places in the graph.
+    # Autograd graph.
 
-    def bare(self) -> "Sized":
-        """Its memory without its place in the graph: what a node saves."""
-        return Sized(self.tape, self.storage, self.shape, self.strides, self.dtype, self.device)
+    def without_graph(self) -> "ShapeTensor":
+        """The same memory without a graph node: what a node saves."""
+        return ShapeTensor(self.tape, self.storage, self.shape, self.strides, self.dtype, self.device)
 
-    def elsewhere(self) -> "Sized":
-        """Its place in the graph without its memory: of what someone else holds."""
-        return Sized(self.tape, None, self.shape, self.strides, self.dtype, self.device, self.node, self.index)
+    def without_storage(self) -> "ShapeTensor":
+        """The same graph node without memory, which someone else owns."""
+        return ShapeTensor(self.tape, None, self.shape, self.strides, self.dtype, self.device, self.node, self.index)
 
-    def detach(self) -> "Sized":
-        return self.bare()
+    def detach(self) -> "ShapeTensor":
+        return self.without_graph()
 
-    def at(self, shape: Shape, strides: Shape, node: GraphNode | None = None, index: int = 0) -> "Sized":
+    def as_view(self, shape: Shape, strides: Shape, node: GraphNode | None = None, index: int = 0) -> "ShapeTensor":
         """A view."""
-        return Sized(self.tape, self.storage, shape, strides, self.dtype, self.device, node, index)
+        return ShapeTensor(self.tape, self.storage, shape, strides, self.dtype, self.device, node, index)
 
     # Views.
 
-    def view(self, *shape: Any) -> "Sized":
+    def view(self, *shape: Any) -> "ShapeTensor":
         new = _resolved(self, shape)
         strides = view_strides(self.shape, self.strides, new)
         assert strides is not None, f"{self.shape} with strides {self.strides} cannot be viewed as {new}"
         return _viewed(self, new, strides, _reshaped(self.shape))
 
-    def view_as(self, other: "Sized") -> "Sized":
+    def view_as(self, other: "ShapeTensor") -> "ShapeTensor":
         return self.view(*other.shape)
 
-    def reshape(self, *shape: Any) -> "Sized":
+    def reshape(self, *shape: Any) -> "ShapeTensor":
         new = _resolved(self, shape)
         if view_strides(self.shape, self.strides, new) is None:
             return self.contiguous().view(*new)
         return self.view(*new)
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Sized":
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "ShapeTensor":
         start, end = start_dim % self.ndim, end_dim % self.ndim
         return self.reshape(*self.shape[:start], math.prod(self.shape[start : end + 1]), *self.shape[end + 1 :])
 
-    def unflatten(self, dim: int, sizes: Sequence[int]) -> "Sized":
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> "ShapeTensor":
         dim %= self.ndim
         return self.view(*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
-    def transpose(self, first: int, second: int) -> "Sized":
+    def transpose(self, first: int, second: int) -> "ShapeTensor":
         order = list(range(self.ndim))
         order[first], order[second] = order[second], order[first]
         shape, strides = tuple(self.shape[i] for i in order), tuple(self.strides[i] for i in order)
         return _viewed(self, shape, strides, lambda g, s: [g[0].transpose(first, second)])
 
-    def t(self) -> "Sized":
+    def t(self) -> "ShapeTensor":
         return self.transpose(0, 1)
 
-    def unsqueeze(self, dim: int) -> "Sized":
+    def unsqueeze(self, dim: int) -> "ShapeTensor":
         dim %= self.ndim + 1
         shape = (*self.shape[:dim], 1, *self.shape[dim:])
         strides = (*self.strides[:dim], 1, *self.strides[dim:])
         return _viewed(self, shape, strides, _reshaped(self.shape))
 
-    def squeeze(self, dim: int) -> "Sized":
+    def squeeze(self, dim: int) -> "ShapeTensor":
         dim %= self.ndim
         assert self.shape[dim] == 1
         shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
         return _viewed(self, shape, strides, _reshaped(self.shape))
 
-    def narrow(self, dim: int, start: int, length: int) -> "Sized":
+    def narrow(self, dim: int, start: int, length: int) -> "ShapeTensor":
         dim %= self.ndim
         if length == self.shape[dim]:
             return self
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
 
-        whole = self.elsewhere()
+        whole = self.without_storage()
 
         def backward(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
-            full = make(whole, whole.shape, "zeros", 1.0)  # zero elsewhere
-            whole.tape.does(STREAM, (gradients[0].numel_,), whole.dtype, 2)
+            full = make(whole, whole.shape, "zeros", 1.0)  # zero outside the slice
+            whole.tape.record_op(STREAM, (gradients[0].numel_,), whole.dtype, 2)
             return [full]
 
         return _viewed(self, shape, self.strides, backward)
 
-    def split(self, sizes: int | Sequence[int], dim: int = 0) -> "list[Sized]":
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> "list[ShapeTensor]":
         dim %= self.ndim
         if isinstance(sizes, int):
             count, rest = divmod(self.shape[dim], sizes)
             sizes = [sizes] * count + [rest] * bool(rest)
         shapes = [(*self.shape[:dim], size, *self.shape[dim + 1 :]) for size in sizes]
         if not records(self):
-            return [self.at(shape, self.strides) for shape in shapes]
+            return [self.as_view(shape, self.strides) for shape in shapes]
 
-        whole = self.elsewhere()
+        whole = self.without_storage()
 
         def backward(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
             return [make(whole, whole.shape, "cat", 2.0)]
 
         node = self.tape.node([self], len(shapes), backward)
-        return [self.at(shape, self.strides, node, i) for i, shape in enumerate(shapes)]
+        return [self.as_view(shape, self.strides, node, i) for i, shape in enumerate(shapes)]
 
-    def chunk(self, count: int, dim: int = 0) -> "list[Sized]":
+    def chunk(self, count: int, dim: int = 0) -> "list[ShapeTensor]":
         return self.split(-(-self.shape[dim] // count), dim)
 
-    def __getitem__(self, key: Any) -> "Sized":
-        assert self.node is None or not torch.is_grad_enabled(), "an index in the graph has no rule"
+    def __getitem__(self, key: Any) -> "ShapeTensor":
+        assert self.node is None or not torch.is_grad_enabled(), "no rule for indexing under autograd"
         shape, strides, dim = [], [], 0
         for each in key if isinstance(key, tuple) else (key,):
             if each is None:
@@ -221,24 +219,24 @@ class Sized:
                 shape.append(length)
                 strides.append(self.strides[dim] * (each.step or 1))
             dim += 1
-        return self.at((*shape, *self.shape[dim:]), (*strides, *self.strides[dim:]))
+        return self.as_view((*shape, *self.shape[dim:]), (*strides, *self.strides[dim:]))
 
-    def __setitem__(self, key: Any, value: "Sized") -> None:
+    def __setitem__(self, key: Any, value: "ShapeTensor") -> None:
         if not value.is_small:
-            self.tape.does(STREAM, (value.numel_,), self.dtype, 2)
+            self.tape.record_op(STREAM, (value.numel_,), self.dtype, 2)
 
     # Copies.
 
-    def contiguous(self) -> "Sized":
+    def contiguous(self) -> "ShapeTensor":
         if self.is_contiguous():
             return self
         kernel = REORDER if self.run >= SHORT_RUN else REORDER_FINELY
         return record(lambda: make(self, self.shape, "contiguous", 2.0, kernel=kernel), [self], lambda g, s: [g[0]])
 
-    def clone(self) -> "Sized":
+    def clone(self) -> "ShapeTensor":
         return record(lambda: make(self, self.shape, "clone", 2.0), [self], lambda g, s: [g[0]])
 
-    def to(self, dtype: torch.dtype) -> "Sized":
+    def to(self, dtype: torch.dtype) -> "ShapeTensor":
         if dtype == self.dtype:
             return self
         old = self.dtype
@@ -250,34 +248,34 @@ class Sized:
             lambda g, s: [g[0].to(old)],
         )
 
-    # Arithmetic: the rules are functions of their own.
+    # Arithmetic, by rules in boost.plan.rules.
 
-    def __mul__(self, other: Any) -> "Sized":
+    def __mul__(self, other: Any) -> "ShapeTensor":
         return RULES["mul"](self, other)
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Any) -> "Sized":
+    def __add__(self, other: Any) -> "ShapeTensor":
         return RULES["add"](self, other)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> "Sized":
+    def __sub__(self, other: Any) -> "ShapeTensor":
         return RULES["elementwise"]("sub", self, other)
 
-    def __truediv__(self, other: Any) -> "Sized":
+    def __truediv__(self, other: Any) -> "ShapeTensor":
         return RULES["div"](self, other)
 
-    def __neg__(self) -> "Sized":
+    def __neg__(self) -> "ShapeTensor":
         return RULES["neg"](self)
 
-    def __matmul__(self, other: "Sized") -> "Sized":
+    def __matmul__(self, other: "ShapeTensor") -> "ShapeTensor":
         return RULES["matmul"](self, other)
 
-    def __pow__(self, exponent: Any) -> "Sized":
+    def __pow__(self, exponent: Any) -> "ShapeTensor":
         return RULES["elementwise"]("pow", self)
 
-    def __ge__(self, other: Any) -> "Sized":
+    def __ge__(self, other: Any) -> "ShapeTensor":
         return RULES["compare"](self)
 
     __lt__ = __gt__ = __le__ = __ge__
@@ -288,61 +286,61 @@ class Sized:
     __ne__ = __eq__
     __hash__ = object.__hash__
 
-    def __and__(self, other: Any) -> "Sized":
+    def __and__(self, other: Any) -> "ShapeTensor":
         return RULES["compare"](self)
 
-    def __iadd__(self, other: Any) -> "Sized":
+    def __iadd__(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
-    def mul_(self, other: Any) -> "Sized":
+    def mul_(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
-    def sub_(self, other: Any) -> "Sized":
+    def sub_(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
-    def square_(self) -> "Sized":
+    def square_(self) -> "ShapeTensor":
         return RULES["in_place"](self)
 
-    def exp_(self) -> "Sized":
+    def exp_(self) -> "ShapeTensor":
         return RULES["exp_"](self)
 
-    def clamp(self, *_: Any) -> "Sized":
+    def clamp(self, *_: Any) -> "ShapeTensor":
         return RULES["elementwise"]("clamp", self)
 
-    def clamp_min(self, _: Any) -> "Sized":
+    def clamp_min(self, _: Any) -> "ShapeTensor":
         return RULES["elementwise"]("clamp", self)
 
-    def square(self) -> "Sized":
+    def square(self) -> "ShapeTensor":
         return RULES["elementwise"]("square", self)
 
-    def addcmul_(self, first: "Sized", second: "Sized", value: float = 1) -> "Sized":
+    def addcmul_(self, first: "ShapeTensor", second: "ShapeTensor", value: float = 1) -> "ShapeTensor":
         return RULES["in_place"](self, first, second)
 
-    def addmm_(self, a: "Sized", b: "Sized") -> "Sized":
+    def addmm_(self, a: "ShapeTensor", b: "ShapeTensor") -> "ShapeTensor":
         return RULES["addmm_"](self, a, b)
 
-    def sum(self, dim: int | None = None) -> "Sized":
+    def sum(self, dim: int | None = None) -> "ShapeTensor":
         return RULES["reduce"](self, dim)
 
-    def logsumexp(self, dim: int) -> "Sized":
+    def logsumexp(self, dim: int) -> "ShapeTensor":
         return RULES["logsumexp"](self, dim)
 
-    def gather(self, dim: int, index: "Sized") -> "Sized":
+    def gather(self, dim: int, index: "ShapeTensor") -> "ShapeTensor":
         return RULES["elementwise"]("gather", index)
 
-    def scatter_add_(self, dim: int, index: "Sized", values: "Sized") -> "Sized":
+    def scatter_add_(self, dim: int, index: "ShapeTensor", values: "ShapeTensor") -> "ShapeTensor":
         return self
 
-    def repeat_interleave(self, times: int, dim: int) -> "Sized":
+    def repeat_interleave(self, times: int, dim: int) -> "ShapeTensor":
         return RULES["repeat_interleave"](self, times, dim)
 
 
 RULES: dict[Any, Any] = {}
-"""By torch function, and by name for what methods and operators share; filled by `boost.plan.rules`."""
+"""By torch function, or by name for methods and operators; filled by `boost.plan.rules`."""
 
 
 def rule(*functions: Any) -> Any:
-    """Registers what answers these functions."""
+    """Registers the rule of these functions."""
 
     def register(answer: Any) -> Any:
         RULES.update(dict.fromkeys(functions, answer))
@@ -352,43 +350,43 @@ def rule(*functions: Any) -> Any:
 
 
 def records(*inputs: Any) -> bool:
-    """Whether autograd would make a node of an operation on these."""
+    """Whether autograd would record an operation on these inputs."""
     if not torch.is_grad_enabled():
         return False
-    return any(x.node is not None for x in inputs if isinstance(x, Sized))
+    return any(x.node is not None for x in inputs if isinstance(x, ShapeTensor))
 
 
 def make(
-    like: Sized,
+    like: ShapeTensor,
     shape: Shape,
     operation: str,
     moves: float = 0.0,
     *,
     dtype: torch.dtype | None = None,
-    inputs: Sequence[Sized] = (),
+    inputs: Sequence[ShapeTensor] = (),
     kernel: str = STREAM,
     strides: Shape | None = None,
-) -> Sized:
-    """A new tensor without history, made by an operation of `inputs` (`like` alone unless said).
+) -> ShapeTensor:
+    """Allocates the output of an operation on `inputs` (default: `like`), without a graph node.
 
-    `moves`: numbers read and written for each of its own; 0: nothing counts. What is small is not counted.
+    `moves`: elements read and written per output element; 0: not counted. Small tensors are not counted.
     """
     tape, dtype = like.tape, dtype or like.dtype
     numel = math.prod(shape)
     if tape.phase == "forward":
         category, role = origin(tape, operation, inputs or (like,))
-        storage = SizedStorage(tape, numel * dtype.itemsize, category, role)
+        storage = ShapeStorage(tape, numel * dtype.itemsize, category, role)
         tape.alive[id(storage)] = Held(storage.bytes, category, operation, shape, name_of(dtype), tape.place)
     else:
-        storage = SizedStorage(tape, numel * dtype.itemsize, "", "")
-    made = Sized(tape, storage, shape, strides or contiguous(shape), dtype, like.device)
+        storage = ShapeStorage(tape, numel * dtype.itemsize, "", "")
+    made = ShapeTensor(tape, storage, shape, strides or contiguous(shape), dtype, like.device)
     if moves and not made.is_small:
-        tape.does(kernel, (numel,), dtype, moves)
+        tape.record_op(kernel, (numel,), dtype, moves)
     return made
 
 
-def origin(tape: Tape, operation: str, inputs: Sequence[Sized]) -> tuple[str, str]:
-    """(category, role) of what an operation makes."""
+def origin(tape: Tape, operation: str, inputs: Sequence[ShapeTensor]) -> tuple[str, str]:
+    """(category, role) of an operation's output."""
     if tape.scope:
         return tape.scope, ""
     held = [x.storage for x in inputs if x.storage is not None]
@@ -397,39 +395,39 @@ def origin(tape: Tape, operation: str, inputs: Sequence[Sized]) -> tuple[str, st
 
 
 def record(
-    make_it: Callable[[], Sized],
+    make_it: Callable[[], ShapeTensor],
     inputs: Sequence[Any],
     backward: Backward,
-    saved: Sequence[Sized] = (),
-    keeps: Callable[[Sized], Sequence[Sized]] | None = None,
-) -> Sized:
-    """What `make_it` makes, in the graph if there is one. `saved` of the inputs is saved before it is made, as torch does it (so
-    that a recomputation that needs no more ends before), what `keeps` of the result after."""
+    saved: Sequence[ShapeTensor] = (),
+    saves_result: Callable[[ShapeTensor], Sequence[ShapeTensor]] | None = None,
+) -> ShapeTensor:
+    """The output of `make_it`, recorded if autograd is on. Saved inputs (`saved`) are saved before it runs, as in torch, so that
+    recomputation can stop early; saved outputs (`saves_result`) after."""
     if not records(*inputs):
         return make_it()
-    tape = next(x.tape for x in inputs if isinstance(x, Sized))
-    node = tape.node([x if isinstance(x, Sized) else None for x in inputs], 1, backward)
+    tape = next(x.tape for x in inputs if isinstance(x, ShapeTensor))
+    node = tape.node([x if isinstance(x, ShapeTensor) else None for x in inputs], 1, backward)
     tape.save(node, saved)
     made = make_it()
     made.node = node
-    if keeps is not None:
-        tape.save(node, keeps(made))
+    if saves_result is not None:
+        tape.save(node, saves_result(made))
     return made
 
 
-def _viewed(x: Sized, shape: Shape, strides: Shape, backward: Backward) -> Sized:
+def _viewed(x: ShapeTensor, shape: Shape, strides: Shape, backward: Backward) -> ShapeTensor:
     if not records(x):
-        return x.at(shape, strides)
-    return x.at(shape, strides, x.tape.node([x], 1, backward))
+        return x.as_view(shape, strides)
+    return x.as_view(shape, strides, x.tape.node([x], 1, backward))
 
 
 def _reshaped(shape: Shape) -> Backward:
-    """The backward pass of a view."""
+    """Backward of a view."""
     return lambda gradients, _: [gradients[0].reshape(*shape)]
 
 
-def _resolved(x: Sized, shape: Any) -> Shape:
-    """The shape that `view` was asked for, with -1 filled in."""
+def _resolved(x: ShapeTensor, shape: Any) -> Shape:
+    """The requested shape, with -1 resolved."""
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = shape[0]
     if -1 not in shape:
@@ -440,7 +438,7 @@ def _resolved(x: Sized, shape: Any) -> Shape:
 
 @functools.lru_cache(maxsize=8192)
 def contiguous(shape: Shape) -> Shape:
-    """Strides of rows one after the other."""
+    """Row-major strides."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -450,9 +448,9 @@ def contiguous(shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=8192)
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """Strides of the same memory under another shape; None where it has to be copied.
+    """Strides of the same memory under another shape; None if a copy is needed.
 
-    Runs of dimensions that lie without a gap can be divided otherwise; what has a gap in between cannot be joined.
+    Contiguous runs of dimensions can be split differently; dimensions with a gap in between cannot be merged.
     """
     if not shape:
         return contiguous(new)
@@ -473,11 +471,11 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     return tuple(result) if place == -1 else None
 
 
-def leaf(tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str) -> Sized:
-    """A weight of a role: not counted among the living, and where the backward pass ends."""
-    storage = SizedStorage(_Nowhere, 0, COPIES, role)  # memory that is there anyway
-    return Sized(tape, storage, shape, contiguous(shape), dtype, device, GraphNode(LEAF, (), 1, None, tape.place))
+def leaf(tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str) -> ShapeTensor:
+    """A weight of a role: a leaf of the graph, not counted in live bytes."""
+    storage = ShapeStorage(_Nowhere, 0, COPIES, role)  # counted as training state
+    return ShapeTensor(tape, storage, shape, contiguous(shape), dtype, device, GraphNode(LEAF, (), 1, None, tape.place))
 
 
 _Nowhere = Tape(0, 0)
-"""Where weights are held."""
+"""A tape of its own for weights."""

@@ -1,4 +1,4 @@
-"""`boost bench modelled`: the paper's evaluation as the performance model has it."""
+"""`boost bench modeled`: the paper's evaluation, predicted by the performance model."""
 
 import argparse
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 from boost.cli.bench_common import needs_matplotlib
 
 HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
-"""As boost.bench.modelled has them, which imports torch."""
+"""As boost.bench.modeled has them, which imports torch."""
 
 
 def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = experiments.add_parser(
-        "modelled",
+        "modeled",
         help="the paper's step times, and the 7B and 40B on other GPUs, by the performance model",
         description="Predicts the paper's step times next to the published ones, and what the best low-rank layout\n"
         "gains for the 7B on 4 and 8 GPUs and for the 40B on 32. Arithmetic: seconds, on any machine.",
@@ -28,15 +28,15 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("benchmarks/results/modelled"),
+        default=Path("benchmarks/results/modeled"),
         metavar="PATH",
-        help="PATH.json, PATH.md and pictures are written (default benchmarks/results/modelled)",
+        help="PATH.json, PATH.md and pictures are written (default benchmarks/results/modeled)",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     needs_matplotlib()
-    from boost.bench import modelled
+    from boost.bench import modeled
 
-    return modelled.run(args.hardware, args.out)
+    return modeled.run(args.hardware, args.out)

@@ -1,0 +1,157 @@
+"""`boost checkpoint`: lists, verifies and repairs the checkpoints of a run."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from boost.train.checkpoint.inspect import CheckpointInfo
+
+RUN = "run directory, checkpoints folder, or one step-... folder"
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "checkpoint",
+        help="list, verify and repair checkpoints",
+        description="Looks after the checkpoints of a run.\n\n"
+        "  list             step, date, size, state and held-out loss of each\n"
+        "  verify           compares every byte with the digests of the save; exit code 1 if anything is damaged\n"
+        "  repair-metadata  rebuilds a manifest that is missing or unreadable, if every tensor file is structurally whole",
+        epilog="examples:\n"
+        "  boost checkpoint list runs/demo\n"
+        "  boost checkpoint list runs/demo --json\n"
+        "  boost checkpoint verify runs/demo\n"
+        "  boost checkpoint verify runs/demo/checkpoints/step-00000200\n"
+        "  boost checkpoint repair-metadata runs/demo/checkpoints/step-00000200 --yes",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, explanation in (
+        ("list", "step, date, size, state and held-out loss of each checkpoint"),
+        ("verify", "compare every byte with the digests of the save"),
+        ("repair-metadata", "rebuild a manifest that is missing or unreadable"),
+    ):
+        action = actions.add_parser(name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}.")
+        action.allow_abbrev = False
+        action.add_argument("path", metavar="RUN", help=RUN)
+        if name == "repair-metadata":
+            action.add_argument(
+                "--yes", action="store_true", help="confirm: digests will be those of the files as they are"
+            )
+        else:
+            action.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return {"list": _list, "verify": _verify, "repair-metadata": _repair}[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from boost.train.checkpoint.inspect import checkpoint_folders, inspect
+
+    found = [inspect(path) for path in checkpoint_folders(Path(args.path))]
+    losses = _heldout_losses(found[0].path)
+    rows = [_row(info, losses) for info in found]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("held-out loss", "right")):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    table.add_column("state")
+    for info, row in zip(found, rows, strict=True):
+        loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
+        saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(str(info.step), saved, f"{info.bytes / 1e6:.1f} MB", loss, info.status)
+    Console().print(table)
+    for info in found:
+        if info.problem:
+            print(f"{info.path.name}: {info.problem}")
+    return 0
+
+
+def _row(info: "CheckpointInfo", losses: dict[int, float]) -> dict[str, Any]:
+    return {
+        "path": str(info.path),
+        "step": info.step,
+        "saved": info.saved.isoformat(timespec="seconds"),
+        "bytes": info.bytes,
+        "state": info.status,
+        "problem": info.problem,
+        # Metrics are those of the branch that training is on.
+        "heldout_loss": None if info.step is None or info.status == "superseded" else losses.get(info.step),
+    }
+
+
+def _heldout_losses(checkpoint: Path) -> dict[int, float]:
+    """Held-out loss by step, from the metrics of the run that a checkpoint is in; empty where there are none."""
+    from boost.errors import BoostError
+    from boost.train.metrics import read_metrics
+    from boost.train.rundir import RunDirectory
+
+    try:
+        lines = read_metrics(RunDirectory(checkpoint.resolve().parent.parent).metrics)
+    except (OSError, BoostError):
+        return {}
+    return {line["step"]: line["heldout_loss"] for line in lines if line.get("kind") == "eval"}
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from boost.train.checkpoint.inspect import ByteCheck, checkpoint_folders, inspect
+    from boost.train.console import progress
+
+    rows = []
+    for path in checkpoint_folders(Path(args.path)):
+        problems = []
+        if (info := inspect(path)).status == "incomplete":
+            problems = [f"'{path}' is incomplete: {info.problem}"]
+        else:
+            try:
+                check = ByteCheck(path)
+                for _ in progress(check, f"{path.name} (MB)"):
+                    pass
+                problems = check.problems
+            except CheckpointError as error:
+                problems = [str(error)]
+        strays = check.manifest.strays(path) if not problems else []
+        rows.append({"path": str(path), "intact": not problems, "problems": problems, "ignored": strays})
+        if not args.json:
+            for line in problems or [f"{path.name}: intact{_note(info, strays)}"]:
+                print(line, file=sys.stderr if problems else sys.stdout, flush=True)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    return 0 if all(row["intact"] for row in rows) else 1
+
+
+def _note(info: "CheckpointInfo", strays: list[str]) -> str:
+    notes = [info.problem] if info.problem else []
+    if strays:
+        notes.append(f"not in the manifest, ignored: {', '.join(strays)}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _repair(args: argparse.Namespace) -> int:
+    from boost.train.checkpoint.inspect import rebuild_manifest, require_repairable
+
+    path = Path(args.path)
+    checkpoint = require_repairable(path)
+    if not args.yes:
+        raise ConfigError(
+            f"'{path}' (step {checkpoint.position.step}) is structurally whole; a rebuilt manifest has the digests of its files as "
+            "they are now, not those of the save, and cannot reveal changes made before; confirm with --yes"
+        )
+    manifest = rebuild_manifest(path)
+    print(
+        f"rebuilt the manifest of '{path}': {len(manifest.root)} files. Its digests are those of today, not of the save: damage "
+        "inside tensors from before today stays unnoticed. 'boost checkpoint list' will say so."
+    )
+    return 0

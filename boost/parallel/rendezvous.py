@@ -1,0 +1,159 @@
+"""How the processes of a run meet: through a file on one machine, through torchrun's or rank 0's TCP store on several.
+
+torch's TCP store listens on all interfaces without a password, so the launcher of one machine uses a file in a folder that
+only its user can read. Waiting is done in Python and in short pieces: a stop signal is noticed while others are missing.
+"""
+
+import datetime
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from boost.errors import ConfigError, StoppedError, TrainingError
+
+LAUNCH_DIR = "BOOST_LAUNCH_DIR"
+"""Environment variable: the folder that the launcher of one machine shares with its processes."""
+
+_CONNECT_S = 5.0
+"""Seconds of one attempt to reach the TCP store; a signal is noticed between attempts."""
+
+_GOODBYE_S = 3.0
+"""Seconds that rank 0 still answers late processes after a stop signal."""
+
+Stopped = Callable[[], str | None]
+"""Name of the stop signal that this process has received, if any."""
+
+
+def launch_dir() -> Path | None:
+    """The folder that the launcher of one machine shares with this process; None without one."""
+    folder = os.environ.get(LAUNCH_DIR)
+    return Path(folder) if folder else None
+
+
+def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store, int, int]:
+    """The store of this start of the run, global rank, and world size, once all processes have joined.
+
+    Raises TrainingError if processes are missing after `timeout_s`, StoppedError if one received a stop signal meanwhile.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    if folder := launch_dir():
+        return dist.FileStore(str(folder / "store"), size), rank, size
+    store = _connect(rank, timeout_s, stopped)
+    attempt = agree_on_attempt(store, rank, size, timeout_s, stopped)
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return dist.PrefixStore(attempt, store), rank, size
+
+
+def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
+    """The TCP store at MASTER_ADDR, MASTER_PORT: torchrun's, or that of rank 0 if nobody else hosts one."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} name no store; start with torchrun, or set both"
+        )
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return dist.TCPStore(
+                host,
+                int(port),
+                is_master=hosts,
+                timeout=datetime.timedelta(seconds=min(_CONNECT_S, timeout_s)),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            if hosts:
+                raise TrainingError(f"cannot listen on MASTER_PORT = {port}: {_first_line(error)}") from error
+            if name := stopped():
+                raise StoppedError(name) from error
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"the store at MASTER_ADDR = {host}, MASTER_PORT = {port} did not answer within "
+                    f"run.startup_timeout_s = {timeout_s:g}; was rank 0 started?"
+                ) from error
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Stopped = lambda: None) -> str:
+    """A name that the processes of this start have in common, and no earlier one had: a prefix for what they store.
+
+    After an elastic restart torchrun's store still holds the addresses of processes that are gone, and gloo would connect
+    to them. TORCHELASTIC_RESTART_COUNT does not tell starts apart: it is each node's own, and a node that restarts because
+    another one did does not count it. So rank 0 makes the name up and tells it to whoever asks, under the asker's own
+    name made up a moment ago; what an earlier start left in the store is answered too, but nobody reads that. When all know
+    the name, rank 0 says whether they go on or a stop signal has arrived somewhere.
+    """
+    return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
+
+
+def _ask(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Stopped) -> str:
+    ours = uuid.uuid4().hex
+    store.set(f"asks/{rank}", ours)
+    deadline = time.monotonic() + timeout_s
+    said = False
+    pause = 0.02
+
+    def wait_for(key: str) -> str:
+        nonlocal deadline, said, pause
+        while not store.check([key]):
+            if (name := stopped()) and not said:
+                store.set(f"{ours}/stop", name)
+                said, deadline = True, min(deadline, time.monotonic() + _GOODBYE_S)
+            if time.monotonic() > deadline:
+                if name:
+                    raise StoppedError(name)
+                raise TrainingError(f"not all {size} processes joined within run.startup_timeout_s = {timeout_s:g}")
+            time.sleep(pause)
+            pause = min(0.25, pause * 1.1)  # many processes that ask often would keep rank 0 from answering
+        return store.get(key).decode()
+
+    attempt = wait_for(f"answer/{ours}")
+    store.set(f"{attempt}/knows/{rank}", "")
+    if name := wait_for(f"{attempt}/go"):
+        raise StoppedError(name)
+    return attempt
+
+
+def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Stopped) -> str:
+    ours = uuid.uuid4().hex
+    answered: dict[int, str] = {}
+
+    def answer(others: set[int]) -> set[int]:
+        """Answers who asks; returns those that do not know the name yet."""
+        for other in sorted(others):
+            key = f"asks/{other}"
+            if store.check([key]) and (asked := store.get(key).decode()) != answered.get(other):
+                store.set(f"answer/{asked}", ours)
+                answered[other] = asked
+        return {other for other in others if not store.check([f"{ours}/knows/{other}"])}
+
+    waiting, deadline = set(range(1, size)), time.monotonic() + timeout_s
+    stop = ""
+    while waiting and not stop:
+        waiting = answer(waiting)
+        told = [f"{asked}/stop" for asked in answered.values()]
+        stop = stopped() or next((store.get(key).decode() for key in told if store.check([key])), "")
+        if waiting and time.monotonic() > deadline:
+            missing = f"{'rank' if len(waiting) == 1 else 'ranks'} {', '.join(map(str, sorted(waiting)))}"
+            raise TrainingError(
+                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or see why they ended"
+            )
+        time.sleep(0.02)
+    store.set(f"{ours}/go", stop)
+    if not stop:
+        return ours
+    deadline = time.monotonic() + _GOODBYE_S
+    while waiting and time.monotonic() < deadline:
+        waiting = answer(waiting)
+        time.sleep(0.02)
+    raise StoppedError(stop)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,131 @@
+"""Whether all processes that should hold the same weights do, bit for bit, and whether all weights are finite.
+
+A flipped bit in the memory of one process, or arithmetic that is wrong on one device, makes that replica train a model of its
+own; sums of gradients hide it from the loss. So every process makes a digest of what it holds, and all are compared.
+
+What has copies: a weight that is not sharded over replicas, on every process of the dp axis, and also on every TP rank if the
+layout holds it whole there. Over TP only weights whose updates are equal by construction are compared: those
+whose gradients one collective sums over dp x tp. A row that ZeRO-1 or FSDP gives to one process has no copy: finiteness only.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boost.models.fused import FusedParam
+from boost.parallel.mesh import Mesh
+
+_CHUNK = 1 << 20
+"""Elements digested at a time: temporaries of 8 MB each."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x1E3779B97F4A7C15
+"""Any odd number with well mixed bits: products with odd numbers lose no bit of the other factor modulo 2^64."""
+_COPIES = ("replicas", "dp", "tp")
+"""The processes over which weights are compared, by the axes that they span."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Processes whose weights are not those of the others."""
+
+    processes: tuple[int, ...]
+    """Global ranks, ascending."""
+    copies: int
+    """Processes that should hold the same, these included."""
+    certain: bool
+    """Whether a majority holds something else: otherwise these are all of the copies, and any of them may be right."""
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What a check found, the same on all processes."""
+
+    mismatches: tuple[Mismatch, ...] = ()
+    not_finite: tuple[tuple[int, str], ...] = ()
+    """(global rank, name of its first weight that holds NaN or Inf)."""
+    hosts: tuple[str, ...] = ()
+    """Host of each global rank; empty if nothing was found."""
+
+
+@torch.no_grad()
+def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaReport:
+    """Digests this process's weights and compares them with all copies of them. Collective: 4 int64 from each process.
+
+    Reads every weight about three times, without a copy of it; never communicates weights.
+    """
+    digests = [digest((p.tensor for p in fused_params if _copies(p, mesh) == over), mesh.device) for over in _COPIES]
+    strange = _not_finite(fused_params, mesh.device)
+    local = torch.stack([*digests, strange.any().long()])
+    gathered = [torch.empty_like(local) for _ in range(mesh.size)] if mesh.size > 1 else [local]
+    if mesh.size > 1:
+        dist.all_gather(gathered, local)
+    rows = torch.stack(gathered).tolist()
+    found = compare(rows, (mesh.pp.size, mesh.dp.size, mesh.tp.size))
+    if not found and not any(row[-1] for row in rows):
+        return ReplicaReport()
+    names = [p.slices[0].parameter.name for p, bad in zip(fused_params, strange.tolist(), strict=True) if bad]
+    facts: list[tuple[str, list[str]]] = [(socket.gethostname(), names[:1])]
+    if mesh.size > 1:
+        facts = facts * mesh.size
+        dist.all_gather_object(facts, (socket.gethostname(), names[:1]))
+    not_finite = tuple((rank, name) for rank, (_, bad) in enumerate(facts) for name in bad)
+    return ReplicaReport(tuple(found), not_finite, tuple(host for host, _ in facts))
+
+
+def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A number (int64, 0-dimensional) of the bits of these tensors in their order, without leaving the device.
+
+    sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. One changed
+    element always changes it; several, or elements that change places, but for one case in 2^64.
+    """
+    held = list(tensors)
+    longest = min(_CHUNK, max((tensor.numel() for tensor in held), default=0))
+    weights = torch.arange(longest, device=device) * _ODD | 1
+    result = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in held:
+        bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+        for part in bits.split(_CHUNK):
+            result = result * _ODD + (part * weights[: len(part)]).sum()
+    return result
+
+
+def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[Mismatch]:
+    """Digests by global rank, one for each kind of copies, on a mesh of `sizes` (pp, dp, tp) -> what does not match."""
+    ranks = torch.arange(len(rows)).view(sizes)
+    groups = {
+        "replicas": ranks.flatten(1),
+        "dp": ranks.transpose(1, 2).flatten(0, 1),
+        "tp": ranks.flatten(0, 1),
+    }
+    found = []
+    for column, over in enumerate(_COPIES):
+        for group in groups[over].tolist():
+            digests = [rows[rank][column] for rank in group]
+            common, count = Counter(digests).most_common(1)[0]
+            if count == len(group):
+                continue
+            certain = 2 * count > len(group)
+            odd = [rank for rank, each in zip(group, digests, strict=True) if not certain or each != common]
+            found.append(Mismatch(tuple(odd), len(group), certain))
+    return list(dict.fromkeys(found))
+
+
+def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
+    """Which processes hold the same rows and update them alike, of `_COPIES`; None if this process alone has them."""
+    whole, partial = fused.placement.dim is None, fused.placement.partial
+    if fused.shard is None:
+        # Complete gradients of one weight are summed over dp by another group for each TP rank, maybe in another order.
+        return "replicas" if whole and (partial or mesh.dp.size == 1) else "dp"
+    return "tp" if fused.shard.over == "dp" and whole and partial else None
+
+
+def _not_finite(fused_params: Sequence[FusedParam], device: torch.device) -> Tensor:
+    """Whether each tensor holds NaN or Inf, [number of tensors]."""
+    held = [p.tensor.detach() for p in fused_params]
+    largest = [x.abs().amax() if x.numel() else torch.zeros((), device=device) for x in held]
+    return torch.stack([~x.isfinite() for x in largest])

@@ -1,0 +1,64 @@
+"""A step of a save or load that can fail on one process ends with every process knowing the outcome of all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from boost.errors import BoostError
+from boost.parallel.mesh import Mesh
+
+
+class ProcessFailure(Exception):
+    """An action failed on some process. Raised on all of them."""
+
+
+def run_on_all(
+    mesh: Mesh,
+    action: Callable[[], Any],
+    failure: type[Exception] = ProcessFailure,
+    group: dist.ProcessGroup | None = None,
+) -> list[Any]:
+    """Runs `action` on every process and returns all results by rank; if it fails on any, raises `failure` on all of them.
+
+    A bug (no OSError or BoostError) is re-raised as it is where it happened, and as `failure` on the others. `group`: the
+    process group of the exchange, by default that of the run; a background thread needs its own.
+    """
+    outcome: tuple[str, Any] = ("", None)
+    bug: BaseException | None = None
+    try:
+        outcome = ("", action())
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is not an Exception
+        outcome = (root_cause(error), None)
+        if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
+            bug = error
+    outcomes = [outcome]
+    if mesh.size > 1:
+        outcomes = [outcome] * mesh.size
+        dist.all_gather_object(outcomes, outcome, group=group)
+    if bug:
+        raise bug
+    if message := next((message for message, _ in outcomes if message), None):
+        raise failure(message)
+    return [result for _, result in outcomes]
+
+
+def run_on_main(
+    mesh: Mesh,
+    action: Callable[[], Any],
+    failure: type[Exception] = ProcessFailure,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Runs `action` on the main process while the others wait; returns its result, or raises its failure, on all."""
+    return run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0]
+
+
+def root_cause(error: BaseException) -> str:
+    """One line for an error, without the wrapper of torch.distributed.checkpoint."""
+    if isinstance(error, dcp.api.CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"process {rank}: {root_cause(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

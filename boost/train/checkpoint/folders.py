@@ -1,0 +1,244 @@
+"""Checkpoint folders: their names, which there are, and what becomes of old, superseded and incomplete ones.
+
+step-00000200              complete; without a manifest: incomplete, passed over, never overwritten
+superseded-step-00000300   complete, of a branch that a later `--resume PATH` has left
+incomplete-step-00000300   had no manifest when a save needed its name
+.step-00000200.*.tmp       a save in progress, or what a killed one left
+.step-00000200.*.old       being removed
+best.json                  names the checkpoint with the lowest held-out loss (train.keep_best)
+"""
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from boost.config import Config
+from boost.errors import CheckpointError, StorageError
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint.agreement import run_on_main
+
+log = logging.getLogger("boost")
+
+BEST_FILE = "best.json"
+MANIFEST_FILE, STATE_FILE, TOKENIZER_FILE, TENSORS = "manifest.json", "state.json", "tokenizer.json", "tensors"
+_NAME = re.compile(r"step-(\d{8,10})")
+_LEFTOVER = re.compile(r"\.step-.*\.(tmp|old)")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Path of the complete checkpoint of `step`."""
+    return folder / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder is named after, also a superseded or incomplete one; None if it has another name."""
+    name = path.name.removeprefix("superseded-").removeprefix("incomplete-").partition(".")[0]
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Folders named after a step, complete or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder, oldest first."""
+    return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
+
+
+def incomplete_checkpoints(folder: Path) -> list[Path]:
+    """Step folders without a manifest that are newer than every complete checkpoint, oldest first. A save never leaves one
+    under such a name: somebody or something removed the manifest."""
+    complete = complete_checkpoints(folder)
+    newest = step_of(complete[-1]) if complete else None
+    return [
+        path
+        for path in step_folders(folder)
+        if not (path / MANIFEST_FILE).is_file() and (newest is None or (step_of(path) or 0) > newest)
+    ]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint at a path: itself, or the newest one in a run directory or checkpoints folder.
+
+    Raises CheckpointError if there is none.
+    """
+    if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := complete_checkpoints(folder):
+            return found[-1]
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at '{path}': no such folder")
+    raise CheckpointError(f"no complete checkpoint in '{path}'; name a run directory or a step-... folder")
+
+
+def fallback_folder(config: Config) -> Path | None:
+    """Where the last checkpoint of a run goes if run.dir cannot be written: `run.fallback_dir`, then the absolute path of
+    run.dir, so that several runs may share it. None if none is configured."""
+    if not config.run.fallback_dir:
+        return None
+    run = Path(config.run.dir).absolute()
+    return Path(config.run.fallback_dir, *run.parts[1:], "checkpoints")
+
+
+def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
+    """A new, empty folder to write the checkpoint of `step` in, and warnings. Removes what killed saves left.
+
+    Its name is unique: a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) stands in no one's way.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    warnings = []
+    for leftover in sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)):
+        if problem := remove(leftover):
+            warnings.append(f"'{leftover}', left by an earlier save, cannot be removed: {problem}; remove it by hand")
+    temporary = folder / f".step-{step:08d}.{uuid.uuid4().hex[:8]}.tmp"
+    (temporary / TENSORS).mkdir(parents=True)
+    return temporary, warnings
+
+
+def make_room(final: Path) -> tuple[Path | None, list[str]]:
+    """Renames what stands in the place of a new checkpoint. Returns what is to be removed once it is there, and warnings.
+
+    Only an earlier save of the same step, or an empty folder, is removed.
+    """
+    if not final.exists():
+        return None, []
+    if final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir())):
+        return _rename(final, f".{final.name}.{uuid.uuid4().hex[:8]}.old"), []
+    aside = _rename(final, _unused(final.with_name(f"incomplete-{final.name}")).name)
+    return None, [f"'{final}' had no {MANIFEST_FILE} and was not overwritten: it is '{aside.name}' now"]
+
+
+def remove(path: Path) -> str | None:
+    """Removes as much of a file or folder as can be; returns the first reason if something of it stays."""
+    problems: list[str] = []
+
+    def record(_: Any, failed: str, error: Any) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            problems.append(f"{error[1].strerror or error[1]} ({Path(failed).name})")
+
+    # `onexc` takes its place from Python 3.12 on.
+    shutil.rmtree(path, onerror=record)
+    return problems[0] if problems else None
+
+
+def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int], mesh: Mesh) -> None:
+    """Removes complete checkpoints but the newest `keep` healthy ones, those of every `keep_every` steps (0: of none), and those of
+    the `protected` steps. A checkpoint of ruined weights neither counts nor is removed before a healthy one is newer than it.
+
+    Raises StorageError on every process.
+    """
+
+    def remove_oldest() -> None:
+        for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
+            # Renamed first: a folder with a checkpoint's name is complete at all times.
+            removed = _rename(path, f".{path.name}.{uuid.uuid4().hex[:8]}.old")
+            if problem := remove(removed):
+                log.warning("'%s' cannot be removed entirely: %s", removed, problem)
+
+    run_on_main(mesh, remove_oldest, StorageError)
+
+
+def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
+    """Which of these checkpoints, oldest first, go."""
+    healthy = [path for path in complete if not trouble_of(path)]
+    kept = set(healthy[-keep:])
+    if healthy:
+        kept |= set(complete[complete.index(healthy[-1]) :])
+    else:
+        kept |= set(complete)
+    stays = set(protected)
+    return [
+        path
+        for path in complete
+        if path not in kept
+        and (step := step_of(path)) not in stays
+        and not (keep_every and (step or 0) % keep_every == 0)
+    ]
+
+
+def trouble_of(path: Path) -> str:
+    """Why the weights of a checkpoint are ruined, as it says itself; '' if they are not, or if it cannot be read."""
+    try:
+        return str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("trouble", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint with the lowest held-out loss, as best.json names it."""
+
+    step: int
+    heldout_loss: float
+    """Nats per token."""
+
+
+def read_best(folder: Path) -> BestCheckpoint | None:
+    """The best checkpoint of a run; None if none is named, or it is gone."""
+    try:
+        values = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
+        best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return best if (checkpoint_path(folder, best.step) / MANIFEST_FILE).is_file() else None
+
+
+def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
+    """Names the best checkpoint, atomically. Raises StorageError on every process."""
+
+    def write() -> None:
+        draft = folder / f".{BEST_FILE}.tmp"
+        draft.write_text(json.dumps(asdict(best)) + "\n", encoding="utf-8")
+        draft.replace(folder / BEST_FILE)
+
+    run_on_main(mesh, write, StorageError)
+
+
+def supersede(folder: Path, step: int, mesh: Mesh) -> None:
+    """Renames checkpoints of later steps to `superseded-step-...`: training branches off at `step`, and the newest
+    checkpoint must be one of this branch. Raises StorageError on every process."""
+
+    def set_aside() -> None:
+        for path in complete_checkpoints(folder):
+            if (step_of(path) or 0) > step:
+                _rename(path, _unused(path.with_name(f"superseded-{path.name}")).name)
+
+    run_on_main(mesh, set_aside, StorageError)
+
+
+def _rename(path: Path, name: str) -> Path:
+    return path.rename(path.with_name(name))
+
+
+def _unused(path: Path) -> Path:
+    """The path, or the same with .2, .3, ... that does not exist yet."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}.{number}")
+    return candidate
+
+
+def incomplete_warnings(folder: Path) -> list[str]:
+    """Warnings about step folders that are newer than the newest complete checkpoint and have no manifest."""
+    warnings = []
+    with contextlib.suppress(OSError):
+        for path in incomplete_checkpoints(folder):
+            warnings.append(
+                f"'{path}' has no {MANIFEST_FILE}, so it is no complete checkpoint and is passed over; if its tensors are "
+                f"whole, 'boost checkpoint repair-metadata {path}' makes it one"
+            )
+    return warnings

@@ -1,0 +1,125 @@
+"""The saves of a run: here and now, or in the background while training goes on.
+
+A save in the background stalls training for one copy of this process's share into host memory. A thread then does what a save
+here and now does, with the same guarantees: it writes, digests and syncs the files, learns over a process group of its own
+that every process has, and the main process renames the folder. At most one is in flight. Its outcome is taken up on the main
+thread, between two steps, when it is known on every process.
+
+A thread, not a process: writing, syncing and hashing release the interpreter, and a process would need the copy in shared memory.
+"""
+
+import datetime
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from boost.config import Config
+from boost.errors import BoostError, StorageError
+from boost.optim.adamw import Optimizer
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint.agreement import root_cause, run_on_all
+from boost.train.checkpoint.snapshot import HostBuffer, SaveShare, Snapshot, take_snapshot
+from boost.train.checkpoint.state import Position
+from boost.train.checkpoint.write import SavedCheckpoint, write_snapshot
+from boost.train.model import Model
+
+log = logging.getLogger("boost")
+
+
+class CheckpointSaver:
+    """Saves of one model and optimizer. All methods but `close` and `in_flight` are collective."""
+
+    def __init__(
+        self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
+    ) -> None:
+        """`tokenizer`: the bytes of the file that every checkpoint of the run gets, whatever becomes of the token store."""
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._config, self._tokenizer, self._data = config, tokenizer, data
+        self._share: SaveShare | None = None
+        self._buffer = HostBuffer()
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._outcome: SavedCheckpoint | Exception | None = None
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step of the save in the background whose outcome was not taken up yet."""
+        return self._step if self._thread else None
+
+    def prepare(self) -> None:
+        """Makes what the first save in the background would otherwise stall training with: the buffer, and the group."""
+        if self._share is None:
+            self._share = SaveShare(self._model, self._optimizer, self._mesh)
+        if self._group is None and self._mesh.size > 1:
+            timeout = datetime.timedelta(seconds=self._config.run.timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._buffer.reserve(self._share.slices())
+
+    def save(self, folder: Path, position: Position) -> SavedCheckpoint:
+        """Saves and returns when the checkpoint is complete. Needs no buffer. Raises as `write_snapshot`."""
+        assert self._thread is None, "at most one save is in flight"
+        return write_snapshot(folder, self._snapshot(position, None), self._mesh)
+
+    def start(self, folder: Path, position: Position) -> None:
+        """Copies weights, moments and RNG states, and writes them in the background."""
+        assert self._thread is None, "at most one save is in flight"
+        self.prepare()
+        snapshot = self._snapshot(position, self._buffer)
+        self._step, self._outcome = position.step, None
+        self._thread = threading.Thread(target=self._write, args=(folder, snapshot), name="save", daemon=True)
+        self._thread.start()
+
+    def done_everywhere(self) -> bool:
+        """Whether the save in flight has ended on all processes, so that `finish` does not wait."""
+        done = self._thread is not None and not self._thread.is_alive()
+        if self._mesh.size == 1:
+            return done
+        every = torch.tensor(int(done))
+        dist.all_reduce(every, dist.ReduceOp.MIN)
+        return bool(every)
+
+    def finish(self) -> SavedCheckpoint:
+        """Waits for the save in flight. Raises StorageError or NonFiniteError on every process if it failed on any."""
+        assert self._thread is not None, "no save is in flight"
+        self._thread.join()
+        outcome, self._thread = self._outcome, None
+
+        def raise_surprise() -> None:
+            if isinstance(outcome, Exception) and not isinstance(outcome, BoostError):
+                raise StorageError(f"checkpoint of step {self._step} not saved: {root_cause(outcome)}") from outcome
+
+        # Errors of a save are the same on all processes; a lost connection between the threads may be known to one only.
+        run_on_all(self._mesh, raise_surprise, StorageError)
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert outcome is not None
+        return outcome
+
+    def close(self, timeout_s: float) -> None:
+        """Lets a save in flight end, where the run does not: a checkpoint is worth some seconds, even after an error."""
+        if self._thread:
+            log.info("waiting for the checkpoint of step %d", self._step)
+            self._thread.join(timeout_s)
+        if self._group and not (self._thread and self._thread.is_alive()):
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
+        if self._share is None:
+            self._share = SaveShare(self._model, self._optimizer, self._mesh)
+        data = self._tokenizer, self._data
+        return take_snapshot(self._share, self._optimizer, position, self._config, *data, self._mesh, buffer)
+
+    def _write(self, folder: Path, snapshot: Snapshot) -> None:
+        try:
+            self._outcome = write_snapshot(folder, snapshot, self._mesh, self._group)
+        except BoostError as error:
+            self._outcome = error
+        except Exception as error:
+            log.exception("the checkpoint of step %d was not saved", snapshot.step)
+            self._outcome = error

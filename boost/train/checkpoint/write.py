@@ -1,0 +1,188 @@
+"""Writing a snapshot: every process its shard, digested as it is written; then state and manifest; then one rename."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from boost.config import Config
+from boost.errors import NonFiniteError, StorageError
+from boost.optim.adamw import Optimizer
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
+from boost.train.checkpoint.folders import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    TENSORS,
+    TOKENIZER_FILE,
+    checkpoint_path,
+    make_room,
+    make_temporary,
+    remove,
+)
+from boost.train.checkpoint.manifest import FileEntry, Manifest, entries_of, new_digest, sync, write_synced
+from boost.train.checkpoint.slices import LocalSlice
+from boost.train.checkpoint.snapshot import SaveShare, Snapshot, take_snapshot
+from boost.train.checkpoint.state import Position
+from boost.train.checkpoint.structure import OFFSETS, SHARDING
+from boost.train.model import Model
+
+CHUNK_BYTES = 1 << 20
+"""Checked, written and digested at a time: fits a core's cache, and the interpreter is free meanwhile."""
+_DTYPES = {
+    torch.float64: ("F64", np.float64),
+    torch.float32: ("F32", np.float32),
+    torch.float16: ("F16", np.float16),
+    torch.bfloat16: ("BF16", np.uint16),  # numpy has none: the bits
+    torch.uint8: ("U8", np.uint8),
+}
+_BF16_EXPONENT = 0x7F80
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete on disk."""
+
+    step: int
+    path: Path
+    warnings: tuple[str, ...] = ()
+    """What a person should know of the folder."""
+
+
+def save_checkpoint(
+    folder: Path,
+    model: Model,
+    optimizer: Optimizer,
+    position: Position,
+    config: Config,
+    tokenizer: bytes,
+    data: dict[str, Any],
+    mesh: Mesh,
+) -> Path:
+    """Saves from all processes, here and now; returns the complete checkpoint's folder. Raises as `write_snapshot`."""
+    share = SaveShare(model, optimizer, mesh)
+    return write_snapshot(folder, take_snapshot(share, optimizer, position, config, tokenizer, data, mesh), mesh).path
+
+
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None = None
+) -> SavedCheckpoint:
+    """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: for exchanges between them.
+
+    Raises StorageError on every process if any of them could not write, NonFiniteError if any holds a value that is not
+    finite; the partial checkpoint is then removed, and earlier checkpoints are untouched.
+    """
+    final = checkpoint_path(folder, snapshot.step)
+    temporary: Path | None = None
+    try:
+        temporary, warnings = run_on_main(mesh, lambda: make_temporary(folder, snapshot.step), group=group)
+        path = temporary
+        shards = run_on_all(mesh, lambda: _write_shard(path, snapshot, mesh), group=group)
+        if problem := next((problem for _, problem in shards if problem), None):
+            raise NonFiniteError(f"checkpoint of step {snapshot.step} not saved: {problem}")
+        entries = {name: entry for files, _ in shards for name, entry in files.items()}
+        more = run_on_main(mesh, lambda: _complete(path, final, snapshot, entries), group=group)
+    except ProcessFailure as error:
+        raise StorageError(f"checkpoint of step {snapshot.step} not saved in '{folder}': {error}") from None
+    finally:
+        if temporary and mesh.is_main and temporary.exists():
+            remove(temporary)
+    return SavedCheckpoint(snapshot.step, final, (*warnings, *more))
+
+
+def finalize(temporary: Path, final: Path) -> None:
+    """Completes a checkpoint written by one process: adds the manifest and renames it, replacing an earlier one."""
+    names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
+    _publish(temporary, final, Manifest(entries_of(temporary, names)))
+
+
+def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
+    """Writes this process's tensors. Returns the file's entry, or what is wrong with the tensors."""
+    name = f"{TENSORS}/shard-{mesh.rank + 1:05d}-model-00001-of-00001.safetensors"
+    where = f" on process {mesh.rank}" if mesh.size > 1 else ""
+    try:
+        with (temporary / name).open("xb") as stream:
+            entry = _write_tensors(stream, snapshot.slices)
+    except NonFiniteError as error:
+        return {}, f"{error}{where}"
+    except OSError as error:
+        raise OSError(error.errno, f"{f'process {mesh.rank}: ' if where else ''}{root_cause(error)}") from None
+    return {name: entry}, None
+
+
+def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
+    """Writes a safetensors file, with the offsets of shards as torch.distributed.checkpoint expects them, and syncs it."""
+    digest, written = new_digest(), 0
+    for tensor in (None, *slices):
+        data = _raw(tensor.local) if tensor else np.frombuffer(_header(slices), dtype=np.uint8)
+        for begin in range(0, data.size, CHUNK_BYTES):
+            chunk = data[begin : begin + CHUNK_BYTES]
+            if tensor and not _finite(chunk, tensor.local.dtype):
+                raise NonFiniteError(f"{tensor.name} holds a value that is not finite")
+            stream.write(chunk.data)
+            digest.update(chunk.data)
+        written += data.size
+    stream.flush()
+    os.fsync(stream.fileno())
+    return FileEntry(bytes=written, blake2b=digest.hexdigest())
+
+
+def _header(slices: list[LocalSlice]) -> bytes:
+    sharding = {each.name: {OFFSETS: list(each.offsets)} for each in slices}
+    header: dict[str, Any] = {
+        "__metadata__": {"DCP_VERSION": "1.0", SHARDING: json.dumps(sharding), "format": "pt"},
+    }
+    begin = 0
+    for each in slices:
+        end = begin + each.local.nbytes
+        header[each.name] = {
+            "dtype": _DTYPES[each.local.dtype][0],
+            "shape": list(each.local.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor; of one in host memory, without a copy if it is contiguous."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _finite(chunk: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
+    if dtype == torch.uint8:
+        return True
+    values = chunk.view(_DTYPES[dtype][1])
+    if dtype == torch.bfloat16:
+        return not ((values & _BF16_EXPONENT) == _BF16_EXPONENT).any()
+    return bool(np.isfinite(values).all())
+
+
+def _complete(temporary: Path, final: Path, snapshot: Snapshot, entries: dict[str, FileEntry]) -> list[str]:
+    state = snapshot.state.model_dump_json(indent=2).encode()
+    entries[STATE_FILE] = write_synced(temporary / STATE_FILE, state)
+    entries[TOKENIZER_FILE] = write_synced(temporary / TOKENIZER_FILE, snapshot.tokenizer)
+    return _publish(temporary, final, Manifest(entries))
+
+
+def _publish(temporary: Path, final: Path, manifest: Manifest) -> list[str]:
+    """Adds the manifest and renames the folder; returns warnings. From the rename on, the checkpoint is complete."""
+    manifest.write(temporary)
+    sync(temporary / TENSORS)
+    sync(temporary)
+    replaced, warnings = make_room(final)
+    temporary.rename(final)
+    sync(final.parent)
+    assert (final / MANIFEST_FILE).is_file(), "a checkpoint's name belongs to complete folders only"
+    if replaced and (problem := remove(replaced)):
+        warnings.append(f"'{replaced}' cannot be removed entirely: {problem}")
+    return warnings

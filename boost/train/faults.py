@@ -1,0 +1,123 @@
+"""Faults on purpose, to rehearse what a cluster does to a run: `boost train --inject-fault KIND@STEP[:RANK]`.
+
+A fault strikes one process just before (`nan`: within) the given step. A run that resumes before STEP meets it again.
+"""
+
+import errno
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.errors import ConfigError
+from boost.train.hooks import Hook, StepStart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from boost.train.loop import Trainer
+
+SLOW_S = 20.0
+"""Seconds that `slow` sleeps."""
+
+KINDS = {
+    "kill": "the process ends itself with SIGKILL, as the out-of-memory killer would",
+    "hang": "the process stops (SIGSTOP) and answers nobody",
+    "nan": "one gradient of the process becomes NaN",
+    "flip": "one exponent bit of one weight flips, on this process only",
+    "disk-full": "the next file or folder of a checkpoint that the process creates fails with ENOSPC",
+    "slow": f"the process sleeps for {SLOW_S:g} s",
+}
+"""What each kind does."""
+
+_PATTERN = re.compile(r"([a-z-]+)@(\d{1,9})(?::(\d{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault."""
+
+    kind: str
+    step: int
+    rank: int = 0
+
+
+def parse_fault(text: str, steps: int, world_size: int) -> Fault:
+    """KIND@STEP or KIND@STEP:RANK; rank 0 by default. Raises ConfigError."""
+    match = _PATTERN.fullmatch(text)
+    field = f"--inject-fault {text}"
+    if match is None:
+        raise ConfigError(f"{field} is not KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: {', '.join(KINDS)}")
+    fault = Fault(match[1], int(match[2]), int(match[3] or 0))
+    if fault.kind not in KINDS:
+        raise ConfigError(f"{field}: no fault is called '{fault.kind}'; kinds: {', '.join(KINDS)}")
+    if not 1 <= fault.step <= steps:
+        raise ConfigError(f"{field}: no step {fault.step}; nearest valid step: {min(max(fault.step, 1), steps)}")
+    if fault.rank >= world_size:
+        raise ConfigError(f"{field}: no rank {fault.rank}; largest valid rank: {world_size - 1}")
+    return fault
+
+
+class FaultInjection(Hook):
+    """Strikes with the faults of this process."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self._faults = faults
+        self._poisons = False
+
+    def setup(self, trainer: "Trainer") -> None:
+        self._faults = [fault for fault in self._faults if fault.rank == trainer.mesh.rank]
+
+    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+        for fault in self._faults:
+            if fault.step == event.step:
+                trainer.warn(f"injected fault: {fault.kind} at step {fault.step} on rank {fault.rank}")
+                self._strike(fault.kind, trainer)
+
+    def after_backward(self, trainer: "Trainer") -> None:
+        if self._poisons:
+            self._poisons = False
+            next(s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None).view(-1)[0] = float("nan")
+
+    def _strike(self, kind: str, trainer: "Trainer") -> None:
+        actions: dict[str, Callable[[], Any]] = {
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+            "nan": lambda: setattr(self, "_poisons", True),
+            "flip": lambda: flip_exponent_bit(trainer.fused_params[0].tensor),
+            "disk-full": lambda: fail_next_write(trainer.run.checkpoints),
+            "slow": lambda: time.sleep(SLOW_S),
+        }
+        actions[kind]()
+
+
+def flip_exponent_bit(weights: "Tensor") -> None:
+    """Flips the third exponent bit of the first number: a factor of 16 or 1/16, finite and easily overlooked."""
+    import torch
+
+    mantissa = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[weights.dtype]
+    as_integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[weights.element_size()]
+    with torch.no_grad():
+        weights.data.view(-1)[:1].view(as_integers).bitwise_xor_(1 << mantissa + 2)
+
+
+def fail_next_write(folder: Path) -> None:
+    """The next file that this process opens for writing, or folder that it makes, below `folder` fails with ENOSPC, once."""
+    armed = [True]
+    below = os.path.join(os.path.realpath(folder), "")
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if not armed or event not in ("open", "os.mkdir") or not isinstance(args[0], str | bytes | os.PathLike):
+            return
+        writes = event == "os.mkdir" or bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        path = os.path.realpath(os.fsdecode(args[0]))
+        if writes and path.startswith(below):
+            armed.clear()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    sys.addaudithook(audit)

@@ -1,0 +1,120 @@
+"""Whether training is healthy, and what follows: warnings, no checkpoints of ruined weights, optionally a rollback.
+
+A step is in trouble if
+
+- its loss or gradient norm is not finite (no weight changed, `BadStep`);
+- it has diverged: its loss is above DIVERGED x ln(vocabulary), that many times the loss of a uniform guess;
+- it is a spike: its loss or gradient norm is more than train.spike_sigma standard deviations above the mean of the last WINDOW
+  healthy steps, as in OLMo-core's SkipStepOptimizer (6 deviations, 128 steps). At least FEWEST healthy steps come first.
+
+Trouble ends after RECOVERED steps in a row without any; until then periodic checkpoints wait. The loss of a step is that of the
+weights before its update, so a checkpoint of step n is proven by step n + 1: the newest proven one is never rotated away. Every
+process sees the same numbers, so every process decides the same.
+"""
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Literal
+
+from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd
+from boost.train.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+WINDOW = 128
+"""Healthy steps whose mean and standard deviation a step is compared with."""
+FEWEST = 32
+"""Healthy steps before any step is called a spike."""
+FLOOR = 0.02
+"""The standard deviation counts as this share of the mean at least: recent steps may happen to be all alike."""
+RECOVERED = 8
+"""Steps in a row without trouble after which it is over."""
+DIVERGED = 1.5
+"""A loss of this many times ln(vocabulary) is worse than no training at all."""
+
+Trouble = Literal["not finite", "diverged", "spike"]
+
+
+class SpikeDetector:
+    """Mean and standard deviation of the loss and the gradient norm of recent healthy steps."""
+
+    def __init__(self, sigma: float, vocab_size: int) -> None:
+        """`sigma`: standard deviations above the mean that make a spike; 0: nothing is a spike."""
+        self._sigma, self._ceiling = sigma, DIVERGED * math.log(vocab_size)
+        self._recent: dict[str, deque[float]] = {"loss": deque(maxlen=WINDOW), "gradient_norm": deque(maxlen=WINDOW)}
+
+    def judge(self, metrics: StepMetrics, skipped: bool) -> tuple[Trouble, str] | None:
+        """(kind, one line) of a step in trouble; None for a healthy one, which is then remembered."""
+        if skipped:
+            return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
+        if metrics.loss > self._ceiling:
+            return "diverged", f"loss {metrics.loss:.4g} is above {self._ceiling:.4g}, {DIVERGED} x ln(vocabulary)"
+        if found := self._spike(metrics):
+            return "spike", found
+        for name, values in self._recent.items():
+            values.append(getattr(metrics, name))
+        return None
+
+    def _spike(self, metrics: StepMetrics) -> str | None:
+        for name, values in self._recent.items():
+            if not self._sigma or len(values) < FEWEST:
+                continue
+            mean = sum(values) / len(values)
+            deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+            limit, value = mean + self._sigma * max(deviation, FLOOR * mean), getattr(metrics, name)
+            if value > limit:
+                what = name.replace("_", " ")
+                return (
+                    f"{what} {value:.4g} is more than {self._sigma:g} standard deviations above the mean of the last "
+                    f"{len(values)} steps ({mean:.4g}; limit {limit:.4g})"
+                )
+        return None
+
+
+class HealthMonitor(Hook):
+    """Warns of trouble, holds back periodic checkpoints while it lasts, and asks for rollbacks if the run wants them."""
+
+    def __init__(self, detector: SpikeDetector, rollback: bool) -> None:
+        self._detector, self._rollback = detector, rollback
+        self._healthy = 0
+        self._refused = False
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        step, found = event.metrics.step, self._detector.judge(event.metrics, event.skipped)
+        if found is None:
+            self._recover(trainer, step)
+            return
+        kind, text = found[0], f"{found[0]} at step {step}: {found[1]}"
+        self._healthy = 0
+        if trainer.trouble is None:
+            kept = trainer.proven_checkpoint()
+            saved = f"'{kept}' is kept" if kept is not None else "there is no checkpoint from before"
+            trainer.warn(f"{text}; no periodic checkpoint until this is over, {saved}")
+        trainer.begin_trouble(text, ruined=kind != "spike")
+        # A step that is not finite has changed nothing; only the second in a row says that the weights are to blame.
+        if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
+            trainer.request_rollback(text)
+
+    def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
+        if event.last or trainer.trouble is None:
+            return None
+        self._refused = True
+        return trainer.trouble.text
+
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+        self._healthy, self._refused = 0, False
+
+    def _recover(self, trainer: "Trainer", step: int) -> None:
+        self._healthy += 1
+        if trainer.trouble is None:
+            trainer.proven_step = step - 1
+            return
+        if self._healthy < RECOVERED:
+            trainer.begin_trouble(trainer.trouble.text, ruined=False)
+            return
+        trainer.warn(f"training has recovered: {RECOVERED} steps without trouble up to step {step}")
+        trainer.end_trouble()
+        if self._refused:
+            self._refused = False
+            trainer.request_save()

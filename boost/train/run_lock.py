@@ -1,0 +1,191 @@
+"""A lock on the run directory: two runs in one directory would delete each other's checkpoints and mix their metrics.
+
+The lock is a file, created exclusively, that names its owner; the owner touches it every few seconds. No flock or fcntl: network
+file systems implement them differently, or not at all. A lock whose owner was killed is taken over: at once if the owner ran
+on this host and is gone, else when the file has not been touched for STALE_S seconds. Only changes of the modification time are
+looked at, never its value, so clocks need not agree.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from boost.errors import ConfigError
+from boost.train.rundir import storage_errors
+
+log = logging.getLogger("boost")
+
+LOCK_FILE = "run.lock"
+BEAT_S = 5.0
+"""Seconds between two touches by the owner."""
+STALE_S = 60.0
+"""A lock from another host that was not touched for this long has no owner any more."""
+
+
+class RunLock:
+    """The lock of one run directory, as a context manager. For the main process of a run only."""
+
+    def __init__(self, folder: Path | str, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+        self.path = Path(folder) / LOCK_FILE
+        self._beat_s, self._stale_s = beat_s, stale_s
+        self._owner = _this_process()
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="boost-run-lock", daemon=True)
+
+    def __enter__(self) -> "RunLock":
+        """Raises ConfigError if another run holds the lock, StorageError if the folder cannot be written.
+
+        Returns at once, or after up to STALE_S seconds where the lock's owner ran on another host and may be gone.
+        """
+        with storage_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                self._wait_for_stale()
+        self._beats.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._beats.join()
+        if _read(self.path).get("token") == self._owner["token"]:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def _create(self) -> bool:
+        """Creates the lock, whole: a reader never sees half of it. False if it exists."""
+        draft = self.path.with_name(f".{LOCK_FILE}.{self._owner['token']}")
+        draft.write_text(json.dumps(self._owner), encoding="utf-8")
+        try:
+            os.link(draft, self.path)  # atomic on network file systems too, and fails if the name exists
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without hard links
+            return self._create_exclusively()
+        finally:
+            draft.unlink()
+        return True
+
+    def _create_exclusively(self) -> bool:
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:
+                file.write(json.dumps(self._owner))
+        except FileExistsError:
+            return False
+        return True
+
+    def _wait_for_stale(self) -> None:
+        """Returns once the lock has gone or was taken away from an owner that is gone. Raises ConfigError if it is alive."""
+        owner, touched = _read(self.path), _touched(self.path)
+        begin, told = time.monotonic(), False
+        while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:
+            if touched is None or _read(self.path).get("token") != owner.get("token"):
+                return
+            if _touched(self.path) != touched:
+                alive = True
+                break
+            if not told and time.monotonic() - begin > 2 * self._beat_s:
+                log.warning("waiting for the lock of %s, held by %s", self.path.parent, _describe(owner))
+                told = True
+            time.sleep(min(self._beat_s, self._stale_s) / 10)
+        if alive:
+            raise in_use_error(self.path.parent, owner)
+        self._take_away(owner)
+
+    def _take_away(self, owner: dict[str, Any]) -> None:
+        """Removes a stale lock. Of several processes that try, one renames it; the others find a new one, or none."""
+        aside = self.path.with_name(f".{LOCK_FILE}.stale.{self._owner['token']}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if _read(aside).get("token") != owner.get("token"):  # somebody was faster: this one is theirs
+                with contextlib.suppress(OSError):
+                    os.link(aside, self.path)
+            else:
+                log.warning("took over the lock of %s: %s is gone", self.path.parent, _describe(owner))
+            aside.unlink()
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._beat_s):
+            with contextlib.suppress(OSError):
+                if _read(self.path).get("token") == self._owner["token"]:
+                    os.utime(self.path)
+
+
+def require_unlocked(folder: Path | str) -> None:
+    """Raises ConfigError if a run on this host holds the lock, without waiting: for a command that starts processes."""
+    path = Path(folder) / LOCK_FILE
+    owner = _read(path)
+    if owner and _is_alive(owner):
+        raise in_use_error(path.parent, owner)
+
+
+def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
+    """The error that names the owner."""
+    return ConfigError(
+        f"run.dir = '{folder}' is in use by {_describe(owner)}; wait for that run, stop it, or choose another --run.dir"
+    )
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "token": uuid.uuid4().hex,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "namespace": _namespace(),
+    }
+
+
+def _is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the owner runs; None if that cannot be seen from here: another host or container, or no /proc."""
+    here = owner.get("host") == platform.node() and owner.get("namespace") == _namespace() is not None
+    pid, started = owner.get("pid"), owner.get("started")
+    if not here or not isinstance(pid, int) or started is None:
+        return None
+    return _started(pid) == started
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, as boot and clock ticks since: process numbers are used again. None if there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        if fields[0] in "ZX":  # dead, and not yet reaped
+            return None
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()} {fields[19]}"
+    return None
+
+
+def _namespace() -> str | None:
+    """Where process numbers mean the same: containers may share a host name."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The owner that a lock names; {} if there is no lock, or it cannot be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _touched(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return None
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    host, pid = owner.get("host", "an unknown host"), owner.get("pid", "?")
+    return f"process {pid} on {host!s:.200}"

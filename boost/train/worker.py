@@ -1,0 +1,147 @@
+"""A process that the launcher started: environment, output, signals, and a report for the launcher if it fails."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boost.parallel.rendezvous import LAUNCH_DIR
+from boost.train.failures import failure_report
+from boost.train.signals import StopRequest, caught_signals
+
+STOPPED_EXIT = 128
+"""Plus a signal number: exit code of a process that the signal stopped, as in a shell."""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Arguments of a worker process; pickled."""
+
+    entry: Callable[..., int]
+    args: tuple[Any, ...]
+    nproc: int
+    folder: Path
+    log_dir: Path | None
+    launcher: int
+    """Process id of the launcher."""
+    orphan_grace_s: float
+    holds_signals: bool
+    """Whether signals wait until `entry` catches them."""
+
+
+def run_worker(spec: LaunchSpec, rank: int) -> None:
+    """Entry point of a worker process. The launcher blocked the signals that it inherits; never returns with an exception."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(spec.nproc),
+        "LOCAL_WORLD_SIZE": str(spec.nproc),
+        LAUNCH_DIR: str(spec.folder),
+    }
+    stay_on_loopback()
+    StopRequest.announces = False
+    caught = caught_signals()
+    for number in caught:
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_watch_launcher, args=(spec,), name="boost-launcher-watch", daemon=True).start()
+    if rank and spec.log_dir:
+        _redirect_output(spec.log_dir / f"rank{rank}.out")
+    _write_stacks_on_request(stacks_file(spec, rank))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if not spec.holds_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+    with contextlib.suppress(FileNotFoundError):  # a signal from before this process existed
+        os.kill(os.getpid(), int((spec.folder / "stop").read_text(encoding="ascii")))
+    try:
+        code = spec.entry(*spec.args)
+    except KeyboardInterrupt:
+        leave(STOPPED_EXIT + signal.SIGINT)
+    except BaseException as error:
+        _report_and_leave(spec, rank, error)
+    signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # a stop signal after the work is done changes nothing
+    if os.getppid() != spec.launcher:
+        shutil.rmtree(spec.folder, ignore_errors=True)  # nobody takes the result or cleans up
+    else:
+        (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
+    leave(0)
+
+
+def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
+    """Where SIGQUIT writes the stacks of a process; None: to stderr."""
+    return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
+
+
+def _write_stacks_on_request(path: Path | None) -> None:
+    """Lets SIGQUIT write the stacks of all threads to `path`, and go on."""
+    stream: Any = sys.stderr
+    if path:
+        with contextlib.suppress(OSError):  # the main process will report the error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stream = open(path, "ab")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGQUIT, stream, all_threads=True)
+
+
+def stay_on_loopback() -> None:
+    """Binds gloo and NCCL to the loopback interface, unless the user has chosen one: nobody else is part of the run."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # "=": this name, not a prefix
+
+
+def leave(code: int) -> None:
+    """Exits without interpreter shutdown, where a broken process group can hang forever."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None:
+    """Writes a report and exits."""
+    report = failure_report(error, rank)
+    logger = logging.getLogger("boost")
+    if report.kind != "boost":
+        if not logger.handlers and spec.log_dir:
+            with contextlib.suppress(OSError):
+                spec.log_dir.mkdir(parents=True, exist_ok=True)
+                logger.addHandler(logging.FileHandler(spec.log_dir / f"rank{rank}.log", encoding="utf-8"))
+        if logger.handlers:
+            logger.error("%s", report.trace)
+    report.write(spec.folder)
+    leave(report.exit_code)
+
+
+def _redirect_output(path: Path) -> None:
+    """Appends stdout and stderr, also of C code, to `path`. Where that fails they stay; the main process will report the error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+
+def _watch_launcher(spec: LaunchSpec) -> None:
+    """Ends this process when its launcher is gone: SIGTERM first, then by force if it is stuck in a collective."""
+    while os.getppid() == spec.launcher:
+        time.sleep(0.5)
+    shutil.rmtree(spec.folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(spec.orphan_grace_s)
+    os._exit(1)

@@ -1,0 +1,106 @@
+"""`boost checkpoint`: list, verify, repair-metadata."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from boost.train.checkpoint import complete_checkpoints, open_checkpoint
+from boost.train.metrics import MetricsHook
+from boost.train.resume import resume_candidates
+from tests.cli.commands import say
+from tests.train.runs import make_config, make_trainer
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def trained(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 2, 4 and 6, of which 6 is left by a branch from 4."""
+    config = make_config(store, tmp_path_factory.mktemp("trained") / "run", train={"save_every": 2, "eval_every": 4})
+    trainer = make_trainer(config, MetricsHook())
+    trainer.run.path.mkdir(exist_ok=True)
+    trainer.start([])
+    trainer.fit()
+    four = str(trainer.run.checkpoints / "step-00000004")
+    make_trainer(config).start(resume_candidates(four, trainer.run))
+    return trainer.run.path
+
+
+def flip(path: Path) -> str:
+    (file,) = (path / "tensors").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step-00000002" / "manifest.json").unlink()
+    code, out, _ = say(capsys, "checkpoint", "list", run, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [(row["step"], row["state"]) for row in rows] == [(2, "incomplete"), (4, "complete"), (6, "superseded")]
+    assert [row["heldout_loss"] is not None for row in rows] == [False, True, False]
+    assert all(row["bytes"] > 10_000 and row["saved"].startswith("20") for row in rows)
+    (shard,) = (checkpoints / "step-00000004" / "tensors").iterdir()
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, out, _ = say(capsys, "checkpoint", "list", run)
+    assert code == 0 and "damaged" in out and shard.name in out and "no manifest.json" in out
+
+
+def test_verify_names_each_file_that_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/step-00000004/.DS_Store").touch()
+    code, out, err = say(capsys, "checkpoint", "verify", run)
+    assert code == 0 and out.count("intact") == 3 and "ignored: .DS_Store" in out
+    name = flip(run / "checkpoints/step-00000002")
+    code, out, err = say(capsys, "checkpoint", "verify", run)
+    assert code == 1 and f"step-00000002' is damaged: tensors/{name} has changed" in err
+    assert out.count("intact") == 2, "the others are verified too"
+    code, out, _ = say(capsys, "checkpoint", "verify", run / "checkpoints/step-00000004", "--json")
+    assert code == 0 and [row["intact"] for row in json.loads(out)] == [True]
+    (run / "checkpoints/step-00000004/manifest.json").unlink()
+    code, _, err = say(capsys, "checkpoint", "verify", run)
+    assert code == 1 and "step-00000004' is incomplete: no manifest.json" in err
+
+
+@pytest.mark.parametrize("manifest", [None, "{", '{"state.json": 3}'])
+def test_repair_rebuilds_a_lost_manifest_after_confirmation(
+    run: Path, capsys: pytest.CaptureFixture[str], manifest: str | None
+) -> None:
+    path = run / "checkpoints/step-00000004"
+    file = path / "manifest.json"
+    file.unlink() if manifest is None else file.write_text(manifest)
+    code, _, err = say(capsys, "checkpoint", "repair-metadata", path)
+    assert code == 2 and "not those of the save" in err and "--yes" in err
+    assert file.is_file() == (manifest is not None), "nothing happens without confirmation"
+    code, out, _ = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
+    assert code == 0 and "not of the save" in out
+    assert open_checkpoint(path).position.step == 4 and path in complete_checkpoints(run / "checkpoints")
+    code, out, _ = say(capsys, "checkpoint", "list", path)
+    assert code == 0 and "digests are of the repair of" in out
+
+
+def test_repair_does_not_hide_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "checkpoints/step-00000004"
+    assert "nothing to repair" in say(capsys, "checkpoint", "repair-metadata", path, "--yes")[2]
+    name = flip(path)
+    code, _, err = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
+    assert code == 2 and name in err and "hide the damage" in err
+    (path / "manifest.json").unlink()
+    (path / "tensors" / name).write_bytes((path / "tensors" / name).read_bytes()[:-8])
+    code, _, err = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
+    assert code == 2 and "damaged: its header describes" in err
+    assert not (path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "repair-metadata"])
+def test_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        code, _, err = say(capsys, "checkpoint", action, path)
+        assert code == 2 and err.count("\n") == 1 and str(path) in err

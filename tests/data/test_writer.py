@@ -1,0 +1,126 @@
+"""How a store appears under its name: whole, or the one before it, whenever the process is killed."""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from boost.data import writer
+from boost.data.prepare import PrepareOptions, prepare
+from boost.data.store import TokenStore
+from boost.data.verify import verify
+from boost.data.writer import locked, new_store, sibling
+from boost.errors import DataError
+
+FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two finished stores of different texts."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        for i in range(20):
+            (folder / name / f"{i}.txt").write_text(f"text {name} {i}\n" * 5)
+        prepare(PrepareOptions(out=folder / f"{name}.store", inputs=(str(folder / name),), tokenizer="train:270"))
+    return folder / "one.store", folder / "two.store"
+
+
+def content(store: Path) -> str:
+    """Which store this is, found intact."""
+    opened = TokenStore.open(store)
+    verify(opened)
+    return opened.content("train")
+
+
+def replace(store: Path, by: Path) -> None:
+    with locked(store), new_store(store) as folder:
+        for file in by.iterdir():
+            shutil.copyfile(file, folder / file.name)
+
+
+def killed_at(event: int, action: Callable[[], None]) -> bool:
+    """Whether a child that makes `action` was killed at its n-th file-system event; else it came to its end."""
+    child = os.fork()
+    if child == 0:
+        left = [event]
+
+        def count(name: str, _: object) -> None:
+            if name in FILE_EVENTS:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(count)
+            action()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+WRITTEN = 24
+"""Events before the new store is complete: of these only some, there is nothing but a temporary folder."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_a_kill_at_any_file_event_leaves_one_whole_store(
+    stores: tuple[Path, Path], tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if exchange and not writer._exchange(*(Path(shutil.copytree(s, tmp_path / s.name)) for s in stores)):
+        pytest.skip("this file system cannot exchange names")
+    if not exchange:
+        monkeypatch.setattr(writer, "_exchange", lambda *_: False)
+    old, new = (content(store) for store in stores)
+    store, seen, event = tmp_path / "store", set(), 0
+    shutil.copytree(stores[0], store)
+    while killed_at(event, lambda: replace(store, stores[1])):
+        event += 1 if event >= WRITTEN else 4
+        if store.exists() or exchange:
+            assert content(store) in (old, new)
+        else:
+            with pytest.raises(DataError, match="its replacement was interrupted; run that 'boost prepare' again"):
+                TokenStore.open(store)
+        with locked(store):  # what the next `boost prepare` does first
+            found = content(store)
+        assert found in (old, new)
+        seen.add(found)
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("store")) == ["store"]
+        if found == new:
+            replace(store, stores[0])
+    assert content(store) == new and seen == {old, new} and event > 20
+
+
+def test_what_cannot_be_read_back_gets_no_name(stores: tuple[Path, Path], tmp_path: Path) -> None:
+    store, damaged = tmp_path / "store", Path(shutil.copytree(stores[1], tmp_path / "damaged"))
+    tokens = (damaged / "train.tokens").read_bytes()
+    (damaged / "train.tokens").write_bytes(tokens[:-1] + bytes([tokens[-1] ^ 1]))
+    for there in (False, True):
+        with pytest.raises(
+            DataError, match=r"cannot be read back \(train\.tokens is damaged .*\); nothing was changed"
+        ):
+            replace(store, damaged)
+        assert store.exists() == there and not sibling(store, "tmp").exists()
+        if there:
+            assert content(store) == content(stores[0])
+        else:
+            shutil.copytree(stores[0], store)
+
+
+def test_an_old_store_is_kept_while_the_new_one_cannot_be_read(stores: tuple[Path, Path], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(stores[0], sibling(store, "old"))
+    shutil.copytree(stores[1], store)
+    (store / "train.tokens").write_bytes(b"")
+    with locked(store):
+        assert content(store) == content(stores[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -1,0 +1,87 @@
+"""`boost train` as a whole command in the background, with what its processes say of themselves in sight."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from boost.train.checkpoint import complete_checkpoints
+from boost.train.heartbeat import read_beats
+from tests import toy
+
+LIMIT_S = 600
+"""Only against hanging for ever."""
+
+CONFIG = """
+[parallel]
+tp = 2
+[optim]
+lr = 3e-3
+[train]
+steps = 100000
+seq_len = 32
+global_batch = 4
+micro_batch = 4
+save_every = 20
+eval_every = 30
+eval_tokens = 6400
+log_every = 1000
+keep = 100000
+"""
+
+
+class Command:
+    """`boost train` on two processes, with its launcher's folder in sight."""
+
+    def __init__(self, folder: Path, store: Path, *words: str, **variables: str) -> None:
+        self.run, self.shared = folder / "run", folder / "shared"
+        self.shared.mkdir(exist_ok=True)
+        config = folder / "run.toml"
+        config.write_text(
+            f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\npeak_tflops = 1\ndir = "{self.run}"\n'
+        )
+        command = [sys.executable, "-m", "boost.cli.main", "train", str(config), *words]
+        environment = os.environ | {"TMPDIR": str(self.shared), "OMP_NUM_THREADS": "1"} | variables
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+
+    def phases(self) -> set[str]:
+        """Of the processes that beat."""
+        folders = list(self.shared.glob("boost-launch-*"))
+        return {beat.phase for beat in read_beats(folders[0])} if folders else set()
+
+    def processes(self) -> list[int]:
+        """The launcher and the processes of the run; multiprocessing has a helper beside them."""
+        command = ["pgrep", "-P", str(self.process.pid), "-f", "multiprocessing.spawn"]
+        found = subprocess.run(command, capture_output=True, text=True)
+        return [self.process.pid, *map(int, found.stdout.split())]
+
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, out, err
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Steps of the complete checkpoints, by their own account."""
+    return [json.loads((path / "state.json").read_text())["step"] for path in complete_checkpoints(run / "checkpoints")]

@@ -1,0 +1,51 @@
+"""Checkpoints of toy models: saved, loaded, and their tensors by name."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boost.config import Config
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Position
+from boost.train.checkpoint.slices import local_slices
+from tests import toy
+from tests.trained import Trained
+
+DATA = {"store": "s", "tokenizer": "t", "eos": 0}
+TOKENIZER = b'{"a": "tokenizer"}'
+
+
+def save(folder: Path, config: Config, steps: int = 3) -> tuple[Trained, Path]:
+    trained = Trained(config, steps)
+    return trained, save_at(folder, trained, steps)
+
+
+def save_at(folder: Path, trained: Trained, step: int, tokenizer: bytes = TOKENIZER) -> Path:
+    position = Position(step, step * 64)
+    return ckpt.save_checkpoint(
+        folder, trained.model, trained.optimizer, position, trained.config, tokenizer, DATA, trained.mesh
+    )
+
+
+def load(folder: Path, config: Config) -> tuple[Trained, Position]:
+    """Other initial weights, and what a checkpoint makes of them."""
+    trained = Trained(config, 0, seed=9)
+    checkpoint = ckpt.open_checkpoint(folder)
+    return trained, ckpt.load_training_state(checkpoint, trained.model, trained.optimizer, trained.mesh)
+
+
+def mesh_config(tp: int, **parallel: Any) -> Config:
+    return config_on("float64", {"tp": tp, **parallel})
+
+
+def config_on(dtype: str, parallel: dict[str, Any], **model: Any) -> Config:
+    """Two micro-batches for each stage and replica: enough for every schedule, and few, since processes share two cores."""
+    batch = 2 * parallel.get("pp", 1) * parallel.get("dp", 1)
+    return toy.toy_config(dtype, model=model, parallel=parallel, train={"micro_batch": 1, "global_batch": batch})
+
+
+def state_of(trained: Trained) -> dict[str, torch.Tensor]:
+    """Weights and moments of a model on one process, by their names in a checkpoint."""
+    found = local_slices(trained.model, trained.mesh, trained.optimizer.moments)
+    return {each.name: each.local.clone() for each in found}

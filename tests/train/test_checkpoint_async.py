@@ -1,0 +1,206 @@
+"""Saves in the background: the same files as a save here and now, one in flight, failures told between two steps."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.errors import StorageError, TrainingError
+from boost.parallel.mesh import Mesh
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Position, SavedCheckpoint, saver
+from boost.train.checkpoint.snapshot import _assign
+from boost.train.checkpoint.write import write_snapshot
+from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd
+from boost.train.loop import Trainer
+from boost.train.resume import resume_candidates
+from tests import toy
+from tests.distributed import run_distributed
+from tests.train.runs import make_config, make_trainer
+from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at, state_of
+from tests.trained import Trained
+
+LIMIT_S = 300.0
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+class HeldDisk:
+    """A disk on which saves wait until it is released."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
+        self.release, self.started, self.fails = threading.Event(), list[int](), fails
+        patch.setattr(saver, "write_snapshot", self._write)
+
+    def _write(self, folder: Path, snapshot: ckpt.Snapshot, mesh: Mesh, group: Any = None) -> SavedCheckpoint:
+        self.started.append(snapshot.step)
+        if threading.current_thread() is not threading.main_thread():
+            assert self.release.wait(LIMIT_S)
+            if self.fails:
+                raise StorageError("No space left on device")
+        return write_snapshot(folder, snapshot, mesh, group)
+
+
+def save_both_ways(folder: Path, config: Config) -> None:
+    """In the background, on a disk that waits until training has changed the weights, and here and now; twice, so that the buffer
+    is used again."""
+    trained = Trained(config, 1)
+    background = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, TOKENIZER, DATA, trained.mesh)
+    for step in (1, 2):
+        save_at(folder / "here", trained, step)
+        with pytest.MonkeyPatch.context() as patch:
+            disk = HeldDisk(patch)
+            background.start(folder / "background", Position(step, step * 64))
+        assert not background.done_everywhere()
+        trained.step(step)
+        disk.release.set()
+        while not background.done_everywhere():
+            trained.mesh.barrier()
+        assert background.finish().step == step
+    background.close(LIMIT_S)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 1}, {"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2, "shard": "full"}], ids=str)
+def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    config = mesh_config(**({"tp": 1} | parallel))
+    toy.skip_what_torch_cannot(config)
+    size = config.parallel.world_size
+    run_distributed(size, save_both_ways, tmp_path, config) if size > 1 else save_both_ways(tmp_path, config)
+    for name in ("step-00000001", "step-00000002"):
+        assert files_of(tmp_path / "background" / name) == files_of(tmp_path / "here" / name)
+        assert load(tmp_path / "background" / name, toy.single(config))[1].step == int(name[-1])
+
+
+class Recorder(Hook):
+    """What happens after steps and around saves, in order."""
+
+    def __init__(self, disk: HeldDisk, release_before_save: int | None, release_after_step: int | None = None) -> None:
+        self.seen: list[str] = []
+        self.disk, self.before_save_of, self.after = disk, release_before_save, release_after_step
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self.seen.append(f"step {event.metrics.step}")
+        if event.metrics.step == self.before_save_of:
+            # Not yet: the save of this step finds the one before still in flight.
+            threading.Timer(0.2, self.disk.release.set).start()
+        if event.metrics.step == self.after:
+            self.disk.release.set()
+            trainer._saver._thread.join(LIMIT_S)  # type: ignore[union-attr]
+
+    def before_save(self, trainer: Trainer, event: SaveStart) -> None:
+        self.seen.append(f"save {event.step}")
+
+    def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
+        assert ckpt.open_checkpoint(event.path).position.step == event.step
+        self.seen.append(f"saved {event.step}")
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.seen.append(f"warning: {text}")
+
+
+def fit(config: Config, *hooks: Hook) -> Trainer:
+    trainer = make_trainer(config, *hooks)
+    trainer.start([])
+    trainer.fit()
+    return trainer
+
+
+def test_training_goes_on_and_hears_of_the_checkpoint_between_steps(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(HeldDisk(monkeypatch), None, release_after_step=4)
+    fit(make_config(store, tmp_path, train={"steps": 6, "save_every": 2, "keep": 9, "async_save": True}), recorder)
+    assert recorder.seen == [
+        *["step 1", "step 2", "save 2", "step 3", "step 4", "saved 2", "save 4"],
+        *recorder.seen[7:-2],
+        *["save 6", "saved 6"],
+    ]
+    assert sorted(recorder.seen[7:-2]) == ["saved 4", "step 5", "step 6"], "after step 4, 5 or 6: as the disk has it"
+
+
+def test_a_save_waits_for_the_one_in_flight(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = HeldDisk(monkeypatch)
+    recorder = Recorder(disk, release_before_save=4)
+    monkeypatch.setattr("boost.train.loop.SLOW_SAVE_S", 0.0)
+    fit(make_config(store, tmp_path, train={"steps": 5, "save_every": 2, "keep": 9}), recorder)
+    first = recorder.seen.index("saved 2")
+    assert recorder.seen[:first] == ["step 1", "step 2", "save 2", "step 3", "step 4"]
+    assert "for the checkpoint of step 2, which was still being written" in recorder.seen[first + 1]
+    assert disk.started == [2, 4, 5]
+
+
+def test_a_failure_in_the_background_is_a_warning_and_the_last_save_is_waited_for(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = HeldDisk(monkeypatch, fails=True)
+    disk.release.set()
+    recorder = Recorder(disk, None)
+    trainer = fit(make_config(store, tmp_path, train={"steps": 3, "save_every": 1}), recorder)
+    said = [seen for seen in recorder.seen if seen.startswith("warning: No space")]
+    assert said == ["warning: No space left on device; training continues, earlier checkpoints are intact"] * 2
+    assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000003"]
+
+
+def test_a_run_that_ends_with_an_error_completes_the_save_in_flight(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = HeldDisk(monkeypatch)
+
+    class Fail(Hook):
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            if event.metrics.step == 3:
+                threading.Timer(0.2, disk.release.set).start()
+                raise TrainingError("diverged")
+
+    trainer = make_trainer(make_config(store, tmp_path, train={"save_every": 2}), Fail())
+    trainer.start([])
+    with pytest.raises(TrainingError, match="diverged"):
+        trainer.fit()
+    assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000002"]
+
+
+def losses_of(config: Config, resume: str | None) -> list[float]:
+    class Losses(Hook):
+        seen: list[float] = []  # noqa: RUF012
+
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            self.seen.append(event.metrics.loss)
+
+    Losses.seen = []
+    trainer = make_trainer(config, Losses())
+    trainer.start(resume_candidates(resume, trainer.run))
+    trainer.fit()
+    return Losses.seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_from_a_save_in_the_background_is_bitwise(store: Path, tmp_path: Path, size: int) -> None:
+    config = make_config(store, tmp_path, size, train={"steps": 6, "save_every": 1, "keep": 9})
+    run = (lambda *a: run_distributed(2, losses_of, *a)[0]) if size > 1 else losses_of
+    whole = run(config, None)
+    assert run(config, str(tmp_path / "checkpoints/step-00000003")) == whole[3:]
+
+
+def test_every_slice_has_one_writer_and_writers_share_the_work() -> None:
+    shared = {("a", (0,)): 60, ("b", (0,)): 50, ("c", (0,)): 40}
+    by_rank = [shared | {("own", (0,)): 10}, shared, shared]
+    assigned = _assign(by_rank)
+    assert sorted(key for keys in assigned for key in keys) == sorted(by_rank[0])
+    assert all(assigned) and ("own", (0,)) in assigned[0]
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    trained = Trained(mesh_config(1), 1)
+    before = state_of(trained)
+    share = ckpt.snapshot.SaveShare(trained.model, trained.optimizer, trained.mesh)
+    buffer = ckpt.snapshot.HostBuffer()
+    copies = buffer.copy(share.slices())
+    trained.step(1)
+    assert {c.name for c in copies} == before.keys() | {"rng.cpu.0"}
+    assert all(torch.equal(c.local, before[c.name]) for c in copies if c.name in before)
+    assert buffer.nbytes == sum(c.local.nbytes for c in copies)

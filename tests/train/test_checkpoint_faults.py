@@ -1,0 +1,310 @@
+"""Disks and people: leftovers that cannot be deleted, full disks, missing manifests, stray files, weights that are not finite."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError
+from boost.parallel.mesh import Mesh
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Position, SavedCheckpoint
+from boost.train.checkpoint.last_save import retry_waits
+from boost.train.checkpoint.write import write_snapshot
+from boost.train.hooks import Hook, StepEnd
+from boost.train.loop import Trainer
+from boost.train.resume import resume_candidates
+from tests import toy
+from tests.distributed import run_distributed
+from tests.train.runs import make_config, make_trainer
+from tests.train.saves import load, mesh_config, save, save_at, state_of
+from tests.trained import Trained
+
+ALONE = Mesh(toy.CPU)
+
+
+class Warnings(Hook):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.seen.append(text)
+
+
+class ThenDo(Hook):
+    """Calls `action` once, after a step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        if event.metrics.step == self.step:
+            self.action(trainer)
+
+
+def fit(trainer: Trainer) -> Any:
+    trainer.start([])
+    return trainer.fit()
+
+
+@pytest.fixture
+def undeletable(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a file that cannot be deleted, such as NFS's .nfs* of an open file, even for root."""
+    name, unlink = ".nfs0001", os.unlink
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> None:
+        if Path(path).name == name:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        unlink(path, *rest, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    yield name
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("leftover", [".step-00000003.tmp", ".step-00000003.old", ".step-00000009.abc.tmp"])
+def test_a_leftover_that_cannot_be_deleted_costs_no_save(tmp_path: Path, undeletable: str, leftover: str) -> None:
+    (tmp_path / leftover / "tensors").mkdir(parents=True)
+    (tmp_path / leftover / "tensors" / undeletable).touch()
+    (tmp_path / leftover / "other").touch()
+    trained = Trained(mesh_config(1), 3)
+    saver = ckpt.CheckpointSaver(trained.model, trained.optimizer, trained.config, b"{}", {}, trained.mesh)
+    for _ in range(2):  # the second one replaces the first
+        saved = saver.save(tmp_path, Position(3, 192))
+        assert len(saved.warnings) == 1 and leftover in saved.warnings[0] and undeletable in saved.warnings[0]
+    assert load(saved.path, mesh_config(1))[1].step == 3
+    assert not (tmp_path / leftover / "other").exists(), "what can be deleted is"
+
+
+def test_rotation_goes_on_over_what_cannot_be_deleted(tmp_path: Path, undeletable: str) -> None:
+    for step in (1, 2, 3):
+        _, path = save(tmp_path, mesh_config(1), step)
+        (path / undeletable).touch()
+    ckpt.rotate(tmp_path, 1, 0, (), ALONE)
+    assert [p.name for p in ckpt.complete_checkpoints(tmp_path)] == ["step-00000003"]
+    ckpt.supersede(tmp_path, 2, ALONE)
+    save(tmp_path, mesh_config(1), 3)
+    ckpt.supersede(tmp_path, 2, ALONE)  # a second one of the same name
+    assert {p.name for p in tmp_path.glob("superseded-*")} == {
+        "superseded-step-00000003",
+        "superseded-step-00000003.2",
+    }
+
+
+def test_a_run_keeps_the_tokenizer_that_it_started_with(store: Path, tmp_path: Path) -> None:
+    """Its store is replaced after the first step and deleted after the third; every save goes on, and is right."""
+    ours = tmp_path / "store"
+    shutil.copytree(store, ours)
+    tokenizer = (ours / "tokenizer.json").read_bytes()
+    replace = ThenDo(1, lambda _: (ours / "tokenizer.json").write_text("{}"))
+    delete = ThenDo(3, lambda _: shutil.rmtree(ours))
+    config = make_config(ours, tmp_path / "run", train={"save_every": 2, "keep": 3})
+    warnings = Warnings()
+    trainer = make_trainer(config, replace, delete, warnings)
+    fit(trainer)
+    saved = ckpt.complete_checkpoints(trainer.run.checkpoints)
+    assert len(saved) == 3 and not warnings.seen
+    assert {path.joinpath("tokenizer.json").read_bytes() for path in saved} == {tokenizer}
+
+
+def test_stray_files_are_no_damage(tmp_path: Path) -> None:
+    trained, path = save(tmp_path, mesh_config(1))
+    (shard,) = (path / "tensors").iterdir()
+    for name in (".DS_Store", ".nfs000123", "notes.txt", f"tensors/._{shard.name}", "tensors/copy.safetensors"):
+        (path / name).write_bytes(b"not ours")
+    resumed, _ = load(path, mesh_config(1))
+    expected = state_of(trained)
+    assert all(torch.equal(value, expected[name]) for name, value in state_of(resumed).items())
+
+
+def test_a_step_folder_without_a_manifest_is_named_and_never_overwritten(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run", train={"save_every": 2})
+    fit(make_trainer(config))
+    run = tmp_path / "run/checkpoints"
+    newest = run / "step-00000006"
+    (newest / "manifest.json").unlink()
+    before = {p.name: p.read_bytes() for p in (newest / "tensors").iterdir()}
+    warnings = Warnings()
+    trainer = make_trainer(config, warnings)
+    trainer.start(resume_candidates("auto", trainer.run))
+    assert trainer.position.step == 4
+    assert len(trainer.warnings) == 1 and "step-00000006' has no manifest.json" in trainer.warnings[0]
+    trainer.fit()
+    assert [w for w in warnings.seen if "was not overwritten" in w and "incomplete-step-00000006" in w]
+    aside = run / "incomplete-step-00000006" / "tensors"
+    assert {p.name: p.read_bytes() for p in aside.iterdir()} == before
+    assert ckpt.open_checkpoint(newest).position.step == 6
+
+
+def test_all_damaged_checkpoints_are_named(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run", train={"save_every": 2})
+    fit(make_trainer(config))
+    for number, path in enumerate(ckpt.complete_checkpoints(tmp_path / "run/checkpoints")):
+        for file in (path / "tensors").iterdir():
+            content = bytearray(file.read_bytes())
+            content[-1 - number] ^= 1
+            file.write_bytes(content)
+    trainer = make_trainer(config)
+    with pytest.raises(DamagedCheckpointError) as error:
+        trainer.start(resume_candidates("auto", trainer.run))
+    assert all(f"step-0000000{step}" in str(error.value) for step in (2, 4, 6)) and "\n" not in str(error.value)
+
+
+def spoil(trained: Trained, where: str, value: float) -> None:
+    fused = trained.fused_params[-1]
+    target = fused.tensor if where == "weight" else trained.optimizer.moments[fused.tensor]["exp_avg_sq"]
+    with torch.no_grad():
+        target.view(-1)[-1] = value
+
+
+@pytest.mark.parametrize(
+    ("where", "value"), [("weight", float("nan")), ("weight", -float("inf")), ("moment", float("inf"))]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_are_not_finite_are_not_saved(tmp_path: Path, where: str, value: float, dtype: str) -> None:
+    config = mesh_config(1)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"param_dtype": dtype})})
+    trained, _ = save(tmp_path, config, 1)
+    spoil(trained, where, value)
+    kind = "model" if where == "weight" else "optim.exp_avg_sq"
+    name = trained.fused_params[-1].slices[-1].parameter.name
+    with pytest.raises(NonFiniteError, match=rf"step 2 not saved: {kind}.{name} holds a value that is not finite"):
+        save_at(tmp_path, trained, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def save_spoiled(folder: Path, config: Any) -> str:
+    trained = Trained(config, 1)
+    if trained.mesh.rank == 1:
+        spoil(trained, "moment", float("nan"))
+    saver = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, b"{}", {}, trained.mesh)
+    saver.start(folder, Position(1, 64))
+    with pytest.raises(NonFiniteError) as error:
+        saver.finish()
+    return str(error.value)
+
+
+def test_the_process_whose_values_are_not_finite_is_named_on_all(tmp_path: Path) -> None:
+    for message in run_distributed(2, save_spoiled, tmp_path, mesh_config(2)):
+        assert message.endswith("holds a value that is not finite on process 1")
+    assert not list(tmp_path.iterdir())
+
+
+class Disk:
+    """Saves that fail a number of times in each folder."""
+
+    def __init__(self, **failures: int) -> None:
+        self.failures, self.said, self.slept = failures, list[str](), list[float]()
+
+    def save(self, folder: Path) -> SavedCheckpoint:
+        if self.failures.get(folder.name, 0) > 0:
+            self.failures[folder.name] -= 1
+            raise StorageError(f"not saved in '{folder}': No space left on device")
+        return SavedCheckpoint(7, folder / "step-00000007")
+
+    def last_save(self, minutes: float, urgent: bool = False, fallback: Path | None = None) -> Path:
+        run = Path("run")
+        saved = ckpt.save_with_retries(self.save, run, fallback, minutes, urgent, self.said.append, self.slept.append)
+        return saved.path.parent
+
+
+def test_the_last_save_retries_while_a_person_frees_space() -> None:
+    disk = Disk(run=3)
+    assert disk.last_save(minutes=10) == Path("run")
+    assert disk.slept == [5.0, 10.0, 20.0] and len(disk.said) == 3
+    assert all("No space left" in said and "free disk space" in said for said in disk.said)
+
+
+def test_the_retries_of_the_last_save_are_bounded() -> None:
+    assert sum(retry_waits(10)) == 600 and max(retry_waits(10)) == 60 and list(retry_waits(0)) == []
+    disk = Disk(run=99)
+    with pytest.raises(StorageError, match="No space left"):
+        disk.last_save(minutes=1)
+    assert sum(disk.slept) == 60
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_the_last_save_goes_elsewhere(urgent: bool) -> None:
+    """At once where a signal stops the run and the process may be killed soon, else after the retries."""
+    disk = Disk(run=99)
+    assert disk.last_save(minutes=1, urgent=urgent, fallback=Path("elsewhere")) == Path("elsewhere")
+    assert bool(disk.slept) != urgent
+    disk = Disk(run=3, elsewhere=99)
+    assert disk.last_save(minutes=1, urgent=True, fallback=Path("elsewhere")) == Path("run"), "both are full: retries"
+
+
+def test_a_run_resumes_from_its_fallback_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"save_retry_minutes": 0.0, "fallback_dir": str(tmp_path / "spare")}
+    base = make_config(store, tmp_path / "run", train={"save_every": 2, "steps": 5})
+    config = base.model_copy(update={"run": base.run.model_copy(update=run)})
+    full = tmp_path / "run/checkpoints"
+
+    def fill(trainer: Trainer) -> None:
+        def refuse(folder: Path, *rest: Any) -> SavedCheckpoint:
+            if folder == full:
+                raise StorageError("No space left on device")
+            return write_snapshot(folder, *rest)
+
+        monkeypatch.setattr("boost.train.checkpoint.saver.write_snapshot", refuse)
+
+    result = fit(make_trainer(config, ThenDo(5, fill)))
+    fallback = ckpt.fallback_folder(config)
+    assert fallback == tmp_path / "spare" / (tmp_path / "run").relative_to("/") / "checkpoints"
+    assert result.checkpoint == fallback / "step-00000005"
+    trainer = make_trainer(config)
+    trainer.start(resume_candidates("auto", trainer.run, fallback))
+    assert trainer.position.step == 5
+    trainer.start(resume_candidates(str(full / "step-00000002"), trainer.run, fallback))
+    assert [p.name for p in ckpt.complete_checkpoints(fallback)] == [], "superseded there too"
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: int) -> Iterator[Path]:
+    """A tmpfs of `size` bytes; skips the test where mounting is not allowed."""
+    path.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("needs root to mount a tmpfs")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
+def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background: bool) -> None:
+    """Filled after the first save; every later one is a warning, and the last one finds space that the warning asked for."""
+    with small_disk(tmp_path / "disk", 20_000_000) as disk:
+        config = make_config(store, disk / "run", train={"save_every": 1, "steps": 4, "async_save": background})
+
+        def fill(_: Trainer) -> None:
+            with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+
+        class FreeAtTheEnd(Warnings):
+            def on_warning(self, trainer: Trainer, text: str) -> None:
+                super().on_warning(trainer, text)
+                if "free disk space" in text:
+                    (disk / "filler").unlink()
+
+        warnings = FreeAtTheEnd()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("boost.train.checkpoint.last_save.FIRST_WAIT_S", 0.1)
+            trainer = make_trainer(config, ThenDo(2, fill), warnings)
+            fit(trainer)
+        full = [w for w in warnings.seen if "No space left on device" in w]
+        assert len(full) >= 3 and sum("training continues" in w for w in full) == 2
+        newest = ckpt.complete_checkpoints(trainer.run.checkpoints)
+        assert [p.name for p in newest][-1] == "step-00000004"
+        assert not list(trainer.run.checkpoints.glob(".step*"))
+        ckpt.verify(ckpt.open_checkpoint(newest[0]), ALONE)

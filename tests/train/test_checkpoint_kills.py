@@ -1,0 +1,131 @@
+"""A process killed at any file-system event of a save, here and now or in the background, loses at most that save."""
+
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.parallel.mesh import Mesh
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Position, write
+from tests import toy
+from tests.train.saves import DATA, TOKENIZER, load, mesh_config, save_at, state_of
+from tests.trained import Trained
+
+LIMIT_S = 300.0
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+EVERY_CHUNK = 20
+"""Toy tensors are small, so that chunks would be most of the events: one in so many counts."""
+
+
+class Events:
+    """Counts what changes the file system in this process; kills it at the event of a number, before it happens."""
+
+    def __init__(self, folder: Path, kill_at: int | None) -> None:
+        self.folder, self.kill_at, self.count, self.chunks = str(folder), kill_at, 0, 0
+        sys.addaudithook(self._audit)
+        os.fsync = self._counting(os.fsync)
+        write._finite = self._counting_chunks(write._finite)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        opened = event == "open" and str(arguments[0]).startswith(self.folder)
+        if opened or event in CHANGES:
+            self._happen()
+
+    def _happen(self) -> None:
+        if self.count == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (self._happen(), call(*arguments))[1]
+
+    def _counting_chunks(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            self.chunks += 1
+            if self.chunks % EVERY_CHUNK == 0:
+                self._happen()
+            return call(*arguments)
+
+        return counted
+
+
+def save_and_rotate(folder: Path, config: Config, background: bool, kill_at: int | None, answer: Connection) -> None:
+    """Saves step 1, then step 2 with the events counted, then removes step 1."""
+    torch.set_num_threads(1)
+    trained = Trained(config, 1)
+    save_at(folder, trained, 1)
+    trained.step(1)
+    saver = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, TOKENIZER, DATA, trained.mesh)
+    saver.prepare()
+    events = Events(folder, kill_at)
+    if background:
+        saver.start(folder, Position(2, 128))
+        trained.step(2)  # training goes on and changes the weights
+        saver.finish()
+    else:
+        saver.save(folder, Position(2, 128))
+    ckpt.rotate(folder, 1, 0, (), trained.mesh)
+    answer.send(events.count)
+
+
+def run_process(folder: Path, config: Config, background: bool, kill_at: int | None) -> int | None:
+    """The number of events; None if the process was killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "tests.toy"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=save_and_rotate, args=(folder, config, background, kill_at, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        count = ours.recv() if ours.poll(LIMIT_S) else pytest.fail("the save hangs")
+    except EOFError:
+        count = None
+    process.join(LIMIT_S)
+    assert process.exitcode == (0 if count is not None else -signal.SIGKILL)
+    return count
+
+
+@functools.cache
+def expected_state(step: int) -> dict[str, torch.Tensor]:
+    return state_of(Trained(mesh_config(1), step))
+
+
+def check_killed_save(folder: Path, config: Config, background: bool, kill_at: int) -> int:
+    """The step that the run resumes from."""
+    assert run_process(folder, config, background, kill_at) is None
+    newest = ckpt.complete_checkpoints(folder)[-1]
+    resumed, position = load(newest, config)
+    assert newest.name == f"step-{position.step:08d}" and position.step in (1, 2)
+    for name, value in expected_state(position.step).items():
+        assert torch.equal(value, state_of(resumed)[name]), name
+    save_at(folder, Trained(config, 3), 3)
+    ckpt.rotate(folder, 1, 0, (), Mesh(toy.CPU))
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"], "nothing is left of the killed save"
+    return position.step
+
+
+def points(total: int, some: int | None) -> list[int]:
+    return list(range(total)) if some is None else sorted({total * i // some for i in range(some)} | {total - 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True], ids=["here", "background"])
+@pytest.mark.parametrize("some", [8, pytest.param(None, marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_a_kill_at_any_event_of_a_save_costs_at_most_that_save(
+    tmp_path: Path, background: bool, some: int | None
+) -> None:
+    config = mesh_config(1)
+    total = run_process(tmp_path / "whole", config, background, None)
+    assert total is not None and total > 20, "mkdir, open, fsync, rename and remove are counted"
+    found = [check_killed_save(tmp_path / str(at), config, background, at) for at in points(total, some)]
+    assert found == sorted(found) and {1, 2} == set(found), "before the rename the old one, after it the new one"

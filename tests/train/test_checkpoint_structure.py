@@ -1,0 +1,192 @@
+"""Checkpoints whose digests are right and whose contents are not: refused in one line, before a weight is touched."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.errors import CheckpointError, DamagedCheckpointError
+from boost.parallel.mesh import Mesh
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint.manifest import entry_of
+from boost.train.checkpoint.structure import StoredShard, coverage_problem
+from tests import toy
+from tests.distributed import run_distributed
+from tests.train.saves import mesh_config, save
+
+ALONE = Mesh(toy.CPU)
+Edit = Callable[[dict[str, Any]], object]
+
+
+def sign(path: Path) -> None:
+    """Repairs the digests by hand, as somebody would who edits a checkpoint."""
+    files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
+    manifest = {f.relative_to(path).as_posix(): entry_of(f).model_dump(exclude_none=True) for f in files}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def edit_header(file: Path, edit: Edit) -> None:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def edit_offsets(edit: Edit) -> Edit:
+    def apply(header: dict[str, Any]) -> None:
+        sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        edit(sharding)
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
+
+    return apply
+
+
+def save_two(folder: Path, config: Any) -> None:
+    save(folder, config, 1)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two processes."""
+    folder = tmp_path_factory.mktemp("sharded")
+    run_distributed(2, save_two, folder, mesh_config(2))
+    return folder / "step-00000001"
+
+
+def refused(path: Path) -> str:
+    """What is said of a checkpoint when it is loaded."""
+    decoder, _ = toy.toy_decoder(mesh_config(1), seed=9)
+    with pytest.raises(DamagedCheckpointError) as error:
+        ckpt.load_weights(ckpt.open_checkpoint(path), decoder, ALONE)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def copy(path: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(path, to / path.name))
+
+
+EMBED = "model.embed"
+HEADERS: dict[str, tuple[Edit, str]] = {
+    "no sharding metadata": (lambda h: h.pop("__metadata__"), "numbers instead of|overlap|leaves"),
+    "sharding of other tensors": (edit_offsets(lambda s: s.pop(EMBED)), f"{EMBED} has no valid saved_offsets"),
+    "negative offset": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[-1, 0])), "greater than or equal to 0"),
+    "offset outside": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[10**6, 0])), "leaves"),
+    "offset of the other": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[0, 0])), "overlap"),
+    "dimensions missing": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[0])), "no valid saved_offsets"),
+    "absurd dimension": (lambda h: h[EMBED].update(shape=[2**61, 2**61]), "does not fill bytes"),
+    "dimension of 100 digits": (lambda h: h[EMBED].update(shape=[10**100, 1]), "less than"),
+    "negative dimension": (lambda h: h[EMBED].update(shape=[-1, -16]), "greater than or equal to 0"),
+    "bytes out of range": (lambda h: h[EMBED].update(data_offsets=[0, 2**40]), "does not fill bytes"),
+    "bytes of another": (lambda h: h[EMBED].update(data_offsets=[8, 16]), "does not fill bytes"),
+    "unknown dtype": (lambda h: h[EMBED].update(dtype="I64"), "dtype 'I64'"),
+    "no entry": (lambda h: h.update({EMBED: 3}), "its header"),
+    "foreign tensor": (lambda h: h.update({"model.evil": h.pop("rng.cpu.1")}), "saved_offsets"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, name: str) -> None:
+    edit, message = HEADERS[name]
+    path = copy(sharded, tmp_path)
+    edit_header(max((path / "tensors").iterdir()), edit)
+    sign(path)
+    said = refused(path)
+    assert any(part in said for part in message.split("|")), said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8 + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (9).to_bytes(8, "little") + b'{"a": \xff}}',
+        (10**5).to_bytes(8, "little") + b"[" * 10**5,
+        (6000).to_bytes(8, "little") + b"1" * 6000,
+    ],
+    ids=["empty", "huge header", "list", "not UTF-8", "deeply nested", "6000 digits"],
+)
+def test_a_file_that_is_no_safetensors_file_is_damage(tmp_path: Path, sharded: Path, content: bytes) -> None:
+    path = copy(sharded, tmp_path)
+    victim = max((path / "tensors").iterdir())
+    victim.write_bytes(content)
+    sign(path)
+    assert victim.name in refused(path)
+
+
+def test_a_manifest_without_a_shard_is_damage(tmp_path: Path, sharded: Path) -> None:
+    path = copy(sharded, tmp_path)
+    max((path / "tensors").iterdir()).unlink()
+    sign(path)
+    assert "numbers instead of" in refused(path)
+
+
+STATES: dict[str, tuple[dict[str, Any], str]] = {
+    "another step": ({"step": 2, "next_sample": 4}, "says step 2, its folder 1"),
+    "negative step": ({"step": -1}, "step: Input should be greater than or equal to 0"),
+    "negative tokens": ({"tokens": -5}, "tokens: "),
+    "no tokens": ({"tokens": 0}, "tokens = 0 does not fit step = 1"),
+    "negative updates": ({"updates": -1}, "updates: "),
+    "too many updates": ({"updates": 2}, "updates = 2 is more than step = 1"),
+    "another sample": ({"next_sample": 3}, "next_sample = 3 is not step 1 x global batch 2"),
+    "text": ({"step": "1"}, "step: Input should be a valid integer"),
+    "no configuration": ({"config": {"model": {"layers": "x"}}}, "configuration"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_cannot_be_right_is_damage(tmp_path: Path, sharded: Path, name: str) -> None:
+    changes, message = STATES[name]
+    path = copy(sharded, tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | changes))
+    sign(path)
+    with pytest.raises(CheckpointError) as error:
+        ckpt.open_checkpoint(path)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "1" * 6000, '{"step": ' + "1" * 6000 + "}"])
+def test_json_that_breaks_parsers_is_damage(tmp_path: Path, sharded: Path, content: str) -> None:
+    for name in ("state.json", "manifest.json"):
+        path = copy(sharded, tmp_path / name)
+        (path / name).write_text(content)
+        if name != "manifest.json":
+            sign(path)
+        with pytest.raises(DamagedCheckpointError, match=name) as error:
+            ckpt.open_checkpoint(path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "tensors/../../x", "a//b", "nul\0"])
+def test_a_manifest_lists_files_of_its_checkpoint_only(tmp_path: Path, sharded: Path, name: str) -> None:
+    path = copy(sharded, tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest[name] = {"bytes": 1, "blake2b": "0" * 40}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DamagedCheckpointError, match="no path inside the checkpoint"):
+        ckpt.open_checkpoint(path)
+
+
+def shard(shape: tuple[int, ...], offsets: tuple[int, ...], file: str = "f") -> StoredShard:
+    return StoredShard(file, "F32", shape, offsets)
+
+
+def test_an_exact_cover() -> None:
+    halves = [shard((2, 4), (0, 0)), shard((2, 2), (2, 0)), shard((2, 2), (2, 2))]
+    assert coverage_problem((4, 4), halves) is None
+    assert coverage_problem((), [shard((), ())]) is None
+    assert "numbers instead of 16" in str(coverage_problem((4, 4), halves[:2]))
+    twice = [shard((2, 4), (0, 0), "a"), shard((2, 4), (1, 0), "b")]
+    assert coverage_problem((4, 4), twice) == "shards in a and b overlap"
+    assert "leaves" in str(coverage_problem((4, 4), [shard((4, 4), (1, 0))]))
+    many = [shard((1, 8), (row, 0)) for row in range(512)]
+    assert coverage_problem((512, 8), many) is None and math.prod((512, 8)) == 4096

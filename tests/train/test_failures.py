@@ -1,0 +1,128 @@
+"""Which kind of failure an exception is: a table of messages as torch, gloo, NCCL and the allocators write them."""
+
+import errno
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from boost.errors import CheckpointError, HangError, TrainingError
+from boost.train.failures import failure_report, memory_advice, out_of_memory
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {}, NCCL version 2.27.5\n{}: {}\nLast error:\n{}"
+
+LOST = [
+    RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234. This means "
+        "the remote side crashed or was killed"
+    ),
+    RuntimeError("[gloo/transport/tcp/pair.cc:553] Read error [::1]:1: Connection reset by peer"),
+    RuntimeError("[gloo/transport/tcp/pair.cc:461] Write error [10.0.0.2]:29411: Broken pipe"),
+    RuntimeError(
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete. This means "
+        "the remote process has hung or crashed."
+    ),
+    RuntimeError("[gloo/transport/tcp/pair.cc:1008] Application timeout caused pair closure"),
+    RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error"),
+    dist.DistBackendError(
+        NCCL.format(
+            "remote process exited or there was a network error",
+            "ncclRemoteError",
+            "A call failed possibly due to a network error or a remote process exiting prematurely.",
+            "NET/IB: Got completion from peer 10.0.0.2<35121> with status=12",
+        )
+    ),
+    dist.DistBackendError(
+        NCCL.format(
+            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "ncclSystemError",
+            "System call (e.g. socket, malloc) or external library call failed or device error.",
+            "socketPollConnect: Connect to 10.0.0.3<43031> failed : Connection refused",
+        )
+    ),
+    dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    dist.DistBackendError(
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=345, OpType=ALLREDUCE, NumelIn=1048576, "
+        "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    ),
+    dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//cpu//0"),
+    dist.DistNetworkError(
+        "The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29400)."
+    ),
+]
+
+DEFECTS = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)"),
+    RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+    RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:88] rp != nullptr. Unable to find interface for: eth9"),
+    torch.AcceleratorError(
+        "CUDA error: the launch timed out and was terminated\nCUDA kernel errors might be asynchronous"
+    ),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    dist.DistBackendError(
+        NCCL.format(
+            "invalid usage (run with NCCL_DEBUG=WARN for details)",
+            "ncclInvalidUsage",
+            "This usually reflects invalid usage of NCCL library.",
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+        )
+    ),
+    dist.DistBackendError(
+        NCCL.format(
+            "internal error", "ncclInternalError", "Internal check failed.", "Attribute busid of node nic not found"
+        )
+    ),
+    dist.DistNetworkError("The server socket has failed to listen on port 29500: EADDRINUSE, address already in use"),
+    TimeoutError("_queue.Empty: a data loader timed out"),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[:40])
+def test_a_lost_connection_is_a_symptom(error: Exception) -> None:
+    assert failure_report(error, 0).kind == "lost"
+    wrapped = TrainingError("the step failed")
+    wrapped.__cause__ = error
+    assert failure_report(wrapped, 0).kind == "lost"
+
+
+@pytest.mark.parametrize("error", DEFECTS, ids=lambda error: str(error)[:40])
+def test_what_only_looks_like_a_lost_connection_is_not(error: Exception) -> None:
+    assert failure_report(error, 0).kind != "lost"
+
+
+def test_what_no_rule_names_keeps_its_traceback() -> None:
+    for error in (*DEFECTS[:7], KeyError("x")):
+        defect = failure_report(error, 0)
+        assert (defect.kind, defect.exit_code) == ("defect", 1)
+        assert str(error).split("\n")[0] in defect.message
+
+
+def test_memory_that_ran_out_is_one_line_with_its_size() -> None:
+    gpu = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.10 GiB is free."
+    )
+    assert out_of_memory(gpu) == "out of GPU memory: an allocation of 20.00 GiB failed (capacity 79.10 GiB)"
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as real:  # more than an address has bits for
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert out_of_memory(real.value) == "out of memory: an allocation of 1125899.91 GB failed"
+    assert out_of_memory(MemoryError()) == "out of memory"
+    assert out_of_memory(RuntimeError("something else")) is None
+    for error in (gpu, real.value, MemoryError()):
+        report = failure_report(error, 1)
+        assert (report.kind, report.exit_code) == ("boost", 3)
+        assert report.message.startswith("process 2 (rank 1): out of ")
+    advice = memory_advice(8, "none")
+    assert all(word in advice for word in ("train.micro_batch (now 8)", "train.recompute (now 'none')", "'boost plan'"))
+
+
+class ChildOfCheckpointError(CheckpointError):
+    """Not in boost.errors: comes back as the class above it."""
+
+
+def test_what_a_process_says_of_its_error() -> None:
+    mended = failure_report(ChildOfCheckpointError("step 3"), 1)
+    assert (mended.kind, mended.error, mended.message, mended.exit_code) == ("boost", "CheckpointError", "step 3", 2)
+    hung = failure_report(HangError("process 2 does not respond"), 0)
+    assert (hung.kind, hung.message, hung.exit_code) == ("hung", "process 2 does not respond", 3)
+    disk = failure_report(OSError(errno.ENOSPC, "No space left on device", "/run"), 0)
+    assert (disk.kind, disk.error, disk.message) == ("boost", "StorageError", "/run: No space left on device")

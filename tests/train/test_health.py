@@ -1,0 +1,287 @@
+"""Trouble: what counts as it, that it costs no good checkpoint, and the way back."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.config import Config
+from boost.errors import TrainingError
+from boost.train import checkpoint as ckpt
+from boost.train.builtin_hooks import PeriodicCheckpoint
+from boost.train.checkpoint.folders import rotated
+from boost.train.health import FEWEST, RECOVERED, SpikeDetector
+from boost.train.hooks import Hook, Rollback, StepStart
+from boost.train.loop import Trainer
+from boost.train.metrics import MetricsHook, StepMetrics, read_metrics
+from boost.train.resume import resume_candidates
+from tests.distributed import run_distributed
+from tests.train.runs import RATE, make_config, make_trainer
+
+VOCABULARY = 300
+
+
+def metrics(loss: float, gradient_norm: float = 1.0, step: int = 1) -> StepMetrics:
+    return StepMetrics(step, loss, RATE, gradient_norm, 1.0, 0.1, 1, 1, 1.0)
+
+
+def detector(steps: int = FEWEST, sigma: float = 6.0) -> SpikeDetector:
+    """After some healthy steps, of losses around 2 with a deviation of 0.1."""
+    found = SpikeDetector(sigma, VOCABULARY)
+    for step in range(steps):
+        assert found.judge(metrics(2 + 0.1 * (-1) ** step, 1 + 0.1 * (-1) ** step), skipped=False) is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "kind"),
+    [(2.59, 1.0, None), (2.61, 1.0, "spike"), (2.0, 1.59, None), (2.0, 1.61, "spike"), (9.0, 1.0, "diverged")],
+)
+def test_what_is_far_above_the_recent_steps_is_a_spike(loss: float, norm: float, kind: str | None) -> None:
+    found = detector().judge(metrics(loss, norm), skipped=False)
+    assert (found[0] if found else None) == kind
+
+
+def test_a_spike_is_not_remembered_as_usual() -> None:
+    found = detector()
+    for _ in range(2 * FEWEST):
+        spike = found.judge(metrics(5.0), skipped=False)
+        assert spike and spike[0] == "spike"
+
+
+def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence() -> None:
+    for few in (detector(FEWEST - 1), detector(sigma=0.0)):
+        assert few.judge(metrics(8.0), skipped=False) is None
+        diverged = few.judge(metrics(1.6 * math.log(VOCABULARY)), skipped=False)
+        assert diverged and diverged[0] == "diverged"
+
+
+def test_steps_that_are_all_alike_leave_room_for_noise() -> None:
+    found = SpikeDetector(6.0, VOCABULARY)
+    for _ in range(FEWEST):
+        found.judge(metrics(2.0), skipped=False)
+    assert found.judge(metrics(2.2), skipped=False) is None
+
+
+class Rates(Hook):
+    """Trains at other rates from some steps on, and keeps warnings and rollbacks."""
+
+    def __init__(self, rates: dict[int, float]) -> None:
+        self.rates, self.lr = rates, RATE
+        self.warnings: list[str] = []
+        self.rollbacks: list[Rollback] = []
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        self.lr = self.rates.pop(event.step, self.lr)
+        step = trainer.optimizer.step
+        trainer.optimizer.step = lambda number, lr: (step(number, self.lr), setattr(trainer.optimizer, "step", step))  # type: ignore[assignment, func-returns-value]
+
+    def on_warning(self, trainer: Trainer, text: str) -> None:
+        self.warnings.append(text)
+
+    def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
+        self.rollbacks.append(event)
+        self.lr = RATE
+
+
+def saved(trainer: Trainer) -> list[int]:
+    return [ckpt.step_of(path) or 0 for path in ckpt.complete_checkpoints(trainer.run.checkpoints)]
+
+
+def every_step(store: Path, run: Path, tp: int = 1, **train: Any) -> Config:
+    return make_config(store, run, tp, "float32", train={"save_every": 1, "steps": 12, "async_save": False, **train})
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("background", [False, True])
+def test_ruined_weights_never_push_out_the_last_good_checkpoint(
+    store: Path, tmp_path: Path, keep: int, background: bool
+) -> None:
+    """The seventh update ruins the weights, which the eighth loss shows: the checkpoint of step 6 stays, however often resumed."""
+    config = every_step(store, tmp_path, keep=keep, async_save=background)
+    hook = Rates({7: 1e30})
+    trainer = make_trainer(config, hook)
+    trainer.start([])
+    with pytest.raises(TrainingError, match="step-00000006"):
+        trainer.fit()
+    assert 6 in saved(trainer) and max(saved(trainer)) == 7
+    assert any(
+        "no periodic checkpoint until this is over" in text and "step-00000006" in text for text in hook.warnings
+    )
+    for _ in range(2):
+        again = make_trainer(config, Rates({8: 1e30}))
+        again.start(resume_candidates("auto", again.run))
+        with pytest.raises(TrainingError):
+            again.fit()
+        assert 6 in saved(again)
+
+
+def test_a_finite_explosion_is_not_saved_periodically_and_marked_at_the_end(store: Path, tmp_path: Path) -> None:
+    hook = Rates({5: 50.0})
+    trainer = make_trainer(every_step(store, tmp_path, keep=1), hook)
+    trainer.start([])
+    result = trainer.fit()
+    assert (
+        result.evaluation
+        and math.isfinite(result.evaluation.loss)
+        and result.evaluation.loss > 1.5 * math.log(VOCABULARY)
+    )
+    assert saved(trainer) == [4, 5, 12], "proven; saved before the loss showed it; the end of the run"
+    assert ckpt.open_checkpoint(tmp_path / "checkpoints/step-00000012").position.trouble.startswith("diverged at step")
+    assert any(text.startswith("diverged at step 6") for text in hook.warnings)
+
+    again = make_trainer(every_step(store, tmp_path, keep=1, steps=13))
+    again.start(resume_candidates("auto", again.run))
+    assert again.position.step == 5 and again.position.trouble == ""
+    assert any("step-00000012' is newer and was passed over: diverged" in text for text in again.warnings)
+
+
+class Spike(Hook):
+    """Reports another loss of one step."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        self.step, self.loss = step, loss
+
+    def setup(self, trainer: Trainer) -> None:
+        usual = trainer._step_metrics
+
+        def metrics_of(*arguments: Any) -> StepMetrics:
+            found = usual(*arguments)
+            return found if found.step != self.step else StepMetrics(**{**vars(found), "loss": self.loss})
+
+        trainer._step_metrics = metrics_of  # type: ignore[method-assign]
+
+
+def test_a_periodic_checkpoint_waits_for_the_end_of_the_trouble(store: Path, tmp_path: Path) -> None:
+    config = every_step(store, tmp_path, steps=4 + RECOVERED + 3, save_every=5, keep=9)
+    trainer = make_trainer(config, Spike(4, 100.0))
+    trainer.start([])
+    trainer.fit()
+    # 5 and 10 wait; asked for after step 12, the step after it saves; the last step saves.
+    assert saved(trainer) == [4 + RECOVERED + 1, 15]
+    assert not any(ckpt.trouble_of(path) for path in ckpt.complete_checkpoints(trainer.run.checkpoints))
+
+
+def fit_with_rollback(config: Config) -> tuple[Any, list[Rollback], list[int], list[float]]:
+    hook = Rates({7: 1e30})
+    trainer = make_trainer(config, hook, MetricsHook())
+    trainer.start([])
+    result = trainer.fit()
+    return result.position, hook.rollbacks, saved(trainer), [p.sum().item() for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rollback_skips_the_data_and_goes_on(store: Path, tmp_path: Path, tp: int) -> None:
+    config = every_step(store, tmp_path, tp, on_spike="rollback", keep=2)
+    outcomes = run_distributed(tp, fit_with_rollback, config)
+    position, rollbacks, steps, weights = outcomes[0]
+    assert [(each.step, each.from_step) for each in rollbacks] == [(6, 9)]
+    assert (position.step, position.skipped, position.trouble) == (12, 3, "")
+    assert (tmp_path / "checkpoints/superseded-step-00000007").is_dir(), "nothing resumes from the ruined weights"
+    assert 12 in steps and all(math.isfinite(value) for value in weights)
+    lines = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "step"]
+    assert lines == list(range(1, 13))
+    state = json.loads((tmp_path / "checkpoints/step-00000012/state.json").read_text())
+    assert state["skipped_steps"] == 3 and state["next_sample"] == 15 * config.train.global_batch
+    assert ckpt.open_checkpoint(tmp_path / "checkpoints/step-00000012").position.skipped == 3
+
+
+def test_a_step_after_a_rollback_trains_on_the_data_of_a_later_step(store: Path, tmp_path: Path) -> None:
+    config = every_step(store, tmp_path / "a", on_spike="rollback")
+    trainer = make_trainer(config, Rates({7: 1e30}))
+    asked: list[int] = []
+    usual = trainer.batches.micro_batches
+    trainer.batches.micro_batches = lambda step, *rest: (asked.append(step), usual(step, *rest))[1]  # type: ignore[method-assign]
+    trainer.start([])
+    trainer.fit()
+    assert asked == list(range(15)), "every step of data once, in order"
+
+
+def test_rollbacks_that_do_not_help_end_the_run(store: Path, tmp_path: Path) -> None:
+    class Always(Rates):
+        def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
+            super().on_rollback(trainer, event)
+            self.rates[7] = 1e30
+
+    hook = Always({7: 1e30})
+    trainer = make_trainer(every_step(store, tmp_path, on_spike="rollback", save_every=3), hook)
+    trainer.start([])
+    with pytest.raises(TrainingError, match="3 rollbacks to .*step-00000006' did not help"):
+        trainer.fit()
+    assert len(hook.rollbacks) == 3
+
+
+def test_a_rollback_without_a_checkpoint_says_so(store: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(every_step(store, tmp_path, on_spike="rollback", save_every=0), Rates({3: 1e30}))
+    trainer.start([])
+    with pytest.raises(TrainingError, match="finds no checkpoint to return to"):
+        trainer.fit()
+
+
+def folders(path: Path, steps: list[int], ruined: set[int]) -> list[Path]:
+    made = []
+    for step in steps:
+        made.append(ckpt.checkpoint_path(path, step))
+        made[-1].mkdir()
+        (made[-1] / "state.json").write_text(json.dumps({"trouble": "diverged" if step in ruined else ""}))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ruined", "keep", "keep_every", "protected", "gone"),
+    [
+        (set(), 2, 0, set(), [10, 20, 30, 40]),
+        (set(), 2, 20, set(), [10, 30]),
+        (set(), 1, 0, {30}, [10, 20, 40, 50]),
+        ({60}, 2, 0, set(), [10, 20, 30]),
+        ({50, 60}, 1, 0, set(), [10, 20, 30]),
+        ({40}, 2, 0, set(), [10, 20, 30, 40]),
+        ({10, 20, 30, 40, 50, 60}, 1, 0, set(), []),
+    ],
+)
+def test_what_is_rotated_away(
+    tmp_path: Path, ruined: set[int], keep: int, keep_every: int, protected: set[int], gone: list[int]
+) -> None:
+    made = folders(tmp_path, [10, 20, 30, 40, 50, 60], ruined)
+    assert [ckpt.step_of(path) for path in rotated(made, keep, keep_every, protected)] == gone
+
+
+def test_the_best_checkpoint_is_kept(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = every_step(store, tmp_path, save_every=0, keep=1, keep_best=True, eval_every=2, steps=10)
+    losses = iter([5.0, 4.0, 4.5, 4.2, 4.1])
+    trainer = make_trainer(config)
+    usual = trainer._runner.call
+
+    def call(method: Any, *arguments: Any) -> Any:
+        if method is Hook.on_evaluation:
+            event = arguments[1]
+            vars(event.metrics)["heldout_loss"] = next(losses, 9.0)
+        return usual(method, *arguments)
+
+    monkeypatch.setattr(trainer._runner, "call", call)
+    trainer.start([])
+    trainer.fit()
+    assert saved(trainer) == [4, 10]
+    assert json.loads((tmp_path / "checkpoints/best.json").read_text()) == {"step": 4, "heldout_loss": 4.0}
+
+
+def test_checkpoints_by_the_clock(store: Path, tmp_path: Path) -> None:
+    now: Iterator[float] = iter(range(0, 10_000, 20))
+    config = every_step(store, tmp_path, save_every=0, save_minutes=1, keep=9, steps=9)
+    trainer = make_trainer(config)
+    hook = next(each for each in trainer.hooks if isinstance(each, PeriodicCheckpoint))
+    hook._clock = lambda: next(now)
+    trainer.start([])
+    trainer.fit()
+    assert len(saved(trainer)) > 2 and saved(trainer)[-1] == 9
+    assert config.train.save_every == 0
+
+
+def test_half_an_hour_is_the_default_everywhere() -> None:
+    from boost.config import load, presets
+
+    for name in presets():
+        assert load(name, []).train.save_minutes == 30, name

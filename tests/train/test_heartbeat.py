@@ -1,0 +1,163 @@
+"""Heartbeats: who is to blame when a collective hangs, and what of it the user sees."""
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config.schema import RunConfig
+from boost.parallel.collectives import all_reduce
+from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.rendezvous import LAUNCH_DIR
+from boost.train import heartbeat
+from boost.train.heartbeat import Beat, Heartbeat, Issued, Phase, hang_message, in_phase, latest_collectives, read_beats
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def beat(rank: int, count: int, sequence: int, group: str = "2", **values: Any) -> Beat:
+    issued = {group: Issued("all_reduce", sequence, "tp", 4096)}
+    return Beat(rank, count, Phase.STEP, 12, "parallel/gradients.py:91 in finish", last=group, issued=issued, **values)
+
+
+def test_a_process_that_does_not_beat_is_named() -> None:
+    beats = [beat(0, 9, 346), beat(1, 5, 345)]
+    message = hang_message(beats[0], beats, {0: 5, 1: 5}, 2, 10)
+    assert message == (
+        "process 2 of 2 (rank 1) does not respond (last seen in step 12, phase step, at parallel/gradients.py:91 in finish, "
+        "last collective all_reduce #345 of group 'tp' (4096 bytes)); process 1 of 2 (rank 0) waited 10 s in step 12, phase step, "
+        "in all_reduce #346 of group 'tp' (4096 bytes)"
+    )
+
+
+def test_a_process_that_beats_but_is_behind_in_the_same_group_is_named() -> None:
+    waiting, behind, level, elsewhere = beat(0, 9, 346), beat(1, 9, 345), beat(2, 9, 346), beat(3, 9, 7, group="3")
+    before = dict.fromkeys(range(4), 5)
+    message = hang_message(waiting, [waiting, behind, level, elsewhere], before, 4, 10)
+    assert message is not None
+    assert message.startswith("process 2 of 4 (rank 1) is behind the others")
+    assert "rank 2" not in message and "rank 3" not in message
+    # Silence explains more than being behind.
+    silent = hang_message(waiting, [waiting, behind, beat(2, 5, 346)], before, 4, 10)
+    assert silent is not None and silent.startswith("process 3 of 4 (rank 2) does not respond")
+
+
+def test_nobody_is_blamed_while_all_beat_alike_or_for_having_left() -> None:
+    waiting = beat(0, 9, 346)
+    assert hang_message(waiting, [waiting, beat(1, 9, 346)], {1: 5}, 2, 10) is None
+    assert hang_message(waiting, [waiting, beat(1, 5, 345, left=True)], {1: 5}, 2, 10) is None
+
+
+def recorded(folder: str) -> tuple[Any, ...]:
+    """What a process publishes around collectives, in phases with timeouts of their own."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    world = torch.distributed.group.WORLD
+    os.environ[LAUNCH_DIR] = folder
+    run = RunConfig.model_validate({"timeout_s": 11, "save_timeout_s": 22})
+    try:
+        with Heartbeat(Mesh(toy.CPU, rank=rank, size=size), run, on_hang=print):
+            heartbeat.enter(Phase.STEP, 3)
+            all_reduce(torch.ones(5), Axis(rank, size, world))
+            step = world._get_backend(toy.CPU).options._timeout.total_seconds()
+            with in_phase(Phase.SAVE):
+                save = world._get_backend(toy.CPU).options._timeout.total_seconds()
+                deadline = time.monotonic() + 600
+                while (mine := _of(rank, folder)) is None or mine.phase != Phase.SAVE:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                torch.distributed.barrier()
+        torch.distributed.barrier()
+        return step, save, mine.phase, mine.step, [one.left for one in read_beats(Path(folder))]
+    finally:
+        del os.environ[LAUNCH_DIR]
+
+
+def _of(rank: int, folder: str) -> Beat | None:
+    return next((one for one in read_beats(Path(folder)) if one.rank == rank), None)
+
+
+def test_phases_have_timeouts_and_are_published(tmp_path: Path) -> None:
+    for result in run_distributed(2, recorded, str(tmp_path)):
+        assert result == (11, 22, "save", 3, [True, True])
+
+
+def test_the_line_is_the_innermost_one_of_the_package() -> None:
+    def deep() -> str:
+        import sys
+
+        return heartbeat.innermost_line(sys._getframe())
+
+    assert deep() == ""  # a test is not part of it
+    assert re.fullmatch(r"train/heartbeat\.py:\d+ in read", _line_in_the_package())
+
+
+def _line_in_the_package() -> str:
+    import sys
+    import threading
+
+    mesh = Mesh(toy.CPU, rank=0, size=2)
+    beating = Heartbeat(mesh, RunConfig(), print)
+
+    class Slow:
+        def read(self, size: int) -> list[Beat]:
+            seen.append(heartbeat.innermost_line(sys._current_frames()[threading.get_ident()]))
+            return []
+
+        def post(self, rank: int, text: str) -> None: ...
+
+    seen: list[str] = []
+    beating._board = Slow()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "SILENCE_S", 0.0)
+        beating.diagnose()
+    return seen[0]
+
+
+def records() -> str:
+    torch.distributed.barrier()
+    last, issued = latest_collectives()
+    assert last is not None
+    return str(issued[last])
+
+
+def test_the_latest_collective_is_known_with_its_number_which_is_that_of_all_processes() -> None:
+    said = run_distributed(2, records)
+    assert said[0] == said[1]
+    assert re.fullmatch(r"barrier #\d+ of group 'all'", said[0])
+
+
+def test_a_stopped_process_that_continues_blames_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is suspended as a whole and continued later finds all counts unchanged, its own included."""
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.3)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "WATCH_MARGIN_S", 0.0)
+    monkeypatch.setenv(LAUNCH_DIR, str(tmp_path))
+    blamed: list[str] = []
+    beating = Heartbeat(
+        Mesh(toy.CPU, rank=0, size=2), RunConfig.model_validate({"startup_timeout_s": 1}), blamed.append
+    )
+    post = beating._post
+
+    def post_late(left: bool = False) -> Beat:
+        if not left:
+            time.sleep(0.4)  # each time as if stopped in between
+        return post(left)
+
+    monkeypatch.setattr(beating, "_post", post_late)
+    (tmp_path / "beat1").write_text('{"rank": 1, "count": 1, "issued": {}}')
+    with beating:
+        time.sleep(2.5)
+    assert blamed == []
+    monkeypatch.setattr(beating, "_post", post)
+    beating = Heartbeat(
+        Mesh(toy.CPU, rank=0, size=2), RunConfig.model_validate({"startup_timeout_s": 1}), blamed.append
+    )
+    with beating:
+        deadline = time.monotonic() + 600
+        while not blamed and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert blamed[0].startswith("process 2 of 2 (rank 1) does not respond (last seen in step 0, phase start-up")

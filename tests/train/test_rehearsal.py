@@ -1,0 +1,138 @@
+"""Faults on whole runs: what hangs is named, with and without our launcher, and nobody waits for the whole timeout."""
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from boost.train.heartbeat import Phase
+from tests.train.commands import LIMIT_S, Command, saved_steps
+
+pytestmark = pytest.mark.slow
+
+QUIET = ("--train.eval_every", "0", "--train.save_every", "0")
+
+
+def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_path: Path) -> None:
+    words = (*QUIET, "--run.timeout_s", "3", "--inject-fault", "hang@200:1")
+    with Command(tmp_path, store, *words) as command:
+        code, _, err = command.finish()
+    assert code == 3, err
+    assert "injected fault: hang" in (command.run / "logs" / "rank1.log").read_text()
+    (line,) = (line for line in err.splitlines() if "error" in line)
+    assert re.fullmatch(
+        r"boost: error: process 2 of 2 \(rank 1\) does not respond \(last seen in step \d+, phase step.*\); "
+        r"process 1 of 2 \(rank 0\) waited 3 s in step 200, phase step, in all_\w+ #\d+ of group 'all'.*; "
+        r"resume with --resume auto; logs: .*",
+        line,
+    )
+    assert "Traceback" not in err
+
+
+def test_a_process_that_is_killed_is_named(store: Path, tmp_path: Path) -> None:
+    with Command(tmp_path, store, *QUIET, "--inject-fault", "kill@20:1") as command:
+        code, _, err = command.finish()
+    assert code == 3
+    assert "boost: error: process 2 of 2 (rank 1) was ended by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def without_agent(folder: Path, store: Path, rank: int, port: int, *words: str) -> Command:
+    """One process of two, started by hand."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return Command(folder, store, *QUIET, *words, **variables, **address)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    caught = next(int(line.split()[1], 16) for line in text.splitlines() if line.startswith("SigCgt"))
+    return bool(caught >> number - 1 & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tmp_path: Path, alone: bool) -> None:
+    """The first process waits for the second one, which is missing, or is told in its own start-up."""
+    port = free_port()
+    with without_agent(tmp_path, store, 0, port) as first:
+        if alone:
+            first.wait_for(lambda: catches(first.process.pid, signal.SIGTERM))
+            first.process.send_signal(signal.SIGTERM)
+        else:
+            with without_agent(tmp_path, store, 1, port) as second:
+                second.wait_for(lambda: catches(second.process.pid, signal.SIGTERM))
+                second.process.send_signal(signal.SIGTERM)
+                code, out, err = second.finish()
+                assert (code, "Traceback" in err) == (0, False), err
+        code, out, err = first.finish()
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert "stopped by SIGTERM in start-up, before any step; nothing is lost" in out or saved_steps(
+        tmp_path / "run"
+    ) == [0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_without_an_agent_too_the_process_that_hangs_is_named(store: Path, tmp_path: Path, stopped: int) -> None:
+    """Process 1 hosts the store, which is as silent as itself when it is stopped."""
+    port, words = free_port(), ("--run.timeout_s", "5", "--inject-fault", f"hang@100:{stopped}")
+    first = without_agent(tmp_path, store, 0, port, *words)
+    second = without_agent(tmp_path, store, 1, port, *words)
+    with first, second:
+        code, _, err = (second if stopped == 0 else first).finish()
+        assert code == 3
+        name = f"process {stopped + 1} of 2 (rank {stopped})"
+        assert (
+            f"boost: error: {name}{', which hosts the store of the run,' if stopped == 0 else ''} does not respond"
+            in err
+        )
+        assert "Traceback" not in err
+
+
+def test_a_missing_process_is_one_line(store: Path, tmp_path: Path) -> None:
+    with without_agent(tmp_path, store, 0, free_port(), "--run.startup_timeout_s", "1") as first:
+        code, _, err = first.finish()
+    assert code == 3
+    assert "boost: error: rank 1 of 2 did not join within run.startup_timeout_s = 1" in err
+    assert "Traceback" not in err
+
+
+def test_a_closed_terminal_saves(store: Path, tmp_path: Path) -> None:
+    """Its processes can print no more, and the launcher gets SIGHUP."""
+    with Command(tmp_path, store) as scout:  # writes the configuration
+        os.killpg(scout.process.pid, signal.SIGKILL)
+        scout.process.communicate()
+    words = [sys.executable, "-m", "boost.cli.main", "train", str(tmp_path / "run.toml"), *QUIET]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"TMPDIR": str(tmp_path / "shared"), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        os.execv(sys.executable, words)
+    scout.process = subprocess.Popen(["true"])
+    deadline = time.monotonic() + LIMIT_S
+    while Phase.STEP not in scout.phases() and time.monotonic() < deadline:
+        os.set_blocking(terminal, False)
+        try:
+            os.read(terminal, 65536)
+        except BlockingIOError:
+            time.sleep(0.05)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    scout.process.wait()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(saved_steps(tmp_path / "run")) == 1

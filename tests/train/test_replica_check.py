@@ -1,0 +1,97 @@
+"""A replica that goes astray is found within train.check_replicas_every steps, and named; nothing of it is saved."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.errors import TrainingError
+from boost.train.hooks import Hook, StepEnd
+from boost.train.loop import Trainer
+from tests import toy
+from tests.distributed import run_distributed
+from tests.train.runs import make_config, make_trainer
+
+
+class FlipExponentBit(Hook):
+    """Flips an exponent bit of one weight of one process after a step: the lowest by default, that the loss stays finite."""
+
+    def __init__(self, step: int, rank: int, bit: int = 23) -> None:
+        self.step, self.rank, self.bit = step, rank, bit
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        if event.metrics.step == self.step and trainer.mesh.rank == self.rank:
+            toy.flip(trainer.fused_params[2].tensor, 5, self.bit)
+
+
+def run_with_flip(config: Any, step: int, rank: int, bit: int = 23) -> tuple[str | None, int, list[str]]:
+    """(error, step at which the run ended, checkpoints)."""
+    trainer = make_trainer(config, FlipExponentBit(step, rank, bit))
+    trainer.start([])
+    error = None
+    try:
+        trainer.fit()
+    except TrainingError as raised:
+        error = str(raised)
+    return error, trainer.position.step, sorted(path.name for path in trainer.run.checkpoints.glob("step-*"))
+
+
+def config_of(store: Path, run: Path, dp: int, **train: Any) -> Any:
+    train = {"steps": 9, "micro_batch": 1, "global_batch": dp, "check_replicas_every": 4, **train}
+    return make_config(store, run, dtype="float32", parallel={"dp": dp}, train=train)
+
+
+@pytest.mark.slow
+def test_one_flipped_bit_is_found_within_the_interval_and_its_process_named(store: Path, tmp_path: Path) -> None:
+    for error, step, saved in run_distributed(3, run_with_flip, config_of(store, tmp_path, 3, save_every=3), 7, 1):
+        assert error is not None and step == 8 and saved == ["step-00000003", "step-00000006"]
+        assert "at step 8, process 1 (host " in error and "holds other weights than the 2 replicas that agree" in error
+        assert f"resume from '{tmp_path / 'checkpoints' / 'step-00000006'}' with --resume auto" in error
+
+
+@pytest.mark.slow
+def test_a_flip_that_ruins_the_loss_is_found_in_the_bad_step_that_it_makes(store: Path, tmp_path: Path) -> None:
+    """The highest exponent bit, 200 steps before the next check: the limit of bad steps would blame the learning rate."""
+    config = config_of(store, tmp_path, 3, check_replicas_every=200)
+    for error, step, _ in run_distributed(3, run_with_flip, config, 2, 2, 30):
+        assert error is not None and step == 2 and "process 2 (host " in error
+
+
+@pytest.mark.slow
+def test_of_two_replicas_both_are_named(store: Path, tmp_path: Path) -> None:
+    for error, step, _ in run_distributed(2, run_with_flip, config_of(store, tmp_path, 2), 2, 1):
+        assert error is not None and step == 4 and "no checkpoint is there: start again" in error
+        assert (
+            "processes 0 (host " in error and ") and 1 (host " in error and "no majority tells which is right" in error
+        )
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_not_written_from_a_replica_that_differs(store: Path, tmp_path: Path) -> None:
+    """Between two checks, and although there is no regular check."""
+    config = config_of(store, tmp_path, 2, save_every=3, check_replicas_every=1000)
+    for error, step, saved in run_distributed(2, run_with_flip, config, 3, 0):
+        assert error is not None and step == 3 and saved == []
+
+
+@pytest.mark.slow
+def test_0_turns_the_check_off(store: Path, tmp_path: Path) -> None:
+    for error, _, saved in run_distributed(
+        2, run_with_flip, config_of(store, tmp_path, 2, check_replicas_every=0), 8, 0
+    ):
+        assert error is None and saved == ["step-00000009"]
+
+
+def test_a_weight_that_no_gradient_touches_is_watched_too(store: Path, tmp_path: Path) -> None:
+    """A row of the embedding that no token of the text asks for."""
+
+    class Poison(Hook):
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            if event.metrics.step == 2:
+                trainer.fused_params[0].tensor.data[-1, 0] = float("nan")
+
+    config = make_config(store, tmp_path, model={"vocab_size": 512}, train={"check_replicas_every": 4})
+    trainer = make_trainer(config, Poison())
+    trainer.start([])
+    with pytest.raises(TrainingError, match=r"at step 4, weight 'embed' of process 0 \(host .*\) is not finite"):
+        trainer.fit()

@@ -1,0 +1,116 @@
+"""What `--resume` takes, what it refuses, and what it says of changes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from boost.config import Config
+from boost.errors import CheckpointError
+from boost.train import checkpoint as ckpt
+from boost.train.metrics import MetricsHook, read_metrics
+from boost.train.resume import changes, require_nothing_lost, resume_candidates
+from boost.train.rundir import RunDirectory
+from tests.train.runs import make_config, make_trainer
+
+
+def trained(config: Config) -> RunDirectory:
+    Path(config.run.dir).mkdir(exist_ok=True)
+    trainer = make_trainer(config, MetricsHook())
+    trainer.start([])
+    trainer.fit()
+    return trainer.run
+
+
+def candidates(run: RunDirectory) -> list[Path]:
+    return resume_candidates("auto", run)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_path: Path) -> None:
+    run = trained(make_config(store, tmp_path / "run"))
+    require_nothing_lost(run, candidates(run), restart=False)
+    run.checkpoints.rename(tmp_path / "elsewhere")  # as an unmounted file system leaves it
+    run.checkpoints.mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"a checkpoint at step 6, and --resume auto finds no .*--restart starts over"
+    ):
+        require_nothing_lost(run, candidates(run), restart=False)
+    require_nothing_lost(run, candidates(run), restart=True)
+
+
+def test_manifests_that_are_gone_count_as_a_loss(store: Path, tmp_path: Path) -> None:
+    run = trained(make_config(store, tmp_path / "run"))
+    run.last_saved.unlink()  # a run of an earlier release has none
+    for path in ckpt.complete_checkpoints(run.checkpoints):
+        (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="a checkpoint at step 6"):
+        require_nothing_lost(run, candidates(run), restart=False)
+
+
+def test_a_run_that_never_saved_starts_over(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.checkpoints.mkdir()
+    run.metrics.write_text('{"kind": "step", "step": 1}\n')
+    require_nothing_lost(run, candidates(run), restart=False)
+
+
+def test_a_run_that_starts_over_keeps_the_earlier_metrics(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run")
+    run = trained(config)
+    before = run.metrics.read_bytes()
+    run.checkpoints.rename(tmp_path / "elsewhere")
+    trained(config)
+    assert (run.path / "metrics.1.jsonl").read_bytes() == before
+    assert len(read_metrics(run.metrics)) == len(before.splitlines())
+
+
+@pytest.mark.parametrize("garbage", [b"garbage\n", b"\xff\xfe\n", b"[1, 2]\n", b"{" * 100_000 + b"\n"])
+def test_a_line_of_garbage_does_not_block_a_resume(store: Path, tmp_path: Path, garbage: bytes) -> None:
+    config = make_config(store, tmp_path / "run")
+    run = trained(config)
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(b"".join([*lines[:2], garbage, *lines[2:]]))
+    again = make_trainer(config, MetricsHook())
+    again.start(candidates(run))
+    again.fit()
+    assert [line["step"] for line in read_metrics(run.metrics) if line["kind"] == "step"] == list(range(1, 7))
+    assert (run.path / "metrics.jsonl.damaged").read_bytes() == garbage
+
+
+def test_every_hyperparameter_that_changes_is_named(store: Path, tmp_path: Path) -> None:
+    before = make_config(store, tmp_path)
+    now = make_config(store, tmp_path, train={"steps": 9, "compute_dtype": "float32", "log_every": 3})
+    optim = now.optim.model_copy(update={"lr": 0.5, "beta2": 0.95, "clip": 0.0})
+    now = now.model_copy(update={"optim": optim, "data": now.data.model_copy(update={"isolate_documents": True})})
+    assert changes(before, now) == [
+        "train.steps 6 -> 9",
+        "train.compute_dtype 'float64' -> 'float32'",
+        "optim.lr 0.003 -> 0.5",
+        "optim.beta2 0.999 -> 0.95",
+        "optim.clip 0.5 -> 0.0",
+        "data.isolate_documents False -> True",
+    ]
+    assert changes(now, now) == []
+
+
+def test_a_resumed_run_says_what_changed_and_what_becomes_of_the_learning_rate(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 6})
+    run = trained(config)
+    longer = make_config(store, tmp_path / "run", train={"save_every": 4, "steps": 60})
+    again = make_trainer(longer)
+    again.start([ckpt.checkpoint_path(run.checkpoints, 4)])
+    assert "changed since 'step-00000004': train.steps 6 -> 60" in again.warnings
+    assert any(
+        text.startswith("the learning rate of step 5 is 0.002998; without these changes it would be")
+        for text in again.warnings
+    )
+    same = make_trainer(config)
+    same.start([ckpt.checkpoint_path(run.checkpoints, 4)])
+    assert same.warnings == []
+
+
+def test_the_step_that_was_saved_is_noted_outside_the_checkpoints(store: Path, tmp_path: Path) -> None:
+    run = trained(make_config(store, tmp_path / "run"))
+    assert json.loads((run.path / "last-saved.json").read_text()) == {"step": 6}
+    run.last_saved.write_bytes(b"\x00")
+    assert run.last_saved_step() is None

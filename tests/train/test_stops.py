@@ -1,0 +1,261 @@
+"""Signals at any moment: start-up, step, evaluation, save. One consistent save, then a clean end."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.train import evaluate as evaluating
+from boost.train.checkpoint import complete_checkpoints
+from boost.train.heartbeat import Phase
+from boost.train.hooks import Hook, SaveEnd, SaveStart, StepEnd, StepStart, TrainStart
+from boost.train.loop import Trainer, TrainResult
+from boost.train.metrics import MetricsHook, read_metrics
+from boost.train.signals import StopRequest
+from tests.distributed import run_distributed
+from tests.train.commands import Command, saved_steps
+from tests.train.runs import make_config, make_trainer
+
+
+class SignalAt(Hook):
+    """Sends signals to its own process at an event, once."""
+
+    def __init__(self, event: str, step: int = 0, *numbers: int, rank: int = 0) -> None:
+        self.event, self.step, self.rank = event, step, rank
+        self.numbers = list(numbers or (signal.SIGTERM,))
+
+    def _strike(self, trainer: Trainer, event: str, step: int) -> None:
+        if (event, step, trainer.mesh.rank) == (self.event, self.step, self.rank):
+            while self.numbers:
+                os.kill(os.getpid(), self.numbers.pop())
+
+    def on_train_start(self, trainer: Trainer, event: TrainStart) -> None:
+        self._strike(trainer, "on_train_start", event.step)
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        self._strike(trainer, "before_step", event.step)
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self._strike(trainer, "after_step", event.metrics.step)
+
+    def before_save(self, trainer: Trainer, event: SaveStart) -> None:
+        self._strike(trainer, "before_save", event.step)
+
+    def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
+        self._strike(trainer, "after_save", event.step)
+
+
+def run_with(store: Path, run: Path, hook: Hook, resume: list[Path] | None = None, **train: Any) -> TrainResult:
+    trainer = make_trainer(
+        make_config(store, run, train={"save_every": 2, "keep": 9, "async_save": False, **train}), hook, MetricsHook()
+    )
+    run.mkdir(exist_ok=True)
+    with (
+        StopRequest()
+    ):  # `on_train_start` comes before the trainer catches signals; a command does so from its first line on
+        trainer.start(resume or [])
+        return trainer.fit()
+
+
+@pytest.mark.parametrize("event", ["before_save", "after_save"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_during_a_save_makes_no_second_one(store: Path, tmp_path: Path, event: str, number: int) -> None:
+    result = run_with(store, tmp_path, SignalAt(event, 2, number))
+    assert (result.position.step, result.stopped_by) == (2, signal.Signals(number).name)
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_a_signal_in_start_up_saves_where_the_run_starts_and_a_resume_loses_nothing(
+    store: Path, tmp_path: Path
+) -> None:
+    result = run_with(store, tmp_path, SignalAt("on_train_start", 0))
+    assert (result.position.step, result.stopped_by, saved_steps(tmp_path)) == (0, "SIGTERM", [0])
+    run_with(store, tmp_path, Hook(), complete_checkpoints(tmp_path / "checkpoints"))
+    run_with(store, tmp_path / "whole", Hook())
+    ended = [read_metrics(run / "metrics.jsonl")[-1] for run in (tmp_path, tmp_path / "whole")]
+    assert ended[0]["heldout_loss"] == ended[1]["heldout_loss"]
+
+
+def test_a_signal_in_the_start_up_of_a_resume_saves_nothing_twice(store: Path, tmp_path: Path) -> None:
+    run_with(store, tmp_path, SignalAt("before_step", 3))
+    (first, second) = complete_checkpoints(tmp_path / "checkpoints")
+    written = second.stat().st_mtime_ns
+    result = run_with(store, tmp_path, SignalAt("on_train_start", 3), [second])
+    assert (result.position.step, result.stopped_by, result.checkpoint) == (3, "SIGTERM", second)
+    assert complete_checkpoints(tmp_path / "checkpoints") == [first, second]
+    assert second.stat().st_mtime_ns == written
+
+
+def count_batches(patch: pytest.MonkeyPatch, at: int, action: Callable[[], None]) -> list[int]:
+    """The batches of evaluations, with an action before one of them."""
+    seen: list[int] = []
+
+    def watched(batches: Any, *_: Any, **__: Any) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            seen.append(number)
+            if len(seen) == at:
+                action()
+            yield batch
+
+    patch.setattr(evaluating, "progress", watched)
+    return seen
+
+
+def test_a_signal_during_an_evaluation_ends_it_within_a_few_batches(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = count_batches(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = run_with(store, tmp_path, Hook(), eval_every=1, eval_tokens=0)
+    assert len(seen) <= 6 + evaluating.STOP_CHECK_EVERY
+    assert (result.position.step, saved_steps(tmp_path)) == (1, [1])
+    assert [line["kind"] for line in read_metrics(tmp_path / "metrics.jsonl")] == ["step"]
+
+
+def test_a_signal_during_the_last_evaluation_ends_a_run_that_is_saved(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count_batches(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = run_with(store, tmp_path, Hook(), eval_every=0)
+    assert (result.position.step, result.stopped_by, result.evaluation) == (6, "SIGTERM", None)
+    assert saved_steps(tmp_path) == [2, 4, 6]
+
+
+def test_sigusr2_saves_and_goes_on(store: Path, tmp_path: Path) -> None:
+    result = run_with(store, tmp_path, SignalAt("before_step", 3, signal.SIGUSR2), save_every=0)
+    assert (result.position.step, result.stopped_by, saved_steps(tmp_path)) == (6, None, [3, 6])
+
+
+def signalled_on_one(store: str, run: str, event: str) -> tuple[int, str | None, list[int]]:
+    """A signal to the second process only."""
+    rank = torch.distributed.get_rank()
+    with StopRequest(), pytest.MonkeyPatch.context() as patch:
+        hook = Hook()
+        if event != "evaluation":
+            hook = SignalAt(event, 0 if event == "on_train_start" else 2, rank=1)
+        elif rank == 1:
+            count_batches(patch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        sections = {"save_every": 2, "eval_every": 2 if event == "evaluation" else 0}
+        trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train=sections), hook)
+        trainer.start([])
+        result = trainer.fit()
+        torch.distributed.barrier()
+    return result.position.step, result.stopped_by, saved_steps(Path(run))
+
+
+@pytest.mark.parametrize(("event", "step"), [("on_train_start", 0), ("evaluation", 2), ("before_save", 2)])
+def test_all_processes_stop_where_one_got_the_signal(store: Path, tmp_path: Path, event: str, step: int) -> None:
+    results = run_distributed(2, signalled_on_one, str(store), str(tmp_path), event)
+    assert results == [(step, "a signal to another process", [step]), (step, "SIGTERM", [step])]
+
+
+# Whole commands
+
+
+def check_stopped(command: Command, number: int) -> None:
+    """One consistent save of the last step, and a clean exit; or nothing at all, if the signal came first."""
+    code, out, err = command.finish()
+    assert code == 0, err
+    assert "Traceback" not in out + err
+    assert f"stopped by {signal.Signals(number).name}" in out or "stopped by a signal to another process" in out, (
+        out + err
+    )
+    metrics = command.run / "metrics.jsonl"
+    if "in start-up, before any step" in out:
+        assert not metrics.exists() or not read_metrics(metrics)
+        return
+    steps = saved_steps(command.run)
+    done = max([0, *(line["step"] for line in read_metrics(metrics) if line["kind"] == "step")])
+    assert steps[-1] == done
+    assert all(step % 20 == 0 for step in steps[:-1]), steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [(Phase.START_UP, signal.SIGTERM), (Phase.EVALUATION, signal.SIGHUP), (Phase.SAVE, signal.SIGUSR1)],
+)
+def test_one_process_gets_a_signal(store: Path, tmp_path: Path, phase: Phase, number: int) -> None:
+    with Command(tmp_path, store) as command:
+        command.wait_for(lambda: phase in command.phases())
+        folder = next(command.shared.glob("boost-launch-*"))
+        assert folder.stat().st_mode & 0o077 == 0, "others could put objects into the store"
+        os.kill(random.Random(str(phase)).choice(command.processes()), number)
+        check_stopped(command, number)
+    assert not list(command.shared.glob("boost-launch-*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+def test_one_process_gets_a_signal_at_a_random_moment(store: Path, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+    with Command(tmp_path, store) as command:
+        # Python itself needs a moment before it can catch anything.
+        command.wait_for(lambda: command.shared.glob("boost-launch-*"))
+        time.sleep(1 + chance.random() * 15)
+        os.kill(chance.choice(command.processes()), number)
+        check_stopped(command, number)
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_answered_at_once_and_stops_within_a_step(store: Path, tmp_path: Path) -> None:
+    with Command(tmp_path, store, "--train.eval_every", "0", "--train.save_every", "0") as command:
+        command.wait_for(lambda: Phase.STEP in command.phases())
+        os.killpg(command.process.pid, signal.SIGINT)
+        code, out, err = command.finish()
+    assert code == 0, err
+    assert err.count("stopping after this step, Ctrl-C again to abort") == 1
+    assert "stopped by SIGINT" in out and "everything is saved" in out
+    assert len(saved_steps(command.run)) == 1
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Addresses, in hexadecimal, on which these processes accept TCP connections or datagrams."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(link)
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    found = set()
+    for table, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == state and words[9] in sockets:
+                found.add(words[1].split(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_machine_listens_on_loopback_only_and_saves_on_request(store: Path, tmp_path: Path) -> None:
+    words = ("--train.eval_every", "0", "--train.save_every", "0")
+    with Command(tmp_path, store, *words) as command:
+        command.wait_for(lambda: command.shared.glob("boost-launch-*"))
+        seen: set[str] = set()
+
+        def look() -> bool:
+            seen.update(listening(command.processes()))
+            return Phase.STEP in command.phases()
+
+        command.wait_for(look)
+        look()
+        command.process.send_signal(signal.SIGUSR2)
+        command.wait_for(lambda: saved_steps(command.run))
+        (step,) = saved_steps(command.run)
+        command.wait_for(lambda: read_metrics(command.run / "metrics.jsonl")[-1]["step"] > step)
+    assert seen, "gloo listens somewhere"
+    assert seen <= LOOPBACK

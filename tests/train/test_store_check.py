@@ -1,0 +1,61 @@
+"""A token store that changes under a run: one line, no wrong training and no SIGBUS."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.errors import DataError
+from boost.train.hooks import Hook, StepEnd
+from boost.train.loop import Trainer
+from tests.train.runs import make_config, make_trainer
+
+
+def change_after_step_2(change: Any) -> Hook:
+    class Change(Hook):
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            if event.metrics.step == 2:
+                change(trainer.store.path / "train.tokens")
+
+    return Change()
+
+
+def run_with(change: Any, store: Path, folder: Path, **data: Any) -> Trainer:
+    own = shutil.copytree(store, folder / "store")
+    config = make_config(own, folder / "run")
+    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    trainer = make_trainer(config, change_after_step_2(change))
+    trainer.start([])
+    trainer.fit()
+    return trainer
+
+
+def test_truncation_is_one_line(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train\.tokens: is shorter than when it was opened"):
+        run_with(lambda file: os.truncate(file, 0), store, tmp_path, recheck_every=0)
+
+
+def test_samples_are_verified_in_training(store: Path, tmp_path: Path) -> None:
+    def zero(file: Path) -> None:
+        with open(file, "r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+
+    with pytest.raises(DataError, match=r"train\.tokens is damaged"):
+        run_with(zero, store, tmp_path, recheck_every=3)
+
+
+def test_a_store_that_is_deleted_under_a_run_is_still_read(store: Path, tmp_path: Path) -> None:
+    assert run_with(lambda file: file.unlink(), store, tmp_path, recheck_every=1).position.step == 6
+
+
+def test_damage_is_found_before_the_first_step(store: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(store, tmp_path / "store")
+    tokens = (own / "train.tokens").read_bytes()
+    (own / "train.tokens").write_bytes(bytes(len(tokens)))
+    config = make_config(own, tmp_path / "run")
+    with pytest.raises(DataError, match=r"train\.tokens is damaged"):
+        make_trainer(config)
+    unverified = config.model_copy(update={"data": config.data.model_copy(update={"verify": False})})
+    make_trainer(unverified)
