@@ -90,6 +90,8 @@ class Beat:
     """Innermost line of boost that its main thread runs."""
     left: bool = False
     """Whether it ended by itself and will not beat again."""
+    saving: bool = False
+    """Whether a checkpoint is being written, here and now or in the background."""
     last: str | None = None
     """Name of the group that issued last."""
     issued: dict[str, Issued] = field(default_factory=dict)
@@ -158,6 +160,7 @@ class StoreBoard:
 class _State:
     phase: Phase = Phase.START_UP
     step: int = 0
+    background_save: bool = False
 
 
 _state = _State()
@@ -185,6 +188,16 @@ def enter(phase: Phase, step: int | None = None) -> None:
             _current.phase_changed()
 
 
+@contextlib.contextmanager
+def background_save() -> Iterator[None]:
+    """While open, a thread of this process writes a checkpoint, whatever phase the main thread is in."""
+    _state.background_save = True
+    try:
+        yield
+    finally:
+        _state.background_save = False
+
+
 class Heartbeat:
     """Publishes what this process does, and watches how long it has been doing it. A context manager around a run.
 
@@ -207,6 +220,7 @@ class Heartbeat:
         self._wake = threading.Event()
         self._count = 0
         self._board: Board | None = None
+        self._earlier: tuple[float, dict[int, int]] | None = None
         self._thread = threading.Thread(target=self._run, name="boost-heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -245,17 +259,28 @@ class Heartbeat:
         set_timeout(self.timeout_s + self._margin)
 
     def diagnose(self) -> str | None:
-        """One line that names the processes for which this one waits, or None if none is to blame. Takes `SILENCE_S` seconds."""
+        """One line that names the processes for which this one waits, or None if none is to blame.
+
+        Takes `SILENCE_S` seconds, or what is left of them: the thread looks a first time before the timeout.
+        """
         if self._board is None:
             return None
         waiting = self._beat()
-        if (before := self._read()) is None:
-            return self._without_a_store(waiting)
-        time.sleep(SILENCE_S)
-        if (beats := self._read()) is None:
-            return self._without_a_store(waiting)
-        counts = {beat.rank: beat.count for beat in before}
-        return hang_message(waiting, beats, counts, self.size, self.timeout_s)
+        while (earlier := self._earlier or self._counts()) is not None:
+            began, before = earlier
+            time.sleep(max(0.0, began + SILENCE_S - time.monotonic()))
+            if (beats := self._read()) is None:
+                break
+            found = hang_message(waiting, beats, before, self.size, self.timeout_s)
+            if found or self._earlier is None:
+                return found
+            self._earlier = None  # it may have stopped only since then: once more
+        return self._without_a_store(waiting)
+
+    def _counts(self) -> tuple[float, dict[int, int]] | None:
+        """The time, and how often each process has beaten; None as `_read`."""
+        beats = self._read()
+        return None if beats is None else (time.monotonic(), {beat.rank: beat.count for beat in beats})
 
     def _read(self) -> list[Beat] | None:
         """All beats; None if the store fails or does not answer: c10d's client would wait for a stopped host for ever."""
@@ -287,7 +312,9 @@ class Heartbeat:
     def _beat(self, left: bool = False) -> Beat:
         last, issued = latest_collectives()
         frame = sys._current_frames().get(self._main or 0)
-        return Beat(self.rank, self._count, _state.phase, _state.step, innermost_line(frame), left, last, issued)
+        saving = _state.background_save or _state.phase == Phase.SAVE
+        where = innermost_line(frame)
+        return Beat(self.rank, self._count, _state.phase, _state.step, where, left, saving, last, issued)
 
     def _post(self, left: bool = False) -> Beat:
         self._count += 1
@@ -311,12 +338,15 @@ class Heartbeat:
             if (beat.phase, beat.step, beat.issued) != progress or now - seen > SILENCE_S:
                 # Progress, or this process was itself stopped for a while, perhaps with all the others.
                 progress, since = (beat.phase, beat.step, beat.issued), now
+                self._earlier = None
             seen = now
+            if self._earlier is None and now - since > self.timeout_s - SILENCE_S - INTERVAL_S:
+                self._earlier = self._counts()
             if now - since > self.timeout_s + WATCH_MARGIN_S:
                 found = self.diagnose()
                 if found and not self._over:
                     self._on_hang(found)
-                since = time.monotonic()
+                self._earlier, since = None, time.monotonic()
 
 
 def _board() -> Board:

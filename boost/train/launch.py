@@ -28,7 +28,7 @@ from typing import Any
 from boost import errors
 from boost.errors import BoostError, ConfigError, TrainingError
 from boost.train.failures import FailureReport, read_reports, root_cause
-from boost.train.heartbeat import Phase, read_beats
+from boost.train.heartbeat import read_beats
 from boost.train.rundir import available_cores
 from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
 from boost.train.worker import STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
@@ -134,7 +134,7 @@ def _grace(spec: LaunchSpec, codes: Mapping[int, int | None]) -> float:
     """Seconds that the remaining processes have: more if one of them is writing a checkpoint, hardly any if one hangs."""
     if any(report.kind == "hung" for report in read_reports(spec.folder)):
         return HANG_GRACE_S
-    saving = {beat.rank for beat in read_beats(spec.folder) if beat.phase == Phase.SAVE}
+    saving = {beat.rank for beat in read_beats(spec.folder) if beat.saving}
     return SAVING_GRACE_S if any(codes[rank] is None for rank in saving) else FAILURE_GRACE_S
 
 

@@ -64,7 +64,8 @@ def save(
                 value.add_(torch.linspace(-0.5, 0.5, value.numel()))
     optimizer = build_optimizer(list(fused_params(decoder)), config, mesh)
     data = {"tokenizer": fingerprint, "content": "c", "eos": eos} | ({} if bos is None else {"bos": bos})
-    return ckpt.save_checkpoint(folder, decoder, optimizer, Position(3, 96), config, tokenizer.read_bytes(), data, mesh)
+    saver = ckpt.CheckpointSaver(decoder, optimizer, config, tokenizer.read_bytes(), data, mesh)
+    return saver.save(folder, Position(3, 96)).path
 
 
 def loaded(path: Path) -> tuple[Decoder, Checkpoint]:

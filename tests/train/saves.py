@@ -7,7 +7,7 @@ import torch
 
 from boost.config import Config
 from boost.train import checkpoint as ckpt
-from boost.train.checkpoint import Position
+from boost.train.checkpoint import CheckpointSaver, Position
 from boost.train.checkpoint.slices import local_slices
 from tests import toy
 from tests.trained import Trained
@@ -22,10 +22,8 @@ def save(folder: Path, config: Config, steps: int = 3) -> tuple[Trained, Path]:
 
 
 def save_at(folder: Path, trained: Trained, step: int, tokenizer: bytes = TOKENIZER) -> Path:
-    position = Position(step, step * 64)
-    return ckpt.save_checkpoint(
-        folder, trained.model, trained.optimizer, position, trained.config, tokenizer, DATA, trained.mesh
-    )
+    saver = CheckpointSaver(trained.model, trained.optimizer, trained.config, tokenizer, DATA, trained.mesh)
+    return saver.save(folder, Position(step, step * 64)).path
 
 
 def load(folder: Path, config: Config) -> tuple[Trained, Position]:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from boost.config import Config
+from boost.errors import StorageError
 from boost.parallel.mesh import Mesh
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import Position, write
@@ -59,40 +61,56 @@ class Events:
         return counted
 
 
-def save_and_rotate(folder: Path, config: Config, background: bool, kill_at: int | None, answer: Connection) -> None:
-    """Saves step 1, then step 2 with the events counted, then removes step 1."""
+def save_and_rotate(
+    folder: Path, config: Config, background: bool, kill: tuple[int, int] | None, rank: int, answer: Connection
+) -> None:
+    """Saves step 1, then step 2 with the events counted, then removes step 1. `kill`: a rank, and its event."""
     torch.set_num_threads(1)
+    if (size := config.parallel.world_size) > 1:
+        store = f"file://{folder}.store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     trained = Trained(config, 1)
     save_at(folder, trained, 1)
     trained.step(1)
     saver = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, TOKENIZER, DATA, trained.mesh)
     saver.prepare()
-    events = Events(folder, kill_at)
-    if background:
-        saver.start(folder, Position(2, 128))
-        trained.step(2)  # training goes on and changes the weights
-        saver.finish()
-    else:
-        saver.save(folder, Position(2, 128))
-    ckpt.rotate(folder, 1, 0, (), trained.mesh)
+    events = Events(folder, kill[1] if kill and kill[0] == rank else None)
+    try:
+        if background:
+            saver.start(folder, Position(2, 128))
+            if size == 1:
+                trained.step(2)  # training goes on and changes the weights
+            saver.finish()
+        else:
+            saver.save(folder, Position(2, 128))
+        ckpt.rotate(folder, 1, 0, (), trained.mesh)
+    except (RuntimeError, StorageError):
+        if not kill or kill[0] == rank:
+            raise
     answer.send(events.count)
 
 
-def run_process(folder: Path, config: Config, background: bool, kill_at: int | None) -> int | None:
-    """The number of events; None if the process was killed."""
+def run_processes(folder: Path, config: Config, background: bool, kill: tuple[int, int] | None) -> list[int | None]:
+    """The number of events by rank; None for a process that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "tests.toy"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=save_and_rotate, args=(folder, config, background, kill_at, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        count = ours.recv() if ours.poll(LIMIT_S) else pytest.fail("the save hangs")
-    except EOFError:
-        count = None
-    process.join(LIMIT_S)
-    assert process.exitcode == (0 if count is not None else -signal.SIGKILL)
-    return count
+    started = []
+    for rank in range(config.parallel.world_size):
+        ours, theirs = context.Pipe()
+        arguments = (folder, config, background, kill, rank, theirs)
+        process = context.Process(target=save_and_rotate, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    counts: list[int | None] = []
+    for process, ours in started:
+        try:
+            counts.append(ours.recv() if ours.poll(LIMIT_S) else pytest.fail("the save hangs"))
+        except EOFError:
+            counts.append(None)
+        process.join(LIMIT_S)
+        assert process.exitcode == (0 if counts[-1] is not None else -signal.SIGKILL)
+    return counts
 
 
 @functools.cache
@@ -100,15 +118,17 @@ def expected_state(step: int) -> dict[str, torch.Tensor]:
     return state_of(Trained(mesh_config(1), step))
 
 
-def check_killed_save(folder: Path, config: Config, background: bool, kill_at: int) -> int:
-    """The step that the run resumes from."""
-    assert run_process(folder, config, background, kill_at) is None
+def check_killed_save(folder: Path, config: Config, background: bool, rank: int, event: int) -> int:
+    """The step that the run resumes from, on one process."""
+    counts = run_processes(folder, config, background, (rank, event))
+    assert [each is None for each in counts] == [each == rank for each in range(len(counts))]
     newest = ckpt.complete_checkpoints(folder)[-1]
-    resumed, position = load(newest, config)
+    alone = mesh_config(1)
+    resumed, position = load(newest, alone)
     assert newest.name == f"step-{position.step:08d}" and position.step in (1, 2)
     for name, value in expected_state(position.step).items():
-        assert torch.equal(value, state_of(resumed)[name]), name
-    save_at(folder, Trained(config, 3), 3)
+        torch.testing.assert_close(state_of(resumed)[name], value, rtol=0, atol=0 if len(counts) == 1 else 1e-12)
+    save_at(folder, Trained(alone, 3), 3)
     ckpt.rotate(folder, 1, 0, (), Mesh(toy.CPU))
     assert [path.name for path in folder.iterdir()] == ["step-00000003"], "nothing is left of the killed save"
     return position.step
@@ -125,7 +145,18 @@ def test_a_kill_at_any_event_of_a_save_costs_at_most_that_save(
     tmp_path: Path, background: bool, some: int | None
 ) -> None:
     config = mesh_config(1)
-    total = run_process(tmp_path / "whole", config, background, None)
+    (total,) = run_processes(tmp_path / "whole", config, background, None)
     assert total is not None and total > 20, "mkdir, open, fsync, rename and remove are counted"
-    found = [check_killed_save(tmp_path / str(at), config, background, at) for at in points(total, some)]
+    found = [check_killed_save(tmp_path / str(at), config, background, 0, at) for at in points(total, some)]
     assert found == sorted(found) and {1, 2} == set(found), "before the rename the old one, after it the new one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("some", [3, pytest.param(None, marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_a_kill_of_one_of_two_processes_costs_at_most_that_save(tmp_path: Path, rank: int, some: int | None) -> None:
+    config = mesh_config(2)
+    total = run_processes(tmp_path / "whole", config, True, None)[rank]
+    assert total is not None and total > (20 if rank == 0 else 1), "only the main process makes and renames folders"
+    found = [check_killed_save(tmp_path / str(at), config, True, rank, at) for at in points(total, some)]
+    assert found == sorted(found) and set(found) == ({1, 2} if rank == 0 else {1}), "all shards, or no checkpoint"

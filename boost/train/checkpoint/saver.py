@@ -25,6 +25,7 @@ from boost.train.checkpoint.agreement import root_cause, run_on_all
 from boost.train.checkpoint.snapshot import HostBuffer, SaveShare, Snapshot, take_snapshot
 from boost.train.checkpoint.state import Position
 from boost.train.checkpoint.write import SavedCheckpoint, write_snapshot
+from boost.train.heartbeat import background_save
 from boost.train.model import Model
 
 log = logging.getLogger("boost")
@@ -56,7 +57,7 @@ class CheckpointSaver:
         if self._share is None:
             self._share = SaveShare(self._model, self._optimizer, self._mesh)
         if self._group is None and self._mesh.size > 1:
-            timeout = datetime.timedelta(seconds=self._config.run.timeout_s)
+            timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffer.reserve(self._share.slices())
 
@@ -94,7 +95,11 @@ class CheckpointSaver:
                 raise StorageError(f"checkpoint of step {self._step} not saved: {root_cause(outcome)}") from outcome
 
         # Errors of a save are the same on all processes; a lost connection between the threads may be known to one only.
-        run_on_all(self._mesh, raise_surprise, StorageError)
+        try:
+            run_on_all(self._mesh, raise_surprise, StorageError)
+        except StorageError:
+            self._group = None  # a group that was interrupted is out of step: the next save makes another one
+            raise
         if isinstance(outcome, Exception):
             raise outcome
         assert outcome is not None
@@ -116,10 +121,11 @@ class CheckpointSaver:
         return take_snapshot(self._share, self._optimizer, position, self._config, *data, self._mesh, buffer)
 
     def _write(self, folder: Path, snapshot: Snapshot) -> None:
-        try:
-            self._outcome = write_snapshot(folder, snapshot, self._mesh, self._group)
-        except BoostError as error:
-            self._outcome = error
-        except Exception as error:
-            log.exception("the checkpoint of step %d was not saved", snapshot.step)
-            self._outcome = error
+        with background_save():
+            try:
+                self._outcome = write_snapshot(folder, snapshot, self._mesh, self._group)
+            except BoostError as error:
+                self._outcome = error
+            except Exception as error:
+                log.exception("the checkpoint of step %d was not saved", snapshot.step)
+                self._outcome = error

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from boost.config import Config
 from boost.errors import NonFiniteError, StorageError
-from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint.agreement import ProcessFailure, root_cause, run_on_all, run_on_main
 from boost.train.checkpoint.folders import (
@@ -29,10 +27,8 @@ from boost.train.checkpoint.folders import (
 )
 from boost.train.checkpoint.manifest import FileEntry, Manifest, entries_of, new_digest, sync, write_synced
 from boost.train.checkpoint.slices import LocalSlice
-from boost.train.checkpoint.snapshot import SaveShare, Snapshot, take_snapshot
-from boost.train.checkpoint.state import Position
+from boost.train.checkpoint.snapshot import Snapshot
 from boost.train.checkpoint.structure import OFFSETS, SHARDING
-from boost.train.model import Model
 
 CHUNK_BYTES = 1 << 20
 """Checked, written and digested at a time: fits a core's cache, and the interpreter is free meanwhile."""
@@ -54,21 +50,6 @@ class SavedCheckpoint:
     path: Path
     warnings: tuple[str, ...] = ()
     """What a person should know of the folder."""
-
-
-def save_checkpoint(
-    folder: Path,
-    model: Model,
-    optimizer: Optimizer,
-    position: Position,
-    config: Config,
-    tokenizer: bytes,
-    data: dict[str, Any],
-    mesh: Mesh,
-) -> Path:
-    """Saves from all processes, here and now; returns the complete checkpoint's folder. Raises as `write_snapshot`."""
-    share = SaveShare(model, optimizer, mesh)
-    return write_snapshot(folder, take_snapshot(share, optimizer, position, config, tokenizer, data, mesh), mesh).path
 
 
 def write_snapshot(

@@ -1,0 +1,207 @@
+"""Kills and resumes one run, over and over: `python benchmarks/soak.py STORE FOLDER [--kills 200]`.
+
+The demo, with a checkpoint every few steps and an evaluation now and then, on two processes. Again and again, at a random moment of
+its life, one of its processes, its launcher or all of them at once get SIGKILL (now and then a signal that asks it to save and
+stop), and the next command resumes it. At the end: every step is in metrics.jsonl once, the losses are those of a run that
+nobody disturbed, no lock, temporary folder or process is left, and every checkpoint verifies. Writes results/soak.json.
+
+Goodput is the time that steps took which counted, divided by all time: starts, repeated steps, saves, evaluations.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from boost.train.checkpoint import complete_checkpoints
+from boost.train.console import progress
+from boost.train.heartbeat import read_beats
+from boost.train.metrics import read_metrics
+
+BOOST = [sys.executable, "-m", "boost.cli.main"]
+RESULT = Path(__file__).parent / "results" / "soak.json"
+WARNED = ("damaged", "set aside", "incomplete", "taking over")
+"""Words of messages about what a kill left behind."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
+    parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills (default 200)")
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help="steps of the run (default 400)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the moments and of the victims (default 0)"
+    )
+    args = parser.parse_args()
+    whole, killed = args.folder / "whole", args.folder / "killed"
+    for run in (whole, killed):
+        shutil.rmtree(run, ignore_errors=True)
+    began = time.monotonic()
+    finish(start(args, whole))
+    whole_s = time.monotonic() - began
+    began = time.monotonic()
+    rounds = soak(args, killed)
+    finish(start(args, killed))
+    killed_s = time.monotonic() - began
+    result = report(args, whole, killed, rounds) | {"seconds_undisturbed": whole_s, "seconds_with_kills": killed_s}
+    result["goodput"] = step_seconds(killed) / killed_s
+    result["goodput_undisturbed"] = step_seconds(whole) / whole_s
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+def start(args: argparse.Namespace, run: Path) -> "subprocess.Popen[str]":
+    """The run, from where it is."""
+    words = ["train", "demo", "--resume", "auto", "--run.dir", str(run), "--data.store", str(args.store)]
+    words += ["--train.steps", str(args.steps), "--train.save_every", "3", "--train.eval_every", "20"]
+    words += ["--train.log_every", "1", "--train.seq_len", "128", "--data.verify", "true", "--train.keep", "3"]
+    return subprocess.Popen(
+        [*BOOST, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> None:
+    out, err = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"soak: a run that nobody killed ended with {process.returncode}:\n{out}\n{err}")
+
+
+def soak(args: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
+    """The kills: moment, victim, signal, phase; what was done and what was lost."""
+    chance = random.Random(args.seed)
+    rounds: list[dict[str, Any]] = []
+    for _ in progress(args.kills, "kills"):
+        left = args.steps - last_step(run)
+        rounds.append(one_round(args, run, chance, 0.5 + chance.random() * (14 if left > 20 else 6)))
+        if left <= 3:
+            break
+    return rounds
+
+
+def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_s: float) -> dict[str, Any]:
+    """Resumes the run and kills it."""
+    before = last_saved(run)
+    process = start(args, run)
+    time.sleep(after_s)
+    children = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "multiprocessing.spawn"], capture_output=True, text=True
+    )
+    workers = [int(pid) for pid in children.stdout.split()]
+    victim = chance.choice(["launcher", "one", "one", "all"])
+    number = chance.choice([signal.SIGKILL] * 5 + [signal.SIGTERM])
+    phase = phases()
+    if victim == "one" and workers:
+        send(chance.choice(workers), number)
+    elif victim == "all" and number == signal.SIGKILL:
+        os.killpg(process.pid, number)
+    else:
+        victim = "launcher"
+        send(process.pid, number)
+    begin = time.monotonic()
+    out, err = process.communicate()
+    ended_s = time.monotonic() - begin
+    for pid in workers:  # of a launcher that was killed: they save, or give up, by themselves
+        while Path(f"/proc/{pid}/cmdline").exists() and b"spawn" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            time.sleep(0.05)
+    if "Traceback" in out + err:
+        raise SystemExit(f"soak: a traceback:\n{out}\n{err}")
+    if process.returncode not in (0, 3, -number, 128 + number):
+        raise SystemExit(f"soak: exit code {process.returncode}:\n{out}\n{err}")
+    saved = last_saved(run)
+    if saved < before:
+        raise SystemExit(f"soak: the checkpoint of step {before} was lost")
+    return {
+        "after_s": round(after_s, 2),
+        "victim": victim,
+        "signal": signal.Signals(number).name,
+        "phase": phase,
+        "exit_code": process.returncode,
+        "ended_s": round(ended_s, 2),
+        "saved": saved,
+        "reached": last_step(run),
+        "warnings": [line for line in (out + err).splitlines() if any(word in line for word in WARNED)],
+    }
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def phases() -> str:
+    """What the first process of the newest launch says that it does."""
+    folders = sorted(Path(tempfile.gettempdir()).glob("boost-launch-*"), key=lambda path: path.stat().st_mtime)
+    beats = read_beats(folders[-1]) if folders else []
+    if not beats:
+        return "before the first beat"
+    return f"{beats[0].phase}{', saving' if beats[0].saving and beats[0].phase != 'save' else ''}"
+
+
+def last_step(run: Path) -> int:
+    return max([0, *(line["step"] for line in lines(run))])
+
+
+def last_saved(run: Path) -> int:
+    """The step of the newest complete checkpoint."""
+    return max([0, *(int(path.name.removeprefix("step-")) for path in complete_checkpoints(run / "checkpoints"))])
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    metrics = run / "metrics.jsonl"
+    return [line for line in read_metrics(metrics) if line["kind"] == "step"] if metrics.exists() else []
+
+
+def step_seconds(run: Path) -> float:
+    return sum(line["seconds"] for line in lines(run))
+
+
+def report(args: argparse.Namespace, whole: Path, killed: Path, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What must hold, and figures. Raises SystemExit."""
+    expected, actual = lines(whole), lines(killed)
+    if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
+        raise SystemExit("soak: metrics.jsonl does not have every step once")
+    differing = [a["step"] for a, b in zip(expected, actual, strict=True) if a["loss"] != b["loss"]]
+    if differing:
+        raise SystemExit(f"soak: losses differ from step {differing[0]} on")
+    evaluations = [
+        [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, killed)
+    ]
+    heldout = [each[-1]["heldout_loss"] for each in evaluations]
+    if heldout[0] != heldout[1]:
+        raise SystemExit(f"soak: held-out loss {heldout[1]}, undisturbed {heldout[0]}")
+    leftovers = [path.name for path in (killed / "checkpoints").iterdir() if not path.name.startswith("step-")]
+    leftovers += [path.name for path in killed.glob("*.lock")]
+    if leftovers:
+        raise SystemExit(f"soak: left behind: {leftovers}")
+    subprocess.run([*BOOST, "checkpoint", "verify", str(killed)], check=True, stdout=subprocess.DEVNULL)
+    lost = [each["reached"] - each["saved"] for each in rounds]
+    return {
+        "kills": len(rounds),
+        "steps": args.steps,
+        "by_phase": dict(Counter(each["phase"] for each in rounds)),
+        "by_victim": dict(Counter(f"{each['signal']} to {each['victim']}" for each in rounds)),
+        "steps_lost_median": statistics.median(lost),
+        "steps_lost_most": max(lost),
+        "seconds_from_signal_to_end_median": statistics.median(each["ended_s"] for each in rounds),
+        "seconds_from_signal_to_end_most": max(each["ended_s"] for each in rounds),
+        "warnings": sum(len(each["warnings"]) for each in rounds),
+        "heldout_loss": heldout[1],
+        "heldout_loss_undisturbed": heldout[0],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
