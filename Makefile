@@ -52,8 +52,8 @@ train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
-# Files of tests side by side: most tests wait for something most of the time. A worker starts up to eight processes.
-WORKERS ?= 3
+# Files of tests side by side. A worker starts up to eight processes, so that more workers than cores are slower.
+WORKERS ?= 2
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 

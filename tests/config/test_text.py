@@ -98,6 +98,7 @@ JUNK = st.recursive(
 KEYS = [f"{section}.{name}" for section, info in Config.model_fields.items() for name in info.annotation.model_fields]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
 def test_any_values_give_a_configuration_or_a_boost_error(values: dict[str, Any]) -> None:

@@ -48,6 +48,7 @@ def error(config: Config) -> float:
     return peak(config).total / sum(measure(config).peak.values()) - 1
 
 
+@pytest.mark.slow
 def test_a_block_on_sizes_sends_what_its_layout_says() -> None:
     """In order, with their phases: the trace and the written table have nothing in common but the configuration."""
     wrong = []

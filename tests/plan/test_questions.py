@@ -44,6 +44,7 @@ def test_longest_sequence() -> None:
         assert answer.plan.memory <= USABLE < longer(config, seq_len=answer.amount + SEQUENCE_STEP)
 
 
+@pytest.mark.slow
 def test_largest_batch() -> None:
     (answer,) = (each for each in largest_batch(request()) if each.policy == "low-rank")
     assert answer.plan is not None

@@ -17,22 +17,16 @@ from tests import toy
 LIMIT_S = 600
 """Only against hanging for ever."""
 
-CONFIG = """
-[parallel]
-tp = 2
-[optim]
-lr = 3e-3
-[train]
-steps = 100000
-seq_len = 32
-global_batch = 4
-micro_batch = 4
-save_every = 20
-eval_every = 30
-eval_tokens = 6400
-log_every = 1000
-keep = 100000
-"""
+QUIET = ("--train.eval_every", "0", "--train.save_every", "0")
+"""Flags of a run that neither evaluates nor saves before it ends."""
+
+
+def toml(store: Path, *, tp: int = 2, micro_batch: int = 4, **train: int | str) -> str:
+    """The configuration of a whole command; keywords are fields of [train]."""
+    fields = {"seq_len": 32, "global_batch": 4, "micro_batch": micro_batch, **train}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+    sections = (f"[parallel]\ntp = {tp}", "[optim]\nlr = 3e-3", "\n".join(["[train]", *lines]))
+    return "\n".join((toy.TOML, *sections, f'[data]\nstore = "{store}"', '[run]\ndevice = "cpu"\npeak_tflops = 1\n'))
 
 
 class Command:
@@ -42,9 +36,15 @@ class Command:
         self.run, self.shared = folder / "run", folder / "shared"
         self.shared.mkdir(exist_ok=True)
         config = folder / "run.toml"
-        config.write_text(
-            f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\npeak_tflops = 1\ndir = "{self.run}"\n'
-        )
+        endless = {
+            "steps": 100000,
+            "save_every": 20,
+            "eval_every": 30,
+            "eval_tokens": 6400,
+            "log_every": 1000,
+            "keep": 100000,
+        }
+        config.write_text(f'{toml(store, **endless)}dir = "{self.run}"\n')
         command = [sys.executable, "-m", "boost.cli.main", "train", str(config), *words]
         environment = os.environ | {"TMPDIR": str(self.shared), "OMP_NUM_THREADS": "1"} | variables
         self.process = subprocess.Popen(

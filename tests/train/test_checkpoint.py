@@ -59,11 +59,11 @@ def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:
     [
         {"tp": 1},
         {"tp": 2},
-        {"tp": 2, "dp": 2, "norm": "sync"},
+        pytest.param({"tp": 2, "dp": 2, "norm": "sync"}, marks=pytest.mark.slow),
         {"tp": 4, "layout": "btp-sp"},
         {"tp": 2, "layout": "vanilla"},
         {"tp": 1, "pp": 2, "schedule": "zero-bubble"},
-        {"tp": 1, "dp": 3, "shard": "full"},
+        pytest.param({"tp": 1, "dp": 3, "shard": "full"}, marks=pytest.mark.slow),
         pytest.param({"tp": 2, "pp": 2, "dp": 2, "layout": "btp-sp", "shard": "optimizer"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -130,7 +130,7 @@ def optimizer_config(name: str, parallel: dict[str, Any], dtype: str = "float32"
     return config.model_copy(update={"optim": optimizer})
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [pytest.param("loro", marks=pytest.mark.slow), "muon"])
 def test_every_optimizer_goes_on_bitwise_and_on_another_mesh(tmp_path: Path, name: str) -> None:
     """Saved in the midst of a cycle of LORO's exact steps, of which the next ones follow."""
     config = optimizer_config(name, {"tp": 2, "layout": "btp"})

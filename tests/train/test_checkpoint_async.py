@@ -65,7 +65,11 @@ def save_both_ways(folder: Path, config: Config) -> None:
     background.close(LIMIT_S)
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 1}, {"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2, "shard": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tp": 1}, {"tp": 2}, {"dp": 2}, pytest.param({"tp": 2, "dp": 2, "shard": "full"}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel: dict[str, Any]) -> None:
     config = mesh_config(**({"tp": 1} | parallel))
     toy.skip_what_torch_cannot(config)
@@ -178,7 +182,7 @@ def losses_of(config: Config, resume: str | None) -> list[float]:
     return Losses.seen
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_resume_from_a_save_in_the_background_is_bitwise(store: Path, tmp_path: Path, size: int) -> None:
     config = make_config(store, tmp_path, size, train={"steps": 6, "save_every": 1, "keep": 9})
     run = (lambda *a: run_distributed(2, losses_of, *a)[0]) if size > 1 else losses_of

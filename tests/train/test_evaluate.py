@@ -38,6 +38,7 @@ def test_it_is_the_mean_over_every_token(store: Path) -> None:
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) * split.n_tokens / split.n_bytes)
 
 
+@pytest.mark.slow
 def test_neither_batch_nor_mesh_matters(store: Path) -> None:
     expected = evaluation(store, make_config(), batch=1)
     assert evaluation(store, make_config(), batch=64).loss == pytest.approx(expected.loss, rel=1e-12)

@@ -173,7 +173,7 @@ def fit_with_rollback(config: Config) -> tuple[Any, list[Rollback], list[int], l
     return result.position, hook.rollbacks, saved(trainer), [p.sum().item() for p in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rollback_skips_the_data_and_goes_on(store: Path, tmp_path: Path, tp: int) -> None:
     config = every_step(store, tmp_path, tp, on_spike="rollback", keep=2)
     outcomes = run_distributed(tp, fit_with_rollback, config)

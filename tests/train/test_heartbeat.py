@@ -130,6 +130,7 @@ def test_the_latest_collective_is_known_with_its_number_which_is_that_of_all_pro
     assert re.fullmatch(r"barrier #\d+ of group 'all'", said[0])
 
 
+@pytest.mark.slow
 def test_a_stopped_process_that_continues_blames_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is suspended as a whole and continued later finds all counts unchanged, its own included."""
     monkeypatch.setattr(heartbeat, "SILENCE_S", 0.3)

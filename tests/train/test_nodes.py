@@ -15,26 +15,13 @@ from boost.config import load
 from boost.config.architecture import parameter_count
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
-from tests import toy
+from tests.train.commands import toml
 from tests.train.nodes import Agent, Node, two_nodes, why_not
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
-CONFIG = f"""
-[optim]
-lr = 3e-3
-[train]
-steps = {STEPS}
-seq_len = 32
-global_batch = 4
-micro_batch = 2
-save_every = 5
-eval_every = 0
-log_every = 1
-param_dtype = "float64"
-compute_dtype = "float64"
-"""
+STEPS = 8
+FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 LIMIT_S = 900
 """Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
 
@@ -43,7 +30,7 @@ LIMIT_S = 900
 def config(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     path = tmp_path_factory.mktemp("nodes") / "run.toml"
     path.write_text(
-        f'{toy.TOML}{CONFIG}\n[data]\nstore = "{store}"\n[run]\ndevice = "cpu"\ntimeout_s = 600\npeak_tflops = 1\n'
+        f"{toml(store, tp=1, micro_batch=2, steps=STEPS, save_every=3, eval_every=0, log_every=1, **FLOAT64)}timeout_s = 600\n"
     )
     return path
 

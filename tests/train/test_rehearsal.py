@@ -13,15 +13,13 @@ from pathlib import Path
 import pytest
 
 from boost.train.heartbeat import Phase
-from tests.train.commands import LIMIT_S, Command, saved_steps
+from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps
 
 pytestmark = pytest.mark.slow
 
-QUIET = ("--train.eval_every", "0", "--train.save_every", "0")
-
 
 def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_path: Path) -> None:
-    words = (*QUIET, "--run.timeout_s", "3", "--inject-fault", "hang@200:1")
+    words = (*QUIET, "--run.timeout_s", "3", "--inject-fault", "hang@10:1")
     with Command(tmp_path, store, *words) as command:
         code, _, err = command.finish()
     assert code == 3, err
@@ -29,7 +27,7 @@ def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_
     (line,) = (line for line in err.splitlines() if "error" in line)
     assert re.fullmatch(
         r"boost: error: process 2 of 2 \(rank 1\) does not respond \(last seen in step \d+, phase step.*\); "
-        r"process 1 of 2 \(rank 0\) waited 3 s in step 200, phase step, in all_\w+ #\d+ of group 'all'.*; "
+        r"process 1 of 2 \(rank 0\) waited 3 s in step 10, phase step, in all_\w+ #\d+ of group 'all'.*; "
         r"resume with --resume auto; logs: .*",
         line,
     )
@@ -37,7 +35,7 @@ def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_
 
 
 def test_a_process_that_is_killed_is_named(store: Path, tmp_path: Path) -> None:
-    with Command(tmp_path, store, *QUIET, "--inject-fault", "kill@20:1") as command:
+    with Command(tmp_path, store, *QUIET, "--inject-fault", "kill@5:1") as command:
         code, _, err = command.finish()
     assert code == 3
     assert "boost: error: process 2 of 2 (rank 1) was ended by SIGKILL" in err
@@ -91,7 +89,7 @@ def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tm
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_without_an_agent_too_the_process_that_hangs_is_named(store: Path, tmp_path: Path, stopped: int) -> None:
     """Process 1 hosts the store, which is as silent as itself when it is stopped."""
-    port, words = free_port(), ("--run.timeout_s", "5", "--inject-fault", f"hang@100:{stopped}")
+    port, words = free_port(), ("--run.timeout_s", "5", "--inject-fault", f"hang@10:{stopped}")
     first = without_agent(tmp_path, store, 0, port, *words)
     second = without_agent(tmp_path, store, 1, port, *words)
     with first, second:

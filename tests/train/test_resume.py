@@ -64,7 +64,13 @@ def test_a_run_that_starts_over_keeps_the_earlier_metrics(store: Path, tmp_path:
     assert len(read_metrics(run.metrics)) == len(before.splitlines())
 
 
-@pytest.mark.parametrize("garbage", [b"garbage\n", b"\xff\xfe\n", b"[1, 2]\n", b"{" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"garbage\n",
+        *(pytest.param(line, marks=pytest.mark.slow) for line in (b"\xff\xfe\n", b"[1, 2]\n", b"{" * 100_000 + b"\n")),
+    ],
+)
 def test_a_line_of_garbage_does_not_block_a_resume(store: Path, tmp_path: Path, garbage: bytes) -> None:
     config = make_config(store, tmp_path / "run")
     run = trained(config)

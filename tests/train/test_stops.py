@@ -20,7 +20,7 @@ from boost.train.loop import Trainer, TrainResult
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.signals import StopRequest
 from tests.distributed import run_distributed
-from tests.train.commands import Command, saved_steps
+from tests.train.commands import QUIET, Command, saved_steps
 from tests.train.runs import make_config, make_trainer
 
 
@@ -179,7 +179,11 @@ def check_stopped(command: Command, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [(Phase.START_UP, signal.SIGTERM), (Phase.EVALUATION, signal.SIGHUP), (Phase.SAVE, signal.SIGUSR1)],
+    [
+        (Phase.START_UP, signal.SIGTERM),
+        pytest.param(Phase.EVALUATION, signal.SIGHUP, marks=pytest.mark.nightly),
+        pytest.param(Phase.SAVE, signal.SIGUSR1, marks=pytest.mark.nightly),
+    ],
 )
 def test_one_process_gets_a_signal(store: Path, tmp_path: Path, phase: Phase, number: int) -> None:
     with Command(tmp_path, store) as command:
@@ -206,7 +210,7 @@ def test_one_process_gets_a_signal_at_a_random_moment(store: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_ctrl_c_is_answered_at_once_and_stops_within_a_step(store: Path, tmp_path: Path) -> None:
-    with Command(tmp_path, store, "--train.eval_every", "0", "--train.save_every", "0") as command:
+    with Command(tmp_path, store, *QUIET) as command:
         command.wait_for(lambda: Phase.STEP in command.phases())
         os.killpg(command.process.pid, signal.SIGINT)
         code, out, err = command.finish()
@@ -242,8 +246,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_one_machine_listens_on_loopback_only_and_saves_on_request(store: Path, tmp_path: Path) -> None:
-    words = ("--train.eval_every", "0", "--train.save_every", "0")
-    with Command(tmp_path, store, *words) as command:
+    with Command(tmp_path, store, *QUIET) as command:
         command.wait_for(lambda: command.shared.glob("boost-launch-*"))
         seen: set[str] = set()
 
