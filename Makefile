@@ -32,7 +32,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly check curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly guards soak check curves perplexity recompute fit families validate bench report clean
 
 setup: $(READY)
 
@@ -52,19 +52,29 @@ train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
-# Files of tests side by side. A worker starts up to eight processes, so that more workers than cores are slower.
-WORKERS ?= 2
+# Files of tests side by side: whole commands wait most of the time, the quick tests do not. A worker starts up to eight processes.
+WORKERS ?= 3
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST)
 
+quick: WORKERS = 2
 quick: setup
 	$(PYTEST) -m 'not slow and not nightly'
 
 nightly: setup
 	$(PYTEST) -m nightly
+
+# Takes each guard of docs/reliability.md out and runs the tests that must then fail.
+guards: setup
+	$(BIN)/python -m tests.guards
+
+# Kills and resumes the demo 200 times: an hour.
+soak: setup
+	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/python benchmarks/soak.py data/stdlib runs/soak
 
 check: setup
 	$(BIN)/ruff check .

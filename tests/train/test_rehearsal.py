@@ -34,6 +34,26 @@ def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_
     assert "Traceback" not in err
 
 
+def stopped(command: Command) -> bool:
+    """Whether one of its processes is stopped."""
+    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in command.processes()]
+    return "T" in states
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_hang_ends_the_run_within_its_timeout_and_ten_seconds(store: Path, tmp_path: Path) -> None:
+    """The one bound on seconds, on a machine that does nothing else."""
+    with Command(tmp_path, store, *QUIET, "--run.timeout_s", "10", "--inject-fault", "hang@10:1") as command:
+        command.wait_for(lambda: stopped(command))
+        begin = time.monotonic()
+        code, _, err = command.finish()
+        seconds = time.monotonic() - begin
+    assert code == 3 and "process 2 of 2 (rank 1) does not respond" in err
+    print(f"ended {seconds:.1f} s after the hang")
+    assert 10 <= seconds <= 20
+
+
 def test_a_process_that_is_killed_is_named(store: Path, tmp_path: Path) -> None:
     with Command(tmp_path, store, *QUIET, "--inject-fault", "kill@5:1") as command:
         code, _, err = command.finish()

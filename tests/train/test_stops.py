@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,6 +156,34 @@ def test_all_processes_stop_where_one_got_the_signal(store: Path, tmp_path: Path
     assert results == [(step, "a signal to another process", [step]), (step, "SIGTERM", [step])]
 
 
+def signalled_at_random(store: str, run: str, seed: int) -> tuple[int, str | None, list[int]]:
+    """A signal at a random moment to one of the processes, which save and evaluate all the time."""
+    chance = random.Random(seed)
+    number = chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+    victim, after_s = chance.randrange(torch.distributed.get_world_size()), chance.random()
+    sections = {"steps": 100000, "save_every": 2, "eval_every": 3, "eval_tokens": 640, "keep": 100000}
+    with StopRequest():
+        strike = threading.Timer(after_s, os.kill, (os.getpid(), number))
+        if torch.distributed.get_rank() == victim:
+            strike.start()
+        trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train=sections), MetricsHook())
+        trainer.start([])
+        result = trainer.fit()
+    torch.distributed.barrier()
+    return result.position.step, result.stopped_by, saved_steps(Path(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_signal_at_a_random_moment_makes_one_consistent_save(store: Path, tmp_path: Path, seed: int) -> None:
+    results = run_distributed(2, signalled_at_random, str(store), str(tmp_path), seed)
+    steps, names, saved = zip(*results, strict=True)
+    assert steps[0] == steps[1] and saved[0] == saved[1]
+    assert sorted(map(str, names))[1] == "a signal to another process", names
+    assert saved[0][-1] == steps[0] == max([0, *(line["step"] for line in read_metrics(tmp_path / "metrics.jsonl"))])
+    assert saved[0][:-1] == list(range(2, steps[0], 2)), "besides the periodic ones"
+
+
 # Whole commands
 
 
@@ -204,8 +233,10 @@ def test_one_process_gets_a_signal_at_a_random_moment(store: Path, tmp_path: Pat
         # Python itself needs a moment before it can catch anything.
         command.wait_for(lambda: command.shared.glob("boost-launch-*"))
         time.sleep(1 + chance.random() * 15)
+        begin = time.monotonic()
         os.kill(chance.choice(command.processes()), number)
         check_stopped(command, number)
+        assert time.monotonic() - begin <= 30, "a cluster kills then"
 
 
 @pytest.mark.slow
