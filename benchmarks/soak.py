@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
     parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills (default 200)")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="steps of the run (default 400)")
+    parser.add_argument("--steps", type=int, default=1200, metavar="N", help="steps of the run (default 1200)")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the moments and of the victims (default 0)"
     )
@@ -65,11 +65,10 @@ def main() -> int:
 
 def start(args: argparse.Namespace, run: Path) -> "subprocess.Popen[str]":
     """The run, from where it is."""
-    words = ["train", "demo", "--resume", "auto", "--run.dir", str(run), "--data.store", str(args.store)]
-    words += ["--train.steps", str(args.steps), "--train.save_every", "3", "--train.eval_every", "20"]
-    words += ["--train.log_every", "1", "--train.seq_len", "128", "--data.verify", "true", "--train.keep", "3"]
+    words = f"train demo --resume auto --run.dir {run} --data.store {args.store} --train.steps {args.steps} --train.log_every 1"
+    words += " --train.seq_len 128 --train.save_every 3 --train.keep 3 --train.eval_every 50 --train.eval_tokens 4096"
     return subprocess.Popen(
-        [*BOOST, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*BOOST, *words.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
@@ -84,9 +83,8 @@ def soak(args: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
     chance = random.Random(args.seed)
     rounds: list[dict[str, Any]] = []
     for _ in progress(args.kills, "kills"):
-        left = args.steps - last_step(run)
-        rounds.append(one_round(args, run, chance, 0.5 + chance.random() * (14 if left > 20 else 6)))
-        if left <= 3:
+        rounds.append(one_round(args, run, chance, 0.5 + chance.random() * 9))
+        if last_step(run) == args.steps:
             break
     return rounds
 

@@ -1,9 +1,9 @@
 """Every collective of a forward or backward pass, as a differentiable function. The only file that names torch's ops.
 
 Built on functional collectives (in-place ones give silently wrong gradients under selective checkpointing). Their names in
-`torch.ops._c10d_functional` are stable from torch 2.3 on, and torch.compile traces them. Legend: p processes of the group;
-n rows of this process, D width. Bytes are what one process sends: 2N(p-1)/p for an all-reduce of N bytes, N(p-1)/p for an
-all-gather or reduce-scatter of N bytes (gathered size) and an all-to-all of N bytes (local size).
+`torch.ops._c10d_functional` are stable from torch 2.3 on, and torch.compile traces them; on CPUs, their like in `exchange.py`.
+Legend: p processes of the group; n rows of this process, D width. Bytes are what one process sends: 2N(p-1)/p for an all-reduce
+of N bytes, N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and an all-to-all of N bytes (local size).
 
 | function | forward | backward | for |
 |---|---|---|---|
@@ -21,12 +21,12 @@ reverse order of their creation, so what was interleaved forward is interleaved 
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+import boost.parallel.exchange  # noqa: F401  defines torch.ops.boost
 from boost.config.layouts.spec import (
     EXCHANGE,
     GATHER,
@@ -48,25 +48,45 @@ _ops = torch.ops._c10d_functional
 
 def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, without a gradient; `wait` must come before the result is used."""
-    return _ops.all_reduce(x.contiguous(), "sum", axis.name)
+    x = x.contiguous()
+    if receives_first(x.device) and axis.size == 2:  # a ring of more processes does not suffer from gloo's order
+        return torch.ops.boost.all_reduce(x, _at_once(), axis.name)
+    return _ops.all_reduce(x, "sum", axis.name)
 
 
 def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """[n, ...] of every process stacked to [p * n, ...]."""
-    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+    x = x.contiguous()
+    if receives_first(x.device):
+        return torch.ops.boost.all_gather(x, axis.size, _at_once(), axis.name)
+    return _ops.all_gather_into_tensor(x, axis.size, axis.name)
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...] summed over the axis, this process's [n, ...] of it."""
-    if sums_after_all_to_all(x.device):
-        return _all_to_all_and_sum(x.contiguous(), axis.size, axis.name)
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+    x = x.contiguous()
+    if receives_first(x.device):
+        return torch.ops.boost.reduce_scatter(x, axis.size, _at_once(), axis.name)
+    return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
 
 
 def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j."""
+    x = x.contiguous()
+    if receives_first(x.device):
+        return torch.ops.boost.all_to_all(x, axis.size, _at_once(), axis.name)
     counts = [x.shape[0] // axis.size] * axis.size
-    return _ops.all_to_all_single(x.contiguous(), counts, counts, axis.name)
+    return _ops.all_to_all_single(x, counts, counts, axis.name)
+
+
+def receives_first(device: torch.device) -> bool:
+    """Whether collectives are those of `boost.parallel.exchange`: on CPUs, where gloo's own send before they receive."""
+    return device.type == "cpu"
+
+
+def _at_once() -> bool:
+    """In compiled code, buffers that no kernel reads any more are used again, whatever is in flight."""
+    return torch.compiler.is_compiling()
 
 
 def wait(x: Tensor) -> Tensor:
@@ -100,28 +120,6 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j. One all-to-all."""
     return wait(_start_all_to_all(x, axis))
-
-
-def sums_after_all_to_all(device: torch.device) -> bool:
-    """Whether a reduce-scatter is an all-to-all and a local sum: on gloo, whose own one takes as long as its all-reduce."""
-    return device.type == "cpu"
-
-
-@torch.library.custom_op("boost::reduce_scatter", mutates_args=())
-def _all_to_all_and_sum(x: Tensor, processes: int, group: str) -> Tensor:
-    """A reduce-scatter whose rows go straight to the process that sums them.
-
-    As many bytes are sent, about half the time is taken, and sums of bf16 are rounded once. One operation, so that whoever
-    counts sees one reduce-scatter.
-    """
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=dist.distributed_c10d._resolve_process_group(cast(Any, group)))
-    return received.view(processes, x.shape[0] // processes, *x.shape[1:]).sum(0)
-
-
-@_all_to_all_and_sum.register_fake
-def _(x: Tensor, processes: int, group: str) -> Tensor:
-    return x.new_empty(x.shape[0] // processes, *x.shape[1:])
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> None:

@@ -14,9 +14,12 @@ KINDS = {
     "_c10d_functional::all_gather_into_tensor": "all-gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce-scatter",
     "_c10d_functional::all_to_all_single": "all-to-all",
+    "boost::all_reduce": "all-reduce",
+    "boost::all_gather": "all-gather",
     "boost::reduce_scatter": "reduce-scatter",
+    "boost::all_to_all": "all-to-all",
 }
-"""Kinds of the functional collectives, torch's and that of `boost.parallel.collectives`."""
+"""Kinds of the functional collectives, torch's and those of `boost.parallel.exchange`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
 """Those of fully_shard, which are not functional."""
@@ -40,7 +43,7 @@ class CollectiveCounter(TorchDispatchMode):
         if operation in KINDS:
             tensor, group_name = args[0], args[-1]
             processes = torch.distributed.distributed_c10d._resolve_process_group(group_name).size()
-            gathered = (processes,) if name == "all_gather_into_tensor" else ()
+            gathered = (processes,) if KINDS[operation] == "all-gather" else ()
             phase = "step" if group_name in self.step_groups else self.phase
             self._record(phase, KINDS[operation], (*gathered, *tensor.shape), tensor, processes)
         elif namespace == "c10d" and name in _PLAIN:

@@ -24,6 +24,12 @@ def all_reduce(x: ShapeTensor, op: str, group: str) -> ShapeTensor:
     return _sent(ALL_REDUCE, x.shape, x.shape, x, int(group))
 
 
+@rule(torch.ops.boost.all_reduce)
+def sum_of_two(x: ShapeTensor, at_once: bool, group: str) -> ShapeTensor:
+    """The same on two CPUs."""
+    return _sent(ALL_REDUCE, x.shape, x.shape, x, int(group))
+
+
 @rule(_ops.all_gather_into_tensor)
 def all_gather(x: ShapeTensor, processes: int, group: str) -> ShapeTensor:
     """[n, ...] -> [p n, ...]."""
@@ -31,22 +37,34 @@ def all_gather(x: ShapeTensor, processes: int, group: str) -> ShapeTensor:
     return _sent(ALL_GATHER, gathered, gathered, x, processes)
 
 
+@rule(torch.ops.boost.all_gather)
+def gather_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
+    """The same on CPUs."""
+    return all_gather(x, processes, group)
+
+
 @rule(_ops.reduce_scatter_tensor)
 def reduce_scatter(x: ShapeTensor, op: str, processes: int, group: str) -> ShapeTensor:
     """[p n, ...] -> [n, ...]."""
-    return all_to_all_and_sum(x, processes, group)
-
-
-@rule(torch.ops.boost.reduce_scatter, torch.ops.boost.reduce_scatter.default)
-def all_to_all_and_sum(x: ShapeTensor, processes: int, group: str) -> ShapeTensor:
-    """Reduce-scatter on gloo."""
     return _sent(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, processes)
+
+
+@rule(torch.ops.boost.reduce_scatter)
+def scatter_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
+    """The same on CPUs."""
+    return reduce_scatter(x, "sum", processes, group)
 
 
 @rule(_ops.all_to_all_single)
 def all_to_all(x: ShapeTensor, received: Sequence[int], sent: Sequence[int], group: str) -> ShapeTensor:
     """Sends rows to every process and receives rows from every process."""
     return _sent(ALL_TO_ALL, x.shape, x.shape, x, len(sent))
+
+
+@rule(torch.ops.boost.all_to_all)
+def exchange_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
+    """The same on CPUs."""
+    return _sent(ALL_TO_ALL, x.shape, x.shape, x, processes)
 
 
 @rule(_ops.wait_tensor)

@@ -30,7 +30,7 @@ KERNELS = {
 PLACES = {"qkv", "attention", "o", "gate_up", "product", "down", "norm", "residual"}
 MADE, FEW = {"zeros_like", "ones_like", "zeros"}, {"empty_like", "gather", "scatter_add_"}
 """Operations that read nothing, or next to nothing."""
-SENT = {"all_reduce", "all_gather_into_tensor", "reduce_scatter", "all_to_all_single", "wait_tensor", "device"}
+SENT = {"all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter", "all_to_all", "wait_tensor", "device"}
 
 
 class Seen(TorchDispatchMode):
