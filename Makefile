@@ -2,17 +2,17 @@
 #
 #   make setup    .venv with the pinned dependencies (CPU build of torch without an NVIDIA GPU)
 #   make train    prepare the default corpus and train the demo under btp on 2 processes
-#   make test     the test suite, for every commit (about twelve minutes on two cores)
+#   make test     the test suite, on every commit (about twelve minutes on two cores)
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
 #   make nightly  tests that are too slow for every commit
 #   make check    lint, format and types
 #   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
-#   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (a quarter of an hour each)
+#   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (15 minutes each)
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
-#   make bench    the paper's evaluation on this machine (an hour and a half; leave it alone), and the page of all results, benchmarks/report.html
-#   make report   that page again, from the results that are there
-#   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; goes on where it stopped)
+#   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (90 minutes; keep the machine idle)
+#   make report   the report, from existing results
+#   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; resumes after an interruption)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 
-# A GPU machine takes the default build; Linux without one takes the CPU build, which the default index does not have.
+# Machines with a GPU use the default build; Linux without a GPU uses the CPU build, which is not on the default index.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 SYSTEM := $(shell uname -s)
 ifeq ($(SYSTEM)$(HAS_GPU),Linux)
@@ -36,7 +36,7 @@ endif
 
 setup: $(READY)
 
-# torch goes first and by itself: a package that asks for "torch" before it is there would fetch the CUDA build.
+# torch is installed first: a package that depends on "torch" would otherwise pull in the CUDA build.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "boost needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -52,7 +52,7 @@ train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/boost train demo --nproc 2 --resume auto
 
-# Files of tests side by side: whole commands wait most of the time, the quick tests do not. A worker starts up to eight processes.
+# Test files run in parallel, because whole commands mostly wait; quick tests do not. A worker starts up to eight processes.
 WORKERS ?= 3
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -81,11 +81,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A small model: the curves must be equal, their values do not matter.
+# A small model: the curves must coincide; their values do not matter.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64
 
-# Large enough to time GEMMs rather than launches, with attention's fraction as at 4,096 tokens on a GPU, but with short
-# steps, which limits the noise of a shared machine. All layouts and policies take about 15 minutes.
+# Large enough to time GEMMs rather than launches, with the same fraction of attention as 4,096 tokens on a GPU, but with short
+# steps, to limit machine noise. All layouts and policies take about 15 minutes.
 RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --model.ffn_dim 1376 --model.rank 128 \
 	--model.heads 8 --model.layers 2 --train.seq_len 256
 
@@ -103,7 +103,7 @@ recompute: setup
 fit: setup
 	$(BIN)/boost bench fit boost-7b --tp 4 --memory-gb 80
 
-# Twenty runs of the sweep, fifteen of the comparison, each on one core.
+# Twenty sweep runs and fifteen comparison runs, each on one core.
 FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
 	--train.seq_len 128 --train.global_batch 8 --train.micro_batch 8 --train.steps 400 --train.eval_every 100
 
@@ -115,7 +115,7 @@ validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost plan validate --measure --hardware runs/local.toml
 
-# One at a time: concurrent runs would disturb each other. Predictions for GPUs come last.
+# One at a time: concurrent runs would slow each other down. Predictions for GPUs come last.
 bench: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
 	$(BIN)/boost bench steps --hardware runs/local.toml

@@ -1,4 +1,4 @@
-"""The house stands as docs/design.md draws it: imports point downwards, models know no process group, files stay readable."""
+"""The codebase follows docs/design.md: imports point downwards, models know no process group, files stay readable."""
 
 import ast
 from collections.abc import Iterator

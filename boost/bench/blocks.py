@@ -87,20 +87,20 @@ def block_config(config: Config, contender: BlockVariant, tp: int, batch: int, *
 
 @dataclass(frozen=True)
 class Operand:
-    """How a matrix lies in memory."""
+    """Memory layout of a matrix."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     def filled(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One of random numbers, that lies so."""
+        """One with random numbers, in this memory order."""
         extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return torch.randn(extent, dtype=dtype, device=device).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class RecordedGemm:
-    """One matrix product, as it was issued."""
+    """One matrix product, as issued."""
 
     name: str
     """One of PRODUCTS."""
@@ -138,7 +138,7 @@ class GemmRecorder(TorchDispatchMode):
 
 
 class _Labelling:
-    """A layout that tells a recorder which group it is at, and whether gradients have come back to the block's first half."""
+    """A layout that labels a recorder with the current group, and with whether the backward pass has reached the first half."""
 
     def __init__(self, layout: Layout, recorder: GemmRecorder) -> None:
         self._layout, self._recorder = layout, recorder
@@ -165,11 +165,11 @@ class _Labelling:
 
 
 class BlockRun:
-    """The first block of a decoder on one process. Weights, input and the gradient that comes back are, put together over the
-    processes, the same for every layout, so that all compute one function."""
+    """The first block of a decoder on one process. Assembled over the processes, weights, input and incoming gradient are the
+    same for every layout, so all compute the same function."""
 
     def __init__(self, config: Config, mesh: Mesh, weights: bool = True) -> None:
-        """`weights` False: left as they are made, for fake tensors."""
+        """`weights` False: not initialized, for fake tensors."""
         decoder = build_decoder(config, mesh, FIRST_BLOCK)
         if weights:
             initialize(decoder, config.train.seed)
@@ -186,7 +186,7 @@ class BlockRun:
         self.context = make_context(train.micro_batch, positions, model.head_dim, model.rope_theta, dtype)
 
     def forward(self) -> list[Tensor]:
-        """[y], as training does it: with what the backward pass needs."""
+        """[y], as in training: with activations saved for the backward pass."""
         return [self.block(self.layout, Stream(self.x_TD), self.context).x]
 
     def both(self) -> list[Tensor]:
@@ -194,7 +194,7 @@ class BlockRun:
         return self._both(self.layout, ())
 
     def collectives(self) -> list[Collective]:
-        """Those of a forward and a backward pass, counted at the dispatcher."""
+        """Collectives of a forward and a backward pass, counted at the dispatcher."""
         counter = CollectiveCounter()
         with counter:
             self._both(self.layout, (counter,))
@@ -214,7 +214,7 @@ class BlockRun:
         return [y_TD, *torch.autograd.grad(y_TD, [self.x_TD, *self.weights], self.dy_TD)]
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This process's part of a residual stream of all tokens and all channels, a copy."""
+        """This process's shard of a full residual stream, as a copy."""
         kind = self.layout.spec.residual
         if kind == "replicated":
             return whole
@@ -224,7 +224,7 @@ class BlockRun:
 
 
 def table_of(config: Config) -> list[Collective]:
-    """What the collective table says of the first block, forward and backward, of one micro-batch."""
+    """The collective table of the first block, forward and backward, for one micro-batch."""
     train = config.train
     tokens = train.micro_batch * train.seq_len
     found = micro_batch_collectives(
@@ -247,7 +247,7 @@ def experiment_process(
     config: Config,
     out: Path,
 ) -> int:
-    """One process of an experiment: `measure(config, mesh, *arguments)`. The main one writes `out`.json, .md and its figures."""
+    """One process of an experiment: `measure(config, mesh, *arguments)`. The main process writes `out`.json, .md and figures."""
     mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
     facts = measure(config, mesh, *arguments)
     if mesh.is_main:

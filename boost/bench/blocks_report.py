@@ -46,7 +46,7 @@ def compared_table(caption: str, rows: Iterable[Facts]) -> Table:
 
 
 def shape_words(facts: Facts) -> str:
-    """The block and how it was run, in words."""
+    """A description of the block and its configuration."""
     model, train = facts["config"]["model"], facts["config"]["train"]
     return (
         f"A block of {model['family']}, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {model['heads']} heads; "
@@ -55,7 +55,7 @@ def shape_words(facts: Facts) -> str:
 
 
 def turns_words(facts: Facts) -> str:
-    """How often it was timed, in words."""
+    """A description of the number of rounds."""
     return (
         f"measured: medians of {facts['rounds']} interleaved rounds, in brackets quartiles of times and 95 % bootstrap "
         "intervals of ratios"
@@ -75,12 +75,12 @@ def times(over: Sequence[float], under: Sequence[float]) -> str:
 
 
 def percent(found: Ratio) -> str:
-    """A share, with its interval."""
+    """A fraction in percent, with its interval."""
     return f"{100 * found.value:.0f} ({100 * found.low:.0f} to {100 * found.high:.0f})"
 
 
 def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
-    """Of the same rounds."""
+    """Differences within the same rounds."""
     return [a - b for a, b in zip(more, less, strict=True)]
 
 

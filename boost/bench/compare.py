@@ -29,7 +29,7 @@ class TimedRow:
     """Timings of one row of an experiment, and its identity."""
 
     names: tuple[str, ...]
-    """Keys on the way to it, beside `seconds`."""
+    """Keys on the path to it, in addition to `seconds`."""
     dimensions: dict[str, str | int]
     """Strings, booleans and integers around it, by key; inner ones win."""
     seconds: list[float]
@@ -76,7 +76,7 @@ def _timed(value: Any, names: tuple[str, ...], around: dict[str, str | int]) -> 
 
 
 def _by_name(seconds: Any, names: tuple[str, ...], around: dict[str, str | int]) -> Iterator[TimedRow]:
-    """Of a list, or of lists by name; of one number, which is not of rounds, nothing."""
+    """Seconds by name, for a list or for lists by name; empty for a single number, which has no rounds."""
     if isinstance(seconds, dict):
         for name, each in seconds.items():
             yield from _by_name(each, (*names, name), around)

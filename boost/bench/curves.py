@@ -50,12 +50,12 @@ DENSE = (LayoutVariant("megatron", {"layout": "megatron"}), LayoutVariant("megat
 
 
 def contenders(family: Family) -> Sequence[LayoutVariant]:
-    """The layouts that carry a family."""
+    """The layouts that support a family."""
     return DENSE if family == "dense" else LOW_RANK
 
 
 def configuration(config: Config, family: Family, dtype: str, parallel: dict[str, Any]) -> Config:
-    """The run of `config` with another family, dtype and cut. Raises ConfigError if the configuration is invalid.
+    """The run of `config` with another family, dtype and layout. Raises ConfigError if the configuration is invalid.
 
     bfloat16 is that of products and activations; weights are then float32, as they are trained.
     """
@@ -81,7 +81,7 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def heldout(trainer: Trainer, tokens: int | None = None) -> Evaluation:
-    """On all held-out text, or on about so many tokens of it."""
+    """Held-out loss, on the whole split or on about this many tokens."""
     train, isolate = trainer.config.train, trainer.config.data.isolate_documents
     return evaluate(trainer.model, trainer.heldout, train.seq_len, train.micro_batch, isolate, trainer.mesh, tokens)
 
@@ -89,7 +89,7 @@ def heldout(trainer: Trainer, tokens: int | None = None) -> Evaluation:
 def all_losses(config: Config, family: Family, dtype: str, mesh: Mesh, tp: int) -> dict[str, list[float]]:
     """Losses by contender, of one process under the name 'single'.
 
-    Every process computes 'single' for itself: none waits for another in a collective meanwhile.
+    Every process computes 'single' itself, so that none waits for another in a collective.
     """
     result = {ALONE: losses(at_start(configuration(config, family, dtype, {}), Mesh(mesh.device)))}
     for contender in progress(contenders(family), f"{family}, {dtype}", enabled=mesh.is_main):
@@ -132,7 +132,7 @@ def curves_process(config: Config, families: Sequence[Family], out: Path) -> int
 
 
 def report(worst: Mapping[str, Mapping[Family, Mapping[str, float]]]) -> None:
-    """Prints the largest relative difference of every contender beside its limit."""
+    """Prints the largest relative difference of every contender next to its limit."""
     for dtype, by_family in worst.items():
         print(f"{dtype}: largest relative difference to one process over all steps (limit {LIMITS[dtype]:.0e})")
         for family, by_name in by_family.items():
@@ -186,7 +186,7 @@ def shape_words(config: Mapping[str, Any]) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """The curves over each other, and below them, by dtype, how far each is from that of one process."""
+    """The curves in one figure, and below them, by dtype, the difference of each to one process."""
     pyplot = drawing.pyplot()
     curves, limits = facts["losses"], facts["limits"]
     families = list(next(iter(curves.values())))

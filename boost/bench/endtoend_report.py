@@ -1,4 +1,4 @@
-"""What the end-to-end experiment says: step times, speed-ups beside the paper's, and the goals that they answer."""
+"""Report of the end-to-end experiment: step times, speed-ups next to the paper's, and the goals."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -189,7 +189,7 @@ def _pairs(group: Facts) -> Iterator[tuple[str, Ratio, float | None]]:
         yield "cola against dense", times(group, "dense", "cola"), theirs.get("full-rank")
         return
     first = best(group)
-    for words, over, under, said in (
+    for words, over, under, paper_ratio in (
         (f"{BTP} against {PUBLISHED}", PUBLISHED, BTP, theirs.get("vanilla")),
         (f"{BTP} against {MEGATRON}", MEGATRON, BTP, theirs.get("full-rank")),
         (f"{first} (best) against {VANILLA} (strong)", VANILLA, first, None),
@@ -198,7 +198,7 @@ def _pairs(group: Facts) -> Iterator[tuple[str, Ratio, float | None]]:
         *((f"{first} (best) against {peer}", peer, first, None) for peer in _peers(group)),
     ):
         if over in has and under in has:
-            yield words, times(group, over, under), said
+            yield words, times(group, over, under), paper_ratio
 
 
 def _peers(group: Facts) -> list[str]:
@@ -212,11 +212,11 @@ def _compared(facts: Facts) -> list[tuple[Facts, str, Ratio, float | None]]:
 
 def _speedup_table(facts: Facts) -> Table:
     rows = []
-    for group, words, found, said in _compared(facts):
+    for group, words, found, paper_ratio in _compared(facts):
         paper = _paper(group["tp"])
-        size = f" ({paper.size}, TP {paper.tp})" if paper and said else ""
+        size = f" ({paper.size}, TP {paper.tp})" if paper and paper_ratio else ""
         kind = "computation measured, collectives modeled" if group["share"] else "measured"
-        rows.append((group["name"], words, in_words(found), kind, f"{said:.2f}{size}" if said else ""))
+        rows.append((group["name"], words, in_words(found), kind, f"{paper_ratio:.2f}{size}" if paper_ratio else ""))
     caption = (
         "Speed-ups next to the paper's. The paper's are on A100 GPUs (batch 4, 4096 tokens, bf16), over its own full-rank and "
         "vanilla baselines. Ours are over these, and over the strongest forms of both."
@@ -230,7 +230,12 @@ def _family_table(group: Facts) -> Table:
     for family, (boost, vanilla) in published.FAMILIES.items():
         ours = f"{family}: {BTP}"
         pairs = ((f"{family}: {PUBLISHED}", vanilla / boost), (MEGATRON, full / boost))
-        rows.append((family, *(x for over, said in pairs for x in (in_words(times(group, over, ours)), f"{said:.2f}"))))
+        rows.append(
+            (
+                family,
+                *(x for over, paper_ratio in pairs for x in (in_words(times(group, over, ours)), f"{paper_ratio:.2f}")),
+            )
+        )
     headings = ("family", "btp against vanilla, published:", "paper:", "against megatron:", "paper :")
     caption = f"By architecture, measured: {shape_of(group)}. The paper's numbers are for its 7B at TP 4 on A100."
     return Table(caption, headings, tuple(rows))
@@ -274,17 +279,17 @@ def _bars(facts: Facts, pyplot: Any) -> None:
 
 
 def _speedups(facts: Facts, pyplot: Any) -> None:
-    """One line per ratio, with the paper's if there is one."""
+    """One line per ratio, with the paper's if available."""
     rows = _compared(facts)
     labels = [f"{words}\n{group['name']}" for group, words, _, _ in rows]
     _, axis = pyplot.subplots(figsize=(8, 1 + 0.42 * len(rows)))
-    for y, (_, _, found, said) in enumerate(rows):
+    for y, (_, _, found, paper_ratio) in enumerate(rows):
         axis.errorbar(
             found.value, y, xerr=[[found.value - found.low], [found.high - found.value]], fmt="o", color="#5b8db8",
             capsize=3, label="ours" if y == 0 else None,
         )  # fmt: skip
-        if said:
-            axis.plot(said, y, "D", markerfacecolor="none", color="black", label=None if y else "paper")
+        if paper_ratio:
+            axis.plot(paper_ratio, y, "D", markerfacecolor="none", color="black", label=None if y else "paper")
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_yticks(range(len(rows)), labels, fontsize=7)
     axis.invert_yaxis()

@@ -1,6 +1,6 @@
-"""The experiments whose results are reported, in the order of the report, and where each has its words.
+"""The experiments in the report, in order, and the modules that present them.
 
-A module has `section` and `goals` in itself or in `<module>_report`. It is imported where a result is shown and not before.
+`section` and `goals` are in the experiment's module or in `<module>_report`, which is imported only to show a result.
 """
 
 import importlib
@@ -33,17 +33,17 @@ MODULES = {
 
 
 def section(facts: Facts) -> Section:
-    """What a result has to say. Raises ConfigError if its experiment is not known."""
+    """The section of a result. Raises ConfigError if its experiment is unknown."""
     return cast(Section, _function(facts, "section")(facts))
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """What a result says of the project's figures. Raises ConfigError if its experiment is not known."""
+    """The goals that a result answers. Raises ConfigError if its experiment is unknown."""
     return cast(list[Goal], _function(facts, "goals")(facts))
 
 
 def place(name: str) -> int:
-    """Of an experiment in the report. Raises ConfigError if it is not known."""
+    """Position of an experiment in the report. Raises ConfigError if it is unknown."""
     if name not in MODULES:
         raise ConfigError(f"experiment = '{name}' is unknown; experiments: {', '.join(MODULES)}")
     return list(MODULES).index(name)

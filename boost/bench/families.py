@@ -1,8 +1,8 @@
 """The families side by side: the same shape, tokens, order of the data and schedule, several seeds each, on one machine.
 
-Peak learning rates differ between methods in every paper, so each contender may choose its own in a small sweep on a seed
-of its own. Every run is one process with one thread, so that how many run at once changes nothing but the time; the time of
-a step is therefore measured by itself, all contenders in turns. What is finished is kept: the command goes on where it stopped.
+Peak learning rates differ between methods in every paper, so each contender chooses its own in a small sweep on a separate
+seed. Every run is one process with one thread, so concurrent runs affect nothing but the time; step times are therefore
+measured separately, with all contenders interleaved. Finished runs are saved: the same command resumes.
 """
 
 import functools
@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FamilyVariant:
-    """A way to make and train the linears, as changes to a configuration."""
+    """A variant of model and optimizer, as changes to a configuration."""
 
     linear: str
     family: Family
@@ -62,13 +62,13 @@ class FamilyVariant:
     optim: dict[str, Any] = field(default_factory=dict)
 
 
-# LORO as published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips behind each exact step.
+# LORO as published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
 LORO = {"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"}
 EXACT_STEPS = 8
 """Exact steps of a LORO run. Published runs make 20 (60M) to 500 (1B), 500 and 200 steps apart; a run of some hundred steps
 cannot have both so many and so far apart, and Adam needs tens of steps behind each, since its moments are cleared."""
 RESTART_WARMUP = 5
-"""Steps of warm-up behind each, as published."""
+"""Steps of warm-up after each, as published."""
 
 CONTENDERS = {
     "dense": FamilyVariant("W x", "dense"),
@@ -112,7 +112,7 @@ class Task:
 
 @dataclass(frozen=True)
 class FamilyRun:
-    """What one training run gave."""
+    """The result of one training run."""
 
     contender: str
     seed: int
@@ -122,17 +122,17 @@ class FamilyRun:
     heldout: list[tuple[int, float]]
     """(step, held-out loss) of the evaluations on the way."""
     loss: float | None
-    """On all held-out text behind the last step, nats a token; None: it diverged."""
+    """On all held-out text after the last step, nats per token; None: it diverged."""
     bits_per_byte: float | None
     seconds: float
-    """Of this run, beside whatever else ran: not what a step costs."""
+    """Of this run, which shared the machine with others: not the cost of a step."""
     git: dict[str, Any] | None
 
 
 def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -> Config:
     """The run of `config` as a contender on one process. Raises ConfigError if the configuration is invalid.
 
-    Of a run of other length warm-up is the same share.
+    If the length differs, warm-up keeps the same fraction of it.
     """
     contender, tree = CONTENDERS[name], config.model_dump()
     if config.optim.name != "adamw":
@@ -170,7 +170,7 @@ def train(task: Task) -> FamilyRun:
                 on_the_way.append((step + 1, round(heldout(trainer, config.train.eval_tokens or None).loss, 5)))
         last = heldout(trainer)
     except TrainingError:
-        pass  # it said that several steps in a row were not finite: no held-out loss says the same
+        pass  # several consecutive steps were not finite: reported as no held-out loss
     sound = last is not None and math.isfinite(last.loss)
     return FamilyRun(
         task.contender, task.seed, task.lr, losses, on_the_way,
@@ -180,7 +180,7 @@ def train(task: Task) -> FamilyRun:
 
 
 def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
-    """The experiment: the sweep, the runs, the timing. Writes `out`.json, .md and .svg, the first of them as it goes on.
+    """The experiment: the sweep, the runs, the timing. Writes `out`.json (after each run), .md and .svg.
 
     Raises ConfigError if `out` holds results of other settings, TrainingError if a process of a run is lost.
     """
@@ -212,7 +212,7 @@ def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
 
 
 def best_rate(sweep: Iterable[Facts], contender: str) -> float:
-    """The rate of the lowest held-out loss. Raises TrainingError if none of them trained."""
+    """The learning rate with the lowest held-out loss. Raises TrainingError if all runs diverged."""
     sound = [(row["loss"], row["lr"]) for row in sweep if row["contender"] == contender and row["loss"] is not None]
     if not sound:
         raise TrainingError(f"{contender} diverged at every learning rate of --sweep; try lower ones")
@@ -220,9 +220,9 @@ def best_rate(sweep: Iterable[Facts], contender: str) -> float:
 
 
 def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of optimizer steps, contenders in turns: {"usual": [...], "exact": [...]} of each, in order of rounds.
+    """Seconds of optimizer steps, contenders interleaved: {"usual": [...], "exact": [...]} of each, in order of rounds.
 
-    Exact steps of LORO are few and long, and are told apart; there are at least `rounds` // 8 of them.
+    LORO's exact steps are rare and slow, and are listed separately; there are at least `rounds` // 8 of them.
     """
     usual = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the runs; and where others work too, threads that wait for each other time those
@@ -241,7 +241,7 @@ def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, l
 
 
 def _step(trainer: Trainer, kinds: list[str]) -> list[Tensor]:
-    """One optimizer step, whose kind is noted: its loss and a weight."""
+    """One optimizer step, whose kind is recorded: its loss and a weight."""
     every = trainer.config.optim.exact_every
     kinds.append("exact" if every and (trainer.position.step + 1) % every == 0 else "usual")
     stats = trainer.step(trainer.config.optim.lr / 100)
@@ -280,7 +280,7 @@ def _describe(task: Task, plan: FamilyExperiment) -> Facts:
 
 
 def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
-    """Facts without a number, or those of an earlier call with the same settings."""
+    """Empty results, or those of an earlier call with the same settings."""
     store = open_fitting_store(config)
     # Where things lie makes no difference, and what lies there is asked for below.
     described = config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}})
@@ -317,7 +317,7 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """'config.train.steps is 300 there and 400 here' of each setting that is another."""
+    """'config.train.steps is 300 there and 400 here' for each setting that differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
@@ -326,15 +326,15 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 
 def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: FamilyExperiment) -> None:
-    """Trains what facts[kind] has not yet, and keeps each result as it comes."""
+    """Trains what is missing in facts[kind], and saves each result as it arrives."""
     done = {_key(row) for row in facts[kind]}
     waiting = [task for task in tasks if _key(asdict(task)) not in done]
     for number, trained in enumerate(each_trained(waiting, min(plan.jobs, len(waiting))), start=1):
         facts[kind].append(asdict(trained))
         _keep(out, facts)
-        said = "diverged" if trained.loss is None else f"held-out loss {trained.loss:.4f}"
+        outcome = "diverged" if trained.loss is None else f"held-out loss {trained.loss:.4f}"
         print(
-            f"{kind} {number}/{len(waiting)}: {trained.contender}, seed {trained.seed}, lr {trained.lr:g}: {said}, "
+            f"{kind} {number}/{len(waiting)}: {trained.contender}, seed {trained.seed}, lr {trained.lr:g}: {outcome}, "
             f"{trained.seconds:.0f} s",
             flush=True,
         )
@@ -345,7 +345,7 @@ def _key(row: Facts) -> tuple[str, int, float]:
 
 
 def _keep(out: Path, facts: Facts) -> None:
-    """Writes the numbers so far; whoever reads them at any time finds a whole file."""
+    """Writes the results so far, atomically."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_suffix(".json.partial")
@@ -354,7 +354,7 @@ def _keep(out: Path, facts: Facts) -> None:
 
 
 def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], FamilyRun] = train) -> Iterator[FamilyRun]:
-    """Results as they come, of `jobs` processes with one thread each. Raises TrainingError if one of them is lost."""
+    """Results as they arrive, from `jobs` processes with one thread each. Raises TrainingError if one of them is lost."""
     if not tasks:
         return
     context = multiprocessing.get_context("spawn")
@@ -373,6 +373,6 @@ def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], Family
 
 
 def _quiet_single_thread() -> None:
-    """A process of the pool: one thread, since threads would change sums; the parent speaks for all."""
+    """Initializes a pool process: one thread, because threads would change sums, and no output, which the parent prints."""
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""What the comparison of families says: a row a contender, a table, a picture."""
+"""Report of the comparison of families: one row per contender, a table, a figure."""
 
 import math
 import statistics
@@ -12,9 +12,9 @@ from boost.measure.results import Facts
 
 
 def rows(facts: Facts) -> list[Facts]:
-    """One a contender, in their order. Spreads are standard deviations over seeds, None of one seed.
+    """One row per contender, in order. Spreads are standard deviations over seeds, None for one seed.
 
-    `paired`: held-out loss less that of the first contender with the same seed, so with the same order of the data.
+    `paired`: held-out loss minus that of the first contender with the same seed, and so with the same order of the data.
     """
     first = next(iter(facts["contenders"]))
     baseline = _losses(facts, first)
@@ -41,7 +41,7 @@ def rows(facts: Facts) -> list[Facts]:
 
 
 def step_seconds(seconds: dict[str, list[float]], exact_every: int) -> tuple[float, float, float]:
-    """(median, lower, upper quartile) of a step; of a LORO step with its share of the exact one in K."""
+    """(median, lower, upper quartile) of a step; for LORO including 1/K of an exact step."""
     low, middle, high = _quartiles(seconds["usual"])
     added = 0.0
     if exact_every:
@@ -125,7 +125,7 @@ def _plus_minus(numbers: Sequence[float | None] | None, form: str) -> str:
 
 
 def _losses(facts: Facts, name: str) -> dict[int, float | None]:
-    """Final held-out loss by seed, of the runs that this comparison is of: others may be kept from an earlier one."""
+    """Final held-out loss by seed, of this comparison's runs: the file may have others from an earlier one."""
     lr = facts["contenders"][name]["lr"]
     every = {row["seed"]: row["loss"] for row in facts["runs"] if (row["contender"], row["lr"]) == (name, lr)}
     return {seed: every[seed] for seed in facts["seeds"]}

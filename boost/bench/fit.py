@@ -30,7 +30,7 @@ LARGE = 16
 
 @dataclass(frozen=True)
 class Fit:
-    """What one policy of one layout leaves room for."""
+    """The largest sizes that fit under one policy of one layout."""
 
     layout: str
     policy: RecomputeName

@@ -53,7 +53,7 @@ SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 """Sides of the square products among which the ceiling is looked for, by kind of device."""
 
 SEQUENCES = {"cpu": 8, "cuda": 4}
-"""Of the micro-batch, unless said: 2048 tokens of our block, and the paper's 4 x 4096."""
+"""Default micro-batch: 2048 tokens of our block, and the paper's 4 x 4096."""
 
 LEAST_S = 5e-3
 """Seconds of a timed sample."""

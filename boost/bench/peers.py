@@ -47,10 +47,10 @@ LOW_RANK, LOW_RANK_CUT = "DTensor low-rank", "DTensor low-rank, heads cut"
 def peers(config: Config, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
     """(a whole training step of each peer that can run on this mesh, the reasons of those that cannot), by name.
 
-    Of the dense model of the configuration's shape: HF, DENSE, DENSE_SP. Of a low-rank model also LOW_RANK, A column-wise and
-    B row-wise, as one cuts a pair by the book, and LOW_RANK_CUT, whose B hand on heads and channels, not sums of all of them.
-    A step is of train.global_batch sequences in micro-batches, and returns the mean loss before it and the gradients' norm.
-    Every process of the mesh must call this, and each contender, alike. One step of each is run here to see that it can.
+    For the dense model of the configuration's shape: HF, DENSE, DENSE_SP. For a low-rank model also LOW_RANK, with A column-wise
+    and B row-wise, the standard sharding of a pair, and LOW_RANK_CUT, whose B produce sharded heads and channels, not full sums.
+    A step trains on train.global_batch sequences in micro-batches and returns the mean loss before it and the gradient norm.
+    Every process of the mesh must call this, and each contender. One step of each is run here to check that it works.
     """
     dense = _dense(config)
     builders: dict[str, Callable[[], PlainStep]] = {HF: lambda: hugging_face(dense, mesh)}
@@ -85,7 +85,7 @@ def _dense(config: Config) -> Config:
 
 
 def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | None, str]:
-    """The step, or why there is none: the first line of what it raised on the first process where it did."""
+    """The step, or why there is none: the first line of the error on the first process that raised."""
     step, reason = None, ""
     if mesh.size > mesh.tp.size:
         return None, "runs under tensor parallelism only; set parallel.pp and parallel.dp to 1"
@@ -95,11 +95,11 @@ def _attempt(build: Callable[[], PlainStep], mesh: Mesh) -> tuple[PlainStep | No
     except Exception as error:  # whatever other libraries raise
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"
-    said = [reason]
+    reasons = [reason]
     if mesh.size > 1:
-        said = [""] * mesh.size
-        dist.all_gather_object(said, reason)
-    reason = next(filter(None, said), "")
+        reasons = [""] * mesh.size
+        dist.all_gather_object(reasons, reason)
+    reason = next(filter(None, reasons), "")
     return (None, reason) if reason else (step, "")
 
 
@@ -125,7 +125,7 @@ def with_dtensor(config: Config, mesh: Mesh, sequence: bool = False, heads_cut: 
 
 
 def _cut_dense(module: PlainDecoder, tp: DeviceMesh, sequence: bool) -> None:
-    """Column, then row: heads and channels lie on their process."""
+    """Column-wise, then row-wise: heads and channels are sharded."""
     residual = Shard(1) if sequence else Replicate()
     _cut_ends(module, tp, residual, sequence)
     for block in module.blocks:
@@ -143,7 +143,7 @@ def _cut_dense(module: PlainDecoder, tp: DeviceMesh, sequence: bool) -> None:
 
 
 def _cut_low_rank(module: PlainDecoder, tp: DeviceMesh, heads_cut: bool) -> None:
-    """Every pair along the rank: its latent stays on its process, and what comes out is summed at full width."""
+    """Every pair along the rank: latents are sharded, and outputs are summed at full width."""
     wide = Shard(-1) if heads_cut else Replicate()
     _cut_ends(module, tp, Replicate(), False)
     for block in module.blocks:
@@ -182,7 +182,7 @@ def _prepare(residual: Any) -> PrepareModuleInput:
 def hugging_face(config: Config, mesh: Mesh) -> PlainStep:
     """transformers' LlamaForCausalLM of a dense configuration under its own TP plan: its own forward pass and loss, sdpa.
 
-    It is read from a folder that process 0 writes to a temporary place. Raises whatever transformers raises.
+    It is loaded from a temporary folder that process 0 writes. Raises whatever transformers raises.
     """
     transformers = _transformers(mesh)
     folder = _write_folder(config, mesh)
@@ -225,7 +225,7 @@ def _transformers(mesh: Mesh) -> Any:
 
 def _write_folder(config: Config, mesh: Mesh) -> Path:
     """A Hugging Face folder of our initial weights, written by process 0. Raises StorageError on all if it cannot be."""
-    said = [("", "")]
+    outcome = [("", "")]
     if mesh.is_main:
         folder = Path(tempfile.mkdtemp(prefix="boost-peer-"))
         try:
@@ -236,12 +236,12 @@ def _write_folder(config: Config, mesh: Mesh) -> Path:
             writer.close()
             content = config_json(config.model, "llama", config.train.param_dtype, config.train.seq_len, None, None)
             (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-            said = [(str(folder), "")]
+            outcome = [(str(folder), "")]
         except (OSError, StorageError) as error:
-            said = [(str(folder), str(error))]
+            outcome = [(str(folder), str(error))]
     if mesh.size > 1:
-        dist.broadcast_object_list(said, 0)
-    path, reason = said[0]
+        dist.broadcast_object_list(outcome, 0)
+    path, reason = outcome[0]
     if reason:
         raise StorageError(reason)
     return Path(path)

@@ -30,15 +30,15 @@ SINGLE = LayoutVariant("single", {})
 
 @dataclass(frozen=True)
 class PerplexityRun:
-    """What one training run gave."""
+    """The result of one training run."""
 
     family: Family
     layout: str
     seed: int
     losses: list[float]
-    """Of every step, nats a token."""
+    """Loss of every step, nats per token."""
     heldout_loss: float
-    """On all held-out text behind the last step, nats a token."""
+    """On all held-out text after the last step, nats per token."""
     perplexity: float
 
 
@@ -64,7 +64,7 @@ class PerplexityRow:
 
 
 def layouts(family: Family) -> list[LayoutVariant]:
-    """One process, then every layout that carries the family. (Ungrouped linears are another order of the same products.)"""
+    """One process, then every layout that supports the family. (Ungrouped linears are another order of the same products.)"""
     return [SINGLE, *(each for each in contenders(family) if each.parallel.get("grouping", True))]
 
 
@@ -85,7 +85,7 @@ def work(config: Config, families: Sequence[Family], dtype: str, seeds: Sequence
 
 
 def trained(layout: str, config: Config, mesh: Mesh) -> PerplexityRun:
-    """One run, on all processes of the mesh; that of one process on each by itself, so that none waits for another.
+    """One run, on all processes of the mesh; the single-process run is repeated on each, so that none waits for another.
 
     Raises TrainingError if its losses are not finite.
     """
@@ -198,7 +198,7 @@ def draw(facts: Facts, path: Path) -> None:
         for number, row in enumerate(of_family):
             runs = [run for run in facts["runs"] if (run["family"], run["layout"]) == (family, row.layout)]
             _draw_curve(left, runs, row.layout, colors(number), 0.8 * (len(of_family) - number))
-            # The points beside the error bar, so that both are seen.
+            # The points next to the error bar, so that both are visible.
             right.plot(
                 [number + 0.15] * len(runs), [r["perplexity"] for r in runs], "o", color=colors(number), markersize=4
             )

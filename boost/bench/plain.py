@@ -1,4 +1,4 @@
-"""Dense and low-rank decoders in plain PyTorch modules: what one writes for one process, without any layout machinery.
+"""Dense and low-rank decoders in plain PyTorch modules for one process, without any layout machinery.
 
 Linears of one input share a GEMM (`merged`), as ours do, or are a module each, as `parallelize_module` wants them. Latent
 crossing is not written here. The mathematics is that of `boost.models`, of which nothing is used; tests hold the two equal.
@@ -96,7 +96,7 @@ class PlainLinears(nn.Module):
 
 
 class PlainGroup(nn.Module):
-    """The linears of one input: all in one, or each by itself."""
+    """The linears of one input, merged or separate."""
 
     def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, merged: bool) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def fill(module: PlainDecoder, seed: int) -> None:
 
 
 class PlainStep:
-    """A whole optimizer step of modules as a training loop without a framework writes it, on the tokens of `steps.Stepper`:
+    """A whole optimizer step as in a plain training loop, on the tokens of `steps.Stepper`:
     forward and backward passes of the micro-batches, clipping of the global norm, torch's fused AdamW."""
 
     def __init__(self, module: nn.Module, passes: Passes, config: Config, device: torch.device) -> None:
@@ -206,7 +206,7 @@ class PlainStep:
             (torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.targets).to(device))
             for batch in made_up_batches(config)
         ]
-        # A weight that is cut and one that is not do not go into one fused kernel, nor into one norm.
+        # Sharded and replicated weights cannot share a fused kernel or a norm.
         self.kinds = [kind for kind in _by_kind(module.named_parameters()) if kind]
         groups = [
             {"params": group, "weight_decay": decay}
@@ -256,7 +256,7 @@ def mean_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor of which every process has a part, as one."""
+    """The full tensor of a sharded one."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -267,7 +267,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def _by_kind(named: Iterator[tuple[str, nn.Parameter]]) -> tuple[Named, Named]:
-    """Parameters that are cut over processes, and others."""
+    """Sharded parameters, and others."""
     everything = list(named)
     return [n for n in everything if isinstance(n[1], DTensor)], [
         n for n in everything if not isinstance(n[1], DTensor)

@@ -91,7 +91,7 @@ def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Conf
 
 
 def policies(config: Config) -> list[RecomputeName]:
-    """What a configuration's layout can do, none first and full-block last."""
+    """The policies of a configuration's layout, none first and full-block last."""
     if not config.model.low_rank:
         return ["none", "full-block"]
     sharded: list[RecomputeName] = ["low-rank-sharded"] if layout_spec(config.parallel.layout).gathers_latents else []
@@ -215,7 +215,7 @@ def against_full_block(
 
 
 def section(facts: Facts) -> Section:
-    """What every policy saves and adds; beside it what the paper has; a picture."""
+    """Memory saved and time added by every policy, next to the paper's numbers, and a figure."""
     config = facts["config"]
     model, train = config["model"], config["train"]
     words = (
@@ -271,7 +271,7 @@ def goals(facts: Facts) -> list[Goal]:
         f"`{layout}`, TP {config['parallel']['tp']}, d {config['model']['dim']}, {config['train']['seq_len']} tokens, "
         f"{config['train']['compute_dtype']}; {machine(facts['environment'])}"
     )
-    said = "; ".join(f"batch {batch}: {_ratio_words(of_batch['low-rank'])}" for batch, of_batch in found.items())
+    summary = "; ".join(f"batch {batch}: {_ratio_words(of_batch['low-rank'])}" for batch, of_batch in found.items())
     remark = ""
     if ratios and not met:
         short = ", ".join(str(batch) for batch, ratio in ratios.items() if ratio < GOAL)
@@ -281,7 +281,7 @@ def goals(facts: Facts) -> list[Goal]:
             "low-rank checkpointing, memory saved per added time",
             f">= {GOAL}x of full-block",
             where,
-            said,
+            summary,
             met if ratios else None,
             remark=remark,
         )
@@ -306,7 +306,7 @@ def _beside_paper(batch: int, rows: Mapping[str, Facts]) -> tuple[str, ...]:
 
 
 def _ratio_words(row: Facts) -> str:
-    """Of saved per added, over full-block's. Results of old have no interval."""
+    """Ratio of saved per added to that of full-block. Old results have no interval."""
     words = f"{row['against_full_block']:.2f}" if row["against_full_block"] else "not seen"
     if interval := row.get("against_full_block_interval"):
         low, high = interval

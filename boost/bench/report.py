@@ -191,10 +191,10 @@ def _section(name: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
-    """What the page shows of one result."""
+    """The part of the page for one result."""
     environment = result.facts["environment"]
     parts = [_part(part, result, drawn) for part in result.section.parts]
-    said = {kind for part in parts for kind in part.get("kinds", ())}
+    kinds = {kind for part in parts for kind in part.get("kinds", ())}
     versions = [f"torch {environment['torch']}", f"Python {environment['python']}"]
     if environment.get("cuda"):
         versions.append(f"CUDA {environment['cuda']}")
@@ -213,7 +213,7 @@ def _block(result: Result, drawn: dict[str, str], out: Path) -> dict[str, Any]:
         "commit": _commit(environment),
         "day": environment["started"][:10],
         "raw": _beside(result.path, out),
-        "kinds": [kind for kind in KINDS if kind in said],
+        "kinds": [kind for kind in KINDS if kind in kinds],
         "parts": parts,
     }
 
@@ -258,7 +258,7 @@ def _kinds(texts: Iterable[str]) -> list[str]:
 
 
 def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A row for each target, in order, with all that was found of it."""
+    """A row for each target, in order, with all of its results."""
     found: dict[Target, list[tuple[Goal, Result]]] = {target: [] for target in TARGETS}
     for result in results:
         for goal in result.goals:
@@ -283,13 +283,13 @@ def _goals(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _machine_of(goal: Goal, result: Result) -> str:
-    """Where a goal was found; '' of arithmetic, and where the goal says so itself."""
+    """The machine of a goal's result; '' for arithmetic, and if the goal names it itself."""
     name = machine(result.facts["environment"])
     return "" if goal.kind == "modeled" or name in goal.where else name
 
 
 def dtypes(facts: Facts) -> list[str]:
-    """Dtypes that the numbers of a result are of: those that its rows name, and if none do, those of its configuration."""
+    """Dtypes of a result's numbers: those that its rows name, else those of its configuration."""
     known = get_args(DType)
     shown = {key: value for key, value in facts.items() if key not in ("config", "environment", "published")}
     named = {text for key, text in _leaves(shown) if key == "dtype"} & set(known)

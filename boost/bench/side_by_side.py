@@ -44,7 +44,7 @@ class TimingGroup:
     contenders: dict[str, Config]
     """By name, in the order of the table."""
     share: bool = False
-    """Of one process by itself."""
+    """Measured on one process alone."""
     peers: bool = False
     """Whether what a user would otherwise pick takes part: other libraries, where they are installed."""
 
@@ -62,7 +62,7 @@ class TimingGroup:
 def run_groups(
     groups: Sequence[TimingGroup], rounds: int, hardware: Hardware | None = None
 ) -> tuple[list[Facts], list[str]]:
-    """(what was measured of each group, which were left out and why). `hardware` prices the collectives of shares.
+    """(measurements of each group, skipped groups with reasons). `hardware` models the collectives of emulated ranks.
 
     Under torchrun all its processes take part, in groups of their number. Raises MeasurementError (`contest.take_turns`).
     """
@@ -77,9 +77,9 @@ def run_groups(
 
 
 def threads_each(groups: Iterable[TimingGroup]) -> int:
-    """Threads of a process, the same in every group: cores over processes, unless the user has said how many."""
-    said = os.environ.get("OMP_NUM_THREADS")
-    return int(said) if said else max(available_cores() // max(group.processes for group in groups), 1)
+    """Threads per process, the same in every group: cores / processes, unless the user has set OMP_NUM_THREADS."""
+    configured = os.environ.get("OMP_NUM_THREADS")
+    return int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
 
 
 def _launched(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
@@ -165,8 +165,8 @@ def _row(name: str, stepper: Stepper) -> Facts:
 def sent_in_blocks(config: Config, counted: Sequence[Collective]) -> int:
     """Bytes that one process sends inside blocks, without embedding, head, gradients and step stats.
 
-    What is seen on the wire has no name: it gets that of the table that was computed of this configuration. Raises
-    MeasurementError if the two are not the same collectives.
+    Counted collectives have no names: these come from the collective table of this configuration. Raises MeasurementError
+    if the two differ.
     """
     table = list(step_collectives(config, 0))
     if Counter(map(_seen_as, counted)) != Counter(map(_seen_as, table)):
@@ -189,14 +189,14 @@ def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
 
 
 def seconds_of(group: Facts, name: str) -> list[float]:
-    """Seconds of a contender's step in each round; of a share with the modeled price of its collectives."""
+    """Seconds of a contender's step in each round; for an emulated rank including the modeled time of its collectives."""
     row = next(row for row in group["rows"] if row["name"] == name)
     waits: float = group.get("waits_s", {}).get(name, 0.0)
     return [taken + waits for taken in row["seconds"]]
 
 
 def times(group: Facts, over: str, under: str) -> Ratio:
-    """How many times the step of the first contender takes of the second's."""
+    """Ratio of the first contender's step time to the second's."""
     return ratio(seconds_of(group, over), seconds_of(group, under))
 
 

@@ -60,7 +60,7 @@ def sizes(name: str | None, overrides: Sequence[str]) -> dict[str, Config]:
 
 
 def of_family(config: Config, family: Family) -> Config:
-    """The same shape in another family, on one process, everything kept for the backward pass. Raises ConfigError."""
+    """The same shape in another family, on one process, without recomputation. Raises ConfigError."""
     tree = config.model_dump()
     change_family(tree["model"], family)
     if family != "dense" and tree["model"].get("rank") is None:
@@ -90,7 +90,7 @@ def matrix_product(width: int, dtype: torch.dtype, device: torch.device) -> Call
 
 
 def measure(configs: dict[str, Config], rounds: int) -> list[Facts]:
-    """Every contest of every size, on this process."""
+    """Every comparison for every size, on this process."""
     return [_measure(name, config, rounds) for name, config in configs.items()]
 
 

@@ -1,4 +1,4 @@
-"""What `boost bench single` found, as tables, a figure and goals."""
+"""Report of `boost bench single`: tables, a figure and goals."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Rows of the table of goals that are answered here."""
+    """The goals that this experiment answers."""
     shares = {f"{size['size']} {family}": share(size, family) for size in facts["sizes"] for family in LOW_RANK}
     overheads = {
         f"{size['size']} {family}": overhead(size, family)
@@ -69,8 +69,8 @@ def _mfu_goal(facts: Facts) -> Goal:
         )
     shares = {f"{s['size']} {family}": ceiling(s, family) for s in judged for family in LOW_RANK}
     met = all(found.value >= LEAST_MFU for found in shares.values())
-    said = ", ".join(f"{name} {_percent(found)}" for name, found in shares.items())
-    return Goal(what, figure, "; ".join(_where(s) for s in judged), said, met)
+    summary = ", ".join(f"{name} {_percent(found)}" for name, found in shares.items())
+    return Goal(what, figure, "; ".join(_where(s) for s in judged), summary, met)
 
 
 def share(size: Facts, family: str) -> Ratio:
@@ -166,7 +166,7 @@ def _percent(found: Ratio) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """A bar for each family and size: how much faster than dense, and a mark where operations say it should be."""
+    """A bar for each family and size: the speed-up over dense, and a mark at the ratio of operations."""
     pyplot = drawing.pyplot()
 
     names = [(size, family) for size in facts["sizes"] for family in LOW_RANK]

@@ -210,7 +210,7 @@ def _batch_table(facts: Facts, batch: int) -> Table:
 
 
 def _paper_table(facts: Facts) -> Table:
-    """The paper's table beside the model's: volumes as it counts them, payload."""
+    """The paper's table next to the model's: payload volumes, as the paper counts them."""
     by_kind = {
         kind: [r for r in facts["published"] if r["table"] == f"communication {kind}"] for kind in ("volume", "time")
     }

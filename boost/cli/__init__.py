@@ -23,23 +23,23 @@ COMMANDS = (
 
 
 def load_command(name: str) -> Any:
-    """The module of one command, which imports nothing heavy by itself. `import` is in import_.py: a keyword names no module;
-    a command of two words is in a file of both, as `plan calibrate` in plan_calibrate.py."""
+    """The module of one command; importing it is cheap. `import` is in import_.py, because a keyword cannot name a module; a
+    two-word command is in a file named after both words, such as plan_calibrate.py."""
     return importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
 
 
 def joined(words: Sequence[str], commands: Sequence[str] = COMMANDS) -> list[str]:
-    """A command line whose first word is the command, of two words where there is such a one: ['plan calibrate', ...]."""
+    """The command line with a two-word command joined into one element: ['plan calibrate', ...]."""
     two = " ".join(words[:2])
     return [two, *words[2:]] if two in commands and len(words) > 1 else list(words)
 
 
 class SubcommandGroup:
-    """Takes the place of argparse's subparsers where the second word of a command is registered: adds the first one to it."""
+    """Stands in for argparse's subparsers when a two-word command is registered: prepends the first word."""
 
     def __init__(self, subparsers: Any, first: str) -> None:
         self.subparsers, self.first = subparsers, first
 
     def add_parser(self, name: str, **options: Any) -> Any:
-        """As argparse's."""
+        """Same as argparse's `add_parser`."""
         return self.subparsers.add_parser(f"{self.first} {name}", **options)

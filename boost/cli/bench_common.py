@@ -16,7 +16,7 @@ LEAST_ROUNDS = 7
 def experiment_parser(
     experiments: Any, name: str, summary: str, description: str, tp: bool = True, config: str = "demo"
 ) -> argparse.ArgumentParser:
-    """A parser with what every experiment takes: CONFIG, --tp, --out and overrides."""
+    """A parser with the common arguments of experiments: CONFIG, --tp, --out and overrides."""
     parser: argparse.ArgumentParser = experiments.add_parser(
         name,
         help=summary,

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{field} = {' '.join(str(v) for v in values)} has a duplicate; name each once")
     if args.sweep_seed in args.seeds:
         raise ConfigError(
-            f"--sweep-seed = {args.sweep_seed} is one of --seeds, which rates may not be chosen on; take another"
+            f"--sweep-seed = {args.sweep_seed} is also one of --seeds; rates must be chosen on another seed, so use a different one"
         )
     if any(not 0 < lr < float("inf") for lr in args.sweep) or len(set(args.sweep)) < len(args.sweep):
         raise ConfigError(f"--sweep = {' '.join(f'{lr:g}' for lr in args.sweep)} must be different rates above 0")

@@ -1,4 +1,4 @@
-"""`boost bench gemms`: matrix products of one process's share of a block."""
+"""`boost bench gemms`: matrix products of one TP rank's shard of a block."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""`boost bench grouping`: linears of one input together or each by itself."""
+"""`boost bench grouping`: linears of one input, grouped or ungrouped."""
 
 import argparse
 from typing import Any

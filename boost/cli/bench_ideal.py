@@ -19,7 +19,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "ideal",
-        "TP steps against the ideal: a share of the TP=1 step and the time of the bytes",
+        "TP steps against the ideal: 1/TP of the TP=1 step plus the time of the collectives",
         "Times, in one interleaved run, a training step under btp-sp, btp, vanilla and megatron-sp, the same step on one process,\n"
         "and the collectives of each by themselves. CONFIG 'usual' is d 1024 in fp32 on a CPU, boost-1b in bf16 on GPUs.",
         config=USUAL,

@@ -10,7 +10,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = block_parser(
         experiments,
         "norms",
-        "RMSNorm over a sharded width: sync against online, by batch, and how exact either is",
+        "RMSNorm over a sharded width: sync against online, by batch, and the rounding error of both",
         "Times one block under btp with either norm, and the norms alone, all in one interleaved run; then compares the\n"
         "gradients of either in bfloat16 with those of one process in float32.",
         rounds=25,

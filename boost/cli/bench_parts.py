@@ -1,4 +1,4 @@
-"""`boost bench parts`: every optimization by itself."""
+"""`boost bench parts`: ablation of every optimization."""
 
 import argparse
 from typing import Any, get_args

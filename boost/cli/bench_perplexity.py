@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     require_least("--seeds", args.seeds, 0)
     if len(set(args.seeds)) < max(len(args.seeds), 2):
         words = " ".join(map(str, args.seeds))
-        raise ConfigError(f"--seeds = {words}: a spread takes two different seeds at least, each named once; as 0 1 2")
+        raise ConfigError(f"--seeds = {words}: a spread needs at least two distinct seeds, such as 0 1 2")
 
     from boost.bench.perplexity import perplexity_process, work
     from boost.data.fit import open_fitting_store

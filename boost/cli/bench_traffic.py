@@ -1,4 +1,4 @@
-"""`boost bench traffic`: what one block sends, and how long that takes."""
+"""`boost bench traffic`: bytes and time of one block's collectives."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""What experiments with a single block have in common on the command line."""
+"""Common command-line arguments of experiments with a single block."""
 
 import argparse
 import importlib
@@ -13,7 +13,7 @@ from boost.errors import ConfigError
 def block_parser(
     experiments: Any, name: str, summary: str, description: str, rounds: int, tp: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser of an experiment with a block: CONFIG may be left out, which takes one by the kind of device."""
+    """A parser for an experiment with a single block; without CONFIG the default depends on the device type."""
     parser = experiment_parser(experiments, name, summary, description, tp=tp, config="")
     for action in parser._actions:
         if action.dest == "config":

@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "eval",
         help="evaluate a checkpoint on held-out text",
         description="Mean cross-entropy, perplexity and bits per byte of a checkpoint over every token of a split,\n"
-        "next to the unigram entropy of the same text. Any checkpoint, whatever mesh and layout it was trained on.",
+        "next to the unigram entropy of the same text. Works with checkpoints of any mesh and layout.",
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"

@@ -12,8 +12,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "export",
         help="write a checkpoint as a Hugging Face folder",
         description="Writes weights, configuration, tokenizer and a model card that transformers reads by\n"
-        "AutoModelForCausalLM.from_pretrained. dense, and svd with its factors multiplied, are stock LlamaForCausalLM; cola\n"
-        "is the official CoLA format; everything else comes with a modeling file (trust_remote_code=True).",
+        "AutoModelForCausalLM.from_pretrained. dense, and svd with its factors merged, are stock LlamaForCausalLM; cola is the\n"
+        "official CoLA format; everything else comes with a modeling file (trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights (default: as stored)"
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
     )
     parser.add_argument("--no-merge", action="store_true", help="svd: keep A and B instead of W = B A")
     add_file_size(parser)
@@ -40,7 +40,7 @@ def add_file_size(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=5.0,
         metavar="GB",
-        help="maximum size of a weight file, and so the memory needed (default 5)",
+        help="maximum size of a weight file; export holds one in memory (default 5)",
     )
 
 

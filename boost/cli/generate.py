@@ -8,7 +8,7 @@ from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mes
 from boost.errors import ConfigError
 
 MAX_TOKENS = 1 << 20
-"""Of one generation; the cache for all of them is made at its start."""
+"""Limit of one generation; the key/value cache is allocated in full at the start."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.prompt.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(f"--prompt = {args.prompt!r} is not UTF-8 text; give it in the terminal's UTF-8") from None
+        raise ConfigError(f"--prompt = {args.prompt!r} is not valid UTF-8; use a terminal with UTF-8") from None
     _sampling(args)
     return run_on_mesh(generate_process, args)
 
 
 def generate_process(args: argparse.Namespace) -> int:
-    """One process of the generation; the main one prints, as the text comes."""
+    """One process of the generation; the main one prints the text as it is generated."""
     from boost.data.tokenizer import load_tokenizer
     from boost.parallel.mesh import close_mesh
     from boost.train.generate import generate
@@ -67,15 +67,19 @@ def generate_process(args: argparse.Namespace) -> int:
     checkpoint, config, mesh, decoder = open_model(args)
     checkpoint.require_tokenizer()
     tokenizer, eos = load_tokenizer(checkpoint.tokenizer), checkpoint.data["eos"]
-    start = checkpoint.data.get("bos")  # of imported weights; ours start a document after the end of another
+    start = checkpoint.data.get(
+        "bos"
+    )  # imported weights may have a bos; our documents begin after the eos of the previous one
     prompt = ([] if start is None else [start]) + tokenizer.encode(args.prompt, add_special_tokens=False).ids
     prompt = prompt or ([] if eos is None else [eos])
     if not prompt:
         raise ConfigError(
-            "--prompt is empty, and the start-of-document token of these weights is unknown; give some text"
+            "--prompt is empty, and the start-of-document token of these weights is unknown; pass some text"
         )
     if max(prompt) >= config.model.vocab_size:
-        raise ConfigError(f"--prompt has token {max(prompt)}, but the model knows {config.model.vocab_size}; reword it")
+        raise ConfigError(
+            f"--prompt has token {max(prompt)}, but model.vocab_size is {config.model.vocab_size}; change the prompt"
+        )
     tokens: list[int] = []
     written = ""
     streams = mesh.is_main and not args.json

@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="convert LLaMA or CoLA weights to a checkpoint",
         description="Converts a Hugging Face folder with safetensors weights to a checkpoint at step 0: stock LLaMA, the official\n"
         "CoLA class, or a folder of 'boost export'. Use it with 'boost eval', 'generate' or 'train --start-from'.\n"
-        "--family svd factors dense weights (a folder's or a checkpoint's) by truncated SVD, and reports the error of each linear.",
+        "--family svd factorizes dense weights (of a folder or checkpoint) by truncated SVD and reports the error of each linear.",
         epilog="examples:\n"
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
@@ -30,28 +30,34 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", metavar="DIR", help="Hugging Face folder; with --family svd also a run or checkpoint of ours"
+        "source", metavar="DIR", help="Hugging Face folder; with --family svd also a boost run or checkpoint"
     )
     parser.add_argument(
         "--out", required=True, metavar="CHECKPOINT", help="folder to write; must not exist or be empty"
     )
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: as stored; factors: float32)"
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
     )
-    parser.add_argument("--family", choices=("svd",), help="svd: factor dense weights by truncated SVD")
+    parser.add_argument("--family", choices=("svd",), help="svd: factorize dense weights by truncated SVD")
     parser.add_argument("--rank", type=int, metavar="R", help="svd: rank of every linear")
     parser.add_argument(
-        "--energy", type=float, metavar="SHARE", help="svd: of the squared singular values to keep, as 0.95"
+        "--energy",
+        type=float,
+        metavar="SHARE",
+        help="svd: fraction of the squared singular values to keep, such as 0.95",
     )
     parser.add_argument(
         "--multiple", type=int, default=1, metavar="N", help="with --energy: ranks are multiples of N (default 1)"
     )
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the SVD (default: a GPU if there is one)"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device of the SVD (default: a GPU if available)",
     )
     add_file_size(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, the error of every linear included")
+    parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
     return parser
 
 
@@ -59,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     limit = file_bytes(args)
     for flag, given in (("--rank", args.rank), ("--energy", args.energy), ("--multiple", args.multiple != 1)):
         if args.family is None and given not in (None, False):
-            raise ConfigError(f"{flag} is a choice of --family svd; add it, or leave {flag} out")
+            raise ConfigError(f"{flag} requires --family svd; add it, or remove {flag}")
     if args.multiple != 1 and args.energy is None:
-        raise ConfigError("--multiple rounds ranks that --energy chooses; add --energy, or leave --multiple out")
+        raise ConfigError("--multiple rounds the ranks that --energy chooses; add --energy, or remove --multiple")
 
     from boost.cli.inference import dump
     from boost.config.architecture import parameter_count
@@ -99,7 +105,7 @@ def _print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     linears, slots = report["linears"], report["slots"]
-    table = Table(title="what the truncated SVD keeps", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="truncated SVD", title_justify="left", box=None, pad_edge=False)
     table.add_column("linear")
     for heading in ("shape", "rank", "energy kept", "relative error"):
         table.add_column(heading, justify="right")

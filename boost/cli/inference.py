@@ -1,4 +1,4 @@
-"""What `boost eval` and `boost generate` share: a checkpoint, the mesh that is to run it, and the processes for it."""
+"""Shared by `boost eval` and `boost generate`: opening a checkpoint, its mesh, and starting processes."""
 
 import argparse
 from collections.abc import Callable, Iterator

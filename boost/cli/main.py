@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 bad input, 3 training stopped by itself, 1 our defect."""
+    """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     args, unknown = parser.parse_known_args(joined(words))
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Takes `--section.key value` and `--section.key=value` out of a command line, wherever they stand."""
+    """Extracts `--section.key value` and `--section.key=value` from anywhere in a command line."""
     rest, overrides, position = [], [], 0
     while position < len(words):
         word = words[position]
@@ -81,12 +81,12 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def print_error(message: str) -> None:
-    """One line on standard error, whatever the message holds: names and values in it may be of others."""
+    """Prints one line on stderr. Names and values in the message may be untrusted, so it is escaped."""
     print(f"boost: error: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def _leave(code: int) -> int:
-    """Ends a process of an open process group at once: NCCL's orderly end would wait for processes that are elsewhere."""
+    """Exits at once if a process group is open: NCCL's orderly shutdown would wait for the other processes."""
     if "torch" in sys.modules:
         import torch.distributed as dist
 

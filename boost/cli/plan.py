@@ -123,10 +123,10 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
             raise ConfigError(_fits_nowhere(args, search))
         others = alternatives(search, best, tick)
         dense = _dense(request)
-    said = list(notes(search, best, others, dense))
+    remarks = list(notes(search, best, others, dense))
     command = plan_report.command_line(args, best.config, source_of(args.model))
     report = plan_report.PlanReport(
-        args, request, search, best, others[: args.top], said, command, time.perf_counter() - begun
+        args, request, search, best, others[: args.top], remarks, command, time.perf_counter() - begun
     )
     if args.write is not None:
         args.write.write_text(plan_report.written(report), encoding="utf-8", newline="\n")

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_verdicts(facts: "Facts") -> None:
-    """What is judged, and what is not there to be judged."""
+    """The verdicts, and measurements that are missing."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""`boost prepare`: text to token store, with progress on standard error and a report on standard output."""
+"""`boost prepare`: text to token store, with progress on stderr and a report on stdout."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ Files are read by suffix: .jsonl .ndjson .json (one JSON object per line), .parq
 document per file; .gz is decompressed. In folders, unreadable files are skipped and reported; a file that you name must be
 readable. Pickles and other formats that can hold code are refused.
 
-Held out is a fraction of the documents, chosen by the hash of their names; of a single document, its last part.
+A fraction of the documents is held out, chosen by the hash of their names; of a single document, its last part.
 """
 
 
@@ -109,7 +109,7 @@ def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
 
 
 def as_json(result: "PrepareResult") -> dict[str, Any]:
-    """The report for programs; entropy in nats per token, the rest in tokens, documents and bytes."""
+    """The report as JSON values: entropy in nats per token, the rest in tokens, documents and bytes."""
     store = result.store
     splits = {name: {**sizes, **_density(store, name)} for name, sizes in store.meta["splits"].items()}
     return {
@@ -130,15 +130,15 @@ def _density(store: "TokenStore", name: str) -> dict[str, float]:
 
 
 def print_report(result: "PrepareResult") -> None:
-    """The tables of what was read, what was skipped and why, and what the store holds."""
+    """Prints tables of what was read, what was skipped and why, and what the store contains."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe has no width: cutting names to 80 columns there would lose what the report is for.
+    # A pipe has no width, and truncating names to 80 columns would lose information.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
     report = as_json(result)
-    # Names go through Text: a file called "[red]" is no markup.
+    # Names are wrapped in Text, so that a file called "[red]" is not markup.
     read = Table(title="read", title_justify="left", box=None, pad_edge=False)
     read.add_column("source", overflow="fold")
     for heading in ("files", "documents", "bytes", "tokens", "skipped"):
@@ -183,7 +183,7 @@ def _print_skipped(console: Any, sources: list[dict[str, Any]]) -> None:
 
 
 def progress_display() -> "Progress":
-    """A progress bar when standard error is a terminal, else a line now and then."""
+    """A progress bar if stderr is a terminal, else a line every 10 seconds."""
     return _bar() if sys.stderr.isatty() else _lines()
 
 

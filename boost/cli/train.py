@@ -1,4 +1,4 @@
-"""`boost train`: trains what a configuration says, under torchrun or with processes of its own."""
+"""`boost train`: trains a configuration, under torchrun or with local processes that it starts."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  torchrun --nproc-per-node 8 -m boost.cli.main train my.toml --parallel.tp 4 --parallel.dp 2\n\n"
         "signals, to any process of the run:\n"
         "  SIGTERM, SIGUSR1, SIGHUP, SIGINT (Ctrl-C)   save after this step and exit; a second Ctrl-C aborts without saving\n"
-        "  SIGUSR2                                     save after this step and go on\n"
+        "  SIGUSR2                                     save after this step and continue\n"
         "  SIGQUIT                                     write the stacks of the process (stderr, or logs/rankN.stacks)\n\n"
         "faults of --inject-fault, each on one process just before STEP:\n"
         f"{faults}\n\n"
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     from boost.train.run_lock import require_unlocked
     from boost.train.rundir import RunDirectory
 
-    # What the processes would find after their start of several seconds is better said at once.
+    # Checked here, because processes take seconds to start.
     run = RunDirectory(config.run.dir)
     require_unlocked(run.path)
     if not run.continued_by(args.resume):

@@ -107,9 +107,9 @@ class Tagged(Section):
             former, new = root.find(table.get(tag, root.model_fields[tag].default)), root.find(changes.get(tag))
             if former is None or new is None or former is new:
                 continue
-            kept = former.model_fields.keys() & new.model_fields.keys()
-            kept -= {tag, *root.dropped(former, new, table, changes)}
-            for name in [name for name in table if root.owners(name) and name not in kept]:
+            common = former.model_fields.keys() & new.model_fields.keys()
+            common -= {tag, *root.dropped(former, new, table, changes)}
+            for name in [name for name in table if root.owners(name) and name not in common]:
                 del table[name]
 
     @classmethod
@@ -200,10 +200,12 @@ def _misplaced(cls: type[Tagged], own: str, name: str, value: Any) -> Validation
     while isinstance(shown, dict) and shown:  # the first entry of a table, as it is written
         entry, shown = next(iter(shown.items()))
         field += f".{entry}"
-    said = str(shown).lower() if isinstance(shown, bool) else repr(shown)
+    shown_value = str(shown).lower() if isinstance(shown, bool) else repr(shown)
     *others, last = [f"'{owner}'" for owner in cls.owners(name)]
     ways = f"{', '.join(others)} or {last}" if others else last
-    message = f"{field} = {said} belongs to {cls.key} = {ways}, not to '{own}'; remove it, or take {cls.key} = {ways}"
+    message = (
+        f"{field} = {shown_value} belongs to {cls.key} = {ways}, not to '{own}'; remove it, or take {cls.key} = {ways}"
+    )
     return _invalid(cls, PydanticCustomError("misplaced", "{message}", {"message": message}), name, value)
 
 

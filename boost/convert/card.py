@@ -6,8 +6,8 @@ from boost.train.checkpoint import Checkpoint
 
 _WHAT = {
     "llama": "A LLaMA decoder with dense linears: transformers' own `LlamaForCausalLM`.",
-    "merged": "Trained as low-rank factors, exported with each pair multiplied to W = B A: transformers' own `LlamaForCausalLM`.",
-    "cola": "CoLA, y = B silu(A x), under the names and shapes of the official `ColaForCausalLM`, which reads these weights too.",
+    "merged": "Trained as low-rank factors, exported with each pair merged to W = B A: transformers' own `LlamaForCausalLM`.",
+    "cola": "CoLA, y = B silu(A x), with the names and shapes of the official `ColaForCausalLM`, which can load these weights.",
     "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
 }
 
@@ -26,9 +26,7 @@ def card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, contex
         "trained": f"{checkpoint.position.step:,} steps, {checkpoint.position.tokens:,} tokens",
     }
     if model.low_rank:
-        rows["rank"] = f"{model.rank}" + (
-            f", and {len(model.ranks)} of single linears in config.json" if model.ranks else ""
-        )
+        rows["rank"] = f"{model.rank}" + (f", with {len(model.ranks)} exceptions in config.json" if model.ranks else "")
     if not model.mlp_silu:
         rows["gated product"] = "down(gate(x) * up(x)), without silu"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as a Hugging Face folder, in one stream: no more in memory than one output file and one linear."""
+"""Exports a boost checkpoint as a Hugging Face folder, streaming: memory holds at most one output file and one linear."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ class Exported:
 def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, file_bytes: int) -> Exported:
     """Writes `out`, which must not exist or be empty. `dtype`: None keeps the stored one. `merge`: see `form_of`.
 
-    The folder appears under its name when it is complete. Raises ConfigError, CheckpointError, StorageError.
+    The folder gets its name once it is complete. Raises ConfigError, CheckpointError, StorageError.
     """
     require_free(out, "--out")
     model = checkpoint.config.model
@@ -55,18 +55,20 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, fi
             tensor = _tensor(entry, [reader.read(parameter.name) for parameter in entry.parameters])
             converted = tensor.to(target or reader.dtype(entry.parameters[0].name))
             if converted.dtype == torch.float16 and converted.isinf().any():
-                raise ConfigError(f"--dtype = float16 does not hold '{entry.name}' (65504 at most); choose bfloat16")
+                raise ConfigError(
+                    f"--dtype = float16 overflows in '{entry.name}' (largest value: 65504); choose bfloat16"
+                )
             writer.add(entry.name, converted)
-        places = writer.close()
+        weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
-        for name, text in _texts(checkpoint, form, stored, writer, places):
+        for name, text in _texts(checkpoint, form, stored, writer, weight_map):
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out)
     except OSError as error:
         raise StorageError(f"--out = '{out}' cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    files = len(set(places.values()))
+    files = len(set(weight_map.values()))
     has_tokenizer = (out / "tokenizer.json").is_file()
     return Exported(out, form, writer.parameters, writer.total_bytes, files, stored, has_tokenizer)
 
@@ -78,7 +80,7 @@ def require_free(out: Path, flag: str) -> None:
 
 
 def _tensor(entry: Entry, parts: list[Tensor]) -> Tensor:
-    """What a folder holds of these parameters. A product is formed in fp64, or a merged model would differ in fp32."""
+    """The folder's tensor for these parameters. Products are computed in fp64, so that a merged model is exact in fp32."""
     if len(parts) == 2:
         a_RI, b_OR = parts
         return b_OR.double() @ a_RI.double()
@@ -86,24 +88,24 @@ def _tensor(entry: Entry, parts: list[Tensor]) -> Tensor:
 
 
 def _texts(
-    checkpoint: Checkpoint, form: Form, dtype: str, writer: TensorWriter, places: dict[str, str]
+    checkpoint: Checkpoint, form: Form, dtype: str, writer: TensorWriter, weight_map: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The other files of the folder: (name, content)."""
+    """(name, content) of the other files of the folder."""
     model, data = checkpoint.config.model, checkpoint.data
     context = int(data.get("context") or checkpoint.config.train.seq_len)
     eos, bos = data.get("eos"), data.get("bos")
-    bos = eos if bos is None else bos  # a document begins after the end of the previous one
-    if len(set(places.values())) > 1:
-        yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": places})
+    bos = eos if bos is None else bos  # documents have no bos: one begins after the eos of the previous one
+    if len(set(weight_map.values())) > 1:
+        yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
     yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))
     yield "generation_config.json", _json(generation_config(eos, bos))
     if form in ("cola", "boost"):
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
         text = checkpoint.tokenizer.read_text(encoding="utf-8")
-        text, said = tokenizer_files(text, eos, bos, data.get("bos"), context)
+        text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context)
         yield "tokenizer.json", text
-        yield "tokenizer_config.json", _json(said)
+        yield "tokenizer_config.json", _json(tokenizer_config)
     assert form == "merged" or writer.parameters == parameter_count(model)
     yield "README.md", card(checkpoint, form, writer.parameters, dtype, context)
 

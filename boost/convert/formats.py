@@ -1,4 +1,4 @@
-"""A model's configuration as others write it: `config.json` to our [model] section and back."""
+"""Converts between Hugging Face's `config.json` and our [model] section."""
 
 import json
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ _FIELDS = {
     "heads": "num_attention_heads",
     "norm_eps": "rms_norm_eps",
 }
-"""Ours and LLaMA's names of what both always have."""
+"""Our names and LLaMA's names of the fields that both always have."""
 _OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
-"""What a folder with our modeling file says under our names."""
+"""Fields that a folder with our modeling file stores under our names."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder's configuration says about its weights."""
+    """The configuration of a folder's weights."""
 
     model: ModelConfig
     form: Form
     tied: bool
-    """The head is the embedding, and not stored."""
+    """The head is the embedding and is not stored."""
     context: int
-    """Tokens of the longest sequence that it was trained on, as far as it says."""
+    """Maximum sequence length in tokens, if the folder states one."""
     eos: int | None
     bos: int | None
 
@@ -47,8 +47,8 @@ def config_json(
 ) -> dict[str, Any]:
     """The content of `config.json` for a folder of this form.
 
-    rope_theta and torch_dtype are written as transformers 4 does; 5 reads both, and so does CoLA's own class. No pad token:
-    LLaMA's embedding would take its row out of training.
+    rope_theta and torch_dtype are written as transformers 4 does; transformers 5 and CoLA's own class read both. No pad token:
+    LLaMA's embedding would not train its row.
     """
     own = form in _CLASSES
     prefix = _CLASSES.get(form, "Llama")
@@ -90,7 +90,7 @@ def config_json(
 
 
 def read_folder(path: Path) -> Folder:
-    """The configuration of a folder. Raises ConfigError, naming the field, if our decoder is not that function."""
+    """The configuration of a folder. Raises ConfigError, naming the field, if our decoder does not implement the model."""
     content = read_json(path / "config.json", "a Hugging Face folder has a config.json")
     if not content:
         raise ConfigError(f"'{path}' has no config.json; name a Hugging Face folder with safetensors weights")
@@ -101,26 +101,26 @@ def read_folder(path: Path) -> Folder:
             "'llama', 'cola' (the official class) and 'boost' (our own exports)"
         )
     where = f"'{path}/config.json'"
-    _refuse_what_ours_has_not(content, where)
+    _require_supported(content, where)
     context = content.get("max_position_embeddings")
     context = 2048 if context is None else context
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
-        raise ConfigError(f"max_position_embeddings = {context!r} in {where} is no length; valid values: 1, 2, ...")
+        raise ConfigError(f"max_position_embeddings = {context!r} in {where} is not a length; valid values: 1, 2, ...")
     table = _model_table(content, where)
     try:
         table |= {"dense": _dense, "cola": _cola, "boost": _boost}["dense" if kind == "llama" else kind](content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
     except KeyError as error:
-        raise ConfigError(f"{where} has no {error.args[0]}; mend the file, or save the model again") from None
+        raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{where} cannot be read: {_line(error)}") from None
     except BoostError as error:
         raise ConfigError(f"{where} is not a model that boost can train: {_line(error)}") from None
-    return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_ends(path, content))
+    return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_eos_and_bos(path, content))
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """A JSON object; empty if there is no file. Raises ConfigError if it is something else."""
+    """A JSON object; empty if there is no file. Raises ConfigError if the content is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -128,19 +128,19 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"'{path}' cannot be read ({error}); {advice}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"'{path}' holds no JSON object; {advice}")
+        raise ConfigError(f"'{path}' is not a JSON object; {advice}")
     return content
 
 
 def _line(error: Exception) -> str:
-    """What a message quotes may hold line breaks."""
+    """The message as one line."""
     return " ".join(str(error).split())
 
 
 def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
     missing = [theirs for theirs in _FIELDS.values() if theirs not in content and theirs != "rms_norm_eps"]
     if missing:
-        raise ConfigError(f"{where} has no {missing[0]}; mend the file, or save the model again")
+        raise ConfigError(f"{where} has no {missing[0]}; fix the file, or save the model again")
     table = {ours: content[theirs] for ours, theirs in _FIELDS.items() if theirs in content}
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     table["rope_theta"] = _rope(content).get("rope_theta") or content.get("rope_theta") or 10000.0
@@ -149,40 +149,41 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes rope_parameters with everything in it; 4 writes rope_theta, and rope_scaling if there is one."""
+    """transformers 5 writes everything in rope_parameters; 4 writes rope_theta, and rope_scaling if there is scaling."""
     found = content.get("rope_parameters") or content.get("rope_scaling") or {}
     return found if isinstance(found, dict) else {"rope_type": str(found)}
 
 
-def _refuse_what_ours_has_not(content: dict[str, Any], where: str) -> None:
+def _require_supported(content: dict[str, Any], where: str) -> None:
+    """Raises ConfigError for LLaMA features that our decoder does not have."""
     rope = _rope(content)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder has plain rotary only; valid value: 'default'")
+        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder has plain RoPE only; valid value: 'default'")
     for field in ("attention_bias", "mlp_bias"):
         if content.get(field):
             raise ConfigError(f"{field} = true in {where}: our decoder's linears have no bias; valid value: false")
     width, heads = content.get("head_dim"), content.get("num_attention_heads")
     if width and isinstance(heads, int) and (not isinstance(width, int) or width * heads != content.get("hidden_size")):
-        legal = f"hidden_size / num_attention_heads = {content.get('hidden_size')!r} / {heads}"
-        raise ConfigError(f"head_dim = {width!r} in {where}: our decoder's heads are as wide as {legal}")
+        valid = f"hidden_size / num_attention_heads = {content.get('hidden_size')!r} / {heads}"
+        raise ConfigError(f"head_dim = {width!r} in {where}: our decoder requires head_dim = {valid}")
     if quantization := content.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(f"quantization_config ({method!r}) in {where}: import the weights that were quantized")
+        raise ConfigError(f"quantization_config ({method!r}) in {where}: import the unquantized weights instead")
 
 
 def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:
     act = content.get("hidden_act", "silu")
     if act not in ("silu", "swish", "linear"):
-        raise ConfigError(f"hidden_act = {act!r} in {where}: our MLP has 'silu' or 'linear'")
+        raise ConfigError(f"hidden_act = {act!r} in {where}: our MLP supports 'silu' and 'linear'")
     return {"family": "dense", "mlp_silu": act != "linear"}
 
 
 def _cola(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """The official class takes hidden_act for the latents if lr_act_type is missing, and only_lr_act for true."""
+    """In the official class lr_act_type defaults to hidden_act, and only_lr_act to true."""
     for field, act in (("hidden_act", "silu"), ("lr_act_type", content.get("hidden_act", "silu"))):
         if (value := content.get(field) or act) not in ("silu", "swish"):
-            raise ConfigError(f"{field} = {value!r} in {where}: boost trains CoLA with 'silu'")
+            raise ConfigError(f"{field} = {value!r} in {where}: boost supports CoLA with 'silu' only")
     rank = content.get("rank") or content["hidden_size"] // 4
     return {"family": "cola", "rank": rank, "mlp_silu": not content.get("only_lr_act", True)}
 
@@ -191,9 +192,9 @@ def _boost(content: dict[str, Any], where: str) -> dict[str, Any]:
     return {field: content[field] for field in _OWN}
 
 
-def _ends(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Tokens that end and begin a document: the first one where there are several (chat models name the end of a turn too)."""
-    generation = read_json(path / "generation_config.json", "mend or remove it")
+def _eos_and_bos(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:
+    """(eos, bos) token ids: the first one of a list (chat models also list the end of a turn)."""
+    generation = read_json(path / "generation_config.json", "fix or remove it")
 
     def token(name: str) -> int | None:
         for value in (content.get(name), generation.get(name)):

@@ -26,8 +26,8 @@ from boost.train.checkpoint import find_checkpoint, open_checkpoint
 from boost.train.console import progress
 from boost.train.weights import PREFIX, WeightReader, begin_weights, finish_weights, weights_state
 
-LONGEST = 2048
-"""Tokens of a sequence in evaluation, where a model was made for more; a run sets its own train.seq_len."""
+MAX_SEQ_LEN = 2048
+"""Maximum sequence length in evaluation, for models with a longer context; a run sets its own train.seq_len."""
 
 
 class Weights(Protocol):
@@ -40,23 +40,23 @@ class Weights(Protocol):
     tokenizer: Path | None
 
     def dtype(self) -> torch.dtype:
-        """The one in which all are kept: the widest of them."""
+        """The dtype of the weights: the widest of them."""
         ...
 
     def read(self, parameter: Parameter) -> Tensor:
-        """The whole of a parameter, on the CPU."""
+        """The full parameter, on the CPU."""
         ...
 
 
 class FolderWeights:
-    """Those of a Hugging Face folder."""
+    """Weights of a Hugging Face folder."""
 
     def __init__(self, path: Path) -> None:
-        """Checks names and shapes of all tensors. Raises ConfigError, CheckpointError."""
+        """Checks the names and shapes of all tensors. Raises ConfigError, CheckpointError."""
         folder = read_folder(path)
         self.model, self.context, self.eos, self.bos = folder.model, folder.context, folder.eos, folder.bos
         self._tensors = TensorFolder(path)
-        if folder.model.layers > len(self._tensors.shapes):  # before every layer is gone through
+        if folder.model.layers > len(self._tensors.shapes):  # before iterating over that many layers
             stored = f"{len(self._tensors.shapes)} tensors"
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
@@ -78,7 +78,7 @@ class FolderWeights:
 
 
 class CheckpointWeights:
-    """Those of a checkpoint of ours."""
+    """Weights of a boost checkpoint."""
 
     def __init__(self, path: Path) -> None:
         checkpoint = open_checkpoint(path)
@@ -105,24 +105,23 @@ class Imported:
     bytes: int
     tokenizer: bool
     report: dict[str, Any] | None
-    """Of the truncated SVD, if it was asked for."""
+    """Report of the truncated SVD; None without one."""
 
 
 def import_weights(
     source: Path, out: Path, dtype: str | None, tokenizer: Path | None, truncation: Truncation | None, file_bytes: int
 ) -> Imported:
-    """Writes the checkpoint `out`, which must not exist or be empty. With `truncation` dense weights become svd factors.
+    """Writes the checkpoint `out`, which must not exist or be empty. With `truncation`, dense weights become svd factors.
 
-    `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors are
-    float32 or wider).
-    `tokenizer`: a tokenizer.json or its folder, in place of the one next to the weights. The checkpoint appears under its
-    name when it is complete. Raises BoostError.
+    `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors are float32 or wider).
+    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. The checkpoint gets its name once
+    it is complete. Raises BoostError.
     """
     require_free(out, "--out")
     weights = open_weights(source, truncation)
     factorizer = Factorizer(weights.model, truncation) if truncation else None
     vocabulary = _vocabulary(weights, tokenizer)
-    target = getattr(torch, dtype) if dtype else _kept(weights.dtype(), truncation is not None)
+    target = getattr(torch, dtype) if dtype else _default_dtype(weights.dtype(), truncation is not None)
     temporary = begin_weights(out)
     try:
         writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
@@ -143,7 +142,7 @@ def import_weights(
 
 
 def open_weights(source: Path, truncation: Truncation | None) -> Weights:
-    """The weights of a Hugging Face folder, or of a checkpoint of ours. Raises BoostError."""
+    """The weights of a Hugging Face folder, or of a boost checkpoint. Raises BoostError."""
     if not source.is_dir():
         raise ConfigError(f"no folder at '{source}'; name a Hugging Face folder with safetensors weights")
     if (source / "config.json").is_file() or not _is_ours(source):
@@ -151,13 +150,13 @@ def open_weights(source: Path, truncation: Truncation | None) -> Weights:
     elif truncation is None:
         raise ConfigError(
             f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
-            "factor it with --family svd"
+            "factorize it with --family svd"
         )
     else:
         weights = CheckpointWeights(find_checkpoint(source))
     if truncation is not None and weights.model.family != "dense":
         raise ConfigError(
-            f"--family svd factors dense weights, but '{source}' is of model.family = '{weights.model.family}'; leave it out"
+            f"--family svd factorizes dense weights, but '{source}' has model.family = '{weights.model.family}'; remove the flag"
         )
     return weights
 
@@ -169,8 +168,8 @@ def _is_ours(source: Path) -> bool:
 
 
 def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the checkpoint, named."""
-    description = "factoring" if factorizer else "importing"
+    """(name, tensor) of every parameter of the checkpoint."""
+    description = "factorizing" if factorizer else "importing"
     for parameter in progress(list(parameters(weights.model)), description):
         if factorizer and parameter.role.endswith(".W"):
             yield from factorizer.factor(parameter, weights.read(parameter), dtype)
@@ -178,12 +177,14 @@ def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dty
             yield parameter.name, weights.read(parameter).to(dtype)
 
 
-def _kept(stored: torch.dtype, factored: bool) -> torch.dtype:
-    """The dtype of the checkpoint: runs know no float16, and factors are to be trained, so they lose nothing."""
+def _default_dtype(stored: torch.dtype, factored: bool) -> torch.dtype:
+    """The dtype of the checkpoint: runs do not support float16, and factors will be trained, so they are float32 or wider."""
     if stored == torch.float16 or (factored and stored == torch.bfloat16):
         return torch.float32
     if stored not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ConfigError(f"the weights are {dtype_name(stored)}; import those that they were made from")
+        raise ConfigError(
+            f"the weights are {dtype_name(stored)}; import the original weights in a floating-point dtype"
+        )
     return stored
 
 
@@ -198,7 +199,7 @@ def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
 
 
 def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """What generation, evaluation and a run that starts here ask of a checkpoint's tokenizer."""
+    """What generation, evaluation and runs that start from a checkpoint need to know of its tokenizer."""
     eos = weights.eos
     if eos is None and vocabulary is not None:
         eos = vocabulary.eos
@@ -206,16 +207,15 @@ def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
         "tokenizer": vocabulary.fingerprint if vocabulary else None,
         "content": None,
         "eos": eos,
-        "bos": weights.bos
-        if weights.bos != eos
-        else None,  # a document then begins after the end of another, as ours do
+        # With bos = eos a document begins after the eos of the previous one, as ours do.
+        "bos": weights.bos if weights.bos != eos else None,
         "context": weights.context,
     }
 
 
 def _config(model: dict[str, Any], dtype: str, context: int) -> Config:
-    """A configuration around a model: one process, and sequences of a length that evaluation can take at once."""
-    length = min(context, LONGEST)
+    """A configuration for a model: one process, with a sequence length and micro-batch that fit evaluation."""
+    length = min(context, MAX_SEQ_LEN)
     micro = max(1, min(8, math.floor(8 * 256 / length)))
     train = {"param_dtype": dtype, "compute_dtype": dtype, "seq_len": length, "micro_batch": micro}
     return from_tree({"model": model, "parallel": {"layout": "single"}, "train": train})

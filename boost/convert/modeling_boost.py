@@ -1,13 +1,13 @@
 """Low-rank decoders of BOOST for Hugging Face transformers: every linear of a LLaMA block is y = B act(A x).
 
 One file for three families. svd: no activation; cola: silu; lax: a block's latents are combined with those of the same linears
-of the previous block, u = LayerNorm(A x + G(h of the block before)), and G is the identity, two small matrices, or a linear
-(arXiv 2502.10940, 2505.21732). It needs torch and transformers only:
+of the previous block, u = LayerNorm(A x + G(previous h)), where the gate G is the identity, two small matrices, or a linear
+(arXiv 2502.10940, 2505.21732). Requires only torch and transformers:
 
     AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
 
-Legend: B sequences, S tokens of each, D width of the residual stream, I and O widths of a linear, r rank, a x b its most
-balanced factors, H query heads, E width of a head.
+Legend: B batch size, S sequence length, D width of the residual stream, I and O input and output width of a linear, r rank,
+a x b its most balanced factorization, H query heads, E head dimension.
 """
 
 import inspect
@@ -25,14 +25,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 LATENT_EPS = 1e-6
-"""Added to the variance by the LayerNorm of crossing latents."""
+"""Epsilon of the LayerNorm of latents."""
 
 
 class BoostConfig(PretrainedConfig):
-    """LLaMA's fields under LLaMA's names, and the bottleneck.
+    """LLaMA's fields, and those of the bottleneck.
 
-    rank: r of every linear; ranks: other ranks by name (attn, mlp.down, layers.3.attn.q; the narrower name counts);
-    latent_act: silu or none; gate: what crossing latents pass (none: nothing crosses); mlp_silu: SwiGLU's own silu.
+    rank: r of every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
+    latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu.
     """
 
     model_type = "boost"
@@ -84,19 +84,19 @@ class BoostConfig(PretrainedConfig):
 
 
 class ColaConfig(BoostConfig):
-    """The official CoLA fields: one rank, silu in every bottleneck, and `only_lr_act` if SwiGLU's own silu is dropped."""
+    """The official CoLA fields: one rank, silu in every bottleneck; `only_lr_act`: without SwiGLU's own silu."""
 
     model_type = "cola"
 
     def __init__(self, only_lr_act: bool = True, lr_act_type: str = "silu", **kwargs: Any) -> None:
         if lr_act_type != "silu":
-            raise ValueError(f"lr_act_type = {lr_act_type!r}: this file knows 'silu' only")
+            raise ValueError(f"lr_act_type = {lr_act_type!r}: only 'silu' is supported")
         self.only_lr_act, self.lr_act_type = only_lr_act, lr_act_type
         super().__init__(**kwargs | {"latent_act": "silu", "mlp_silu": not only_lr_act})
 
 
 class BoostRMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean square in fp32 or wider."""
+    """x / rms(x) * weight, with the mean square in fp32 or wider."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class BoostRMSNorm(nn.Module):
 
 
 class BoostBottleneck(nn.Module):
-    """y = B act(A x), with A [r, I] and B [O, r]; in CoLA's own format cola_a [I, r] and cola_b [r, O], their transposes.
+    """y = B act(A x), with A [r, I] and B [O, r]; in CoLA's own format the transposes cola_a [I, r] and cola_b [r, O].
 
-    After the first block of a family with latent gates, the latents h of the same linear of the previous block are added.
+    With latent gates, every block but the first adds the gated latents h of the same linear of the previous block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -138,11 +138,11 @@ class BoostBottleneck(nn.Module):
             self.gate_rows = nn.Parameter(torch.empty(a, a))
             self.gate_columns = nn.Parameter(torch.empty(rank // a, rank // a))
 
-    def forward(self, x_BSI: Tensor, arrived_BSr: Tensor | None) -> tuple[Tensor, Tensor]:
-        """y [B, S, O], and the latents h [B, S, r] for the next block."""
+    def forward(self, x_BSI: Tensor, prev_latents_BSr: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns y [B, S, O], and the latents h [B, S, r] for the next block."""
         u_BSr = x_BSI @ self.cola_a if self.transposed else F.linear(x_BSI, self.A)
         if self.gate != "none":
-            u_BSr = u_BSr + self._gated(arrived_BSr)
+            u_BSr = u_BSr + self._gated(prev_latents_BSr)
             u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], self.norm_weight, self.norm_bias, LATENT_EPS)
         h_BSr = F.silu(u_BSr) if self.silu else u_BSr
         return h_BSr @ self.cola_b if self.transposed else F.linear(h_BSr, self.B), h_BSr
@@ -169,15 +169,15 @@ def eager_attention(
 
 
 def rotate(x_BHSE: Tensor, cos_BSE: Tensor, sin_BSE: Tensor) -> Tensor:
-    """Rotary embedding; the two halves of a head are its pairs."""
+    """Rotary embedding in the rotate-half form."""
     first, second = x_BHSE.chunk(2, dim=-1)
     return x_BHSE * cos_BSE[:, None] + torch.cat((-second, first), dim=-1) * sin_BSE[:, None]
 
 
-# Not named ...Attention: for such classes transformers 5 looks for a call in this text that 4.56 does not have, and without
-# it does not allow choosing the implementation.
+# Not named ...Attention: transformers 5 searches the source of such classes for a call that 4.56 does not have, and without it
+# does not allow choosing the attention implementation.
 class BoostHeads(nn.Module):
-    """Rotary causal attention of one block, on whatever implementation transformers was asked for."""
+    """Causal attention with RoPE, in the attention implementation that was chosen in transformers."""
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
         super().__init__()
@@ -201,10 +201,10 @@ class BoostHeads(nn.Module):
         cache: Cache | None,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """The update [B, S, D], latents of q, k, v, o, and attention's weights where the implementation has them."""
+        """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation has them."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        made = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in made)
+        projected = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in projected)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
@@ -212,11 +212,11 @@ class BoostHeads(nn.Module):
         attend = eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         a_BSHE, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         update_BSD, h_o = self.o_proj(a_BSHE.flatten(2), prev_latents[3])
-        return update_BSD, (*(h for _, h in made), h_o), weights
+        return update_BSD, (*(h for _, h in projected), h_o), weights
 
 
 class BoostMLP(nn.Module):
-    """down(act(gate x) * up x), act silu or nothing."""
+    """down(act(gate x) * up x), where act is silu or the identity."""
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
         super().__init__()
@@ -234,9 +234,9 @@ class BoostMLP(nn.Module):
 
 
 class BoostDecoderLayer(GradientCheckpointingLayer):
-    """Attention and gated MLP, each after a norm and added to the residual stream.
+    """Pre-norm attention and gated MLP with residual connections.
 
-    What gradients flow through is positional and in no tuple: reentrant checkpointing sees nothing else.
+    Tensors with gradients are positional arguments and not in tuples: reentrant checkpointing sees no others.
     """
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
@@ -247,15 +247,15 @@ class BoostDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = BoostRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x_BSD: Tensor, *prev_latents: Tensor | None, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        """The residual stream after this block, the attention weights, and its seven latents."""
-        update, of_attention, weights = self.self_attn(self.input_layernorm(x_BSD), prev_latents[:4], **kwargs)
+        """Returns the residual stream after this block, the attention weights, and the block's seven latents."""
+        update, attention_latents, weights = self.self_attn(self.input_layernorm(x_BSD), prev_latents[:4], **kwargs)
         x_BSD = x_BSD + update
-        update, of_mlp = self.mlp(self.post_attention_layernorm(x_BSD), prev_latents[4:])
-        return x_BSD + update, weights, *of_attention, *of_mlp
+        update, mlp_latents = self.mlp(self.post_attention_layernorm(x_BSD), prev_latents[4:])
+        return x_BSD + update, weights, *attention_latents, *mlp_latents
 
 
 class BoostPreTrainedModel(PreTrainedModel):
-    """What transformers requires of every model class."""
+    """Common attributes and initialization of the model classes."""
 
     config_class: Any = BoostConfig
     base_model_prefix = "model"
@@ -268,7 +268,7 @@ class BoostPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """For models made from a configuration; what a checkpoint holds is never drawn."""
+        """Initializes a model that is created from a configuration; weights in a checkpoint are not initialized."""
         if isinstance(module, BoostBottleneck):
             a, b = (module.cola_a, module.cola_b) if module.transposed else (module.A.T, module.B.T)
             std = a.shape[1] ** -0.25 * (a.shape[0] + b.shape[1]) ** -0.25
@@ -311,19 +311,19 @@ class BoostModel(BoostPreTrainedModel):
     ) -> Any:
         """Hidden states [B, S, D] of tokens [B, S]; attention_mask [B, tokens so far], 0 for padding on either side."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, not both and not neither")
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.gradient_checkpointing and self.training:  # a second pass over a block would add to its cache again
+        if self.gradient_checkpointing and self.training:  # recomputing a block would update its cache twice
             past_key_values, use_cache = None, False
         if past_key_values is None and (config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache()
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-        places_S = torch.arange(x_BSD.shape[1], device=x_BSD.device) + seen
-        position_ids = places_S[None] if position_ids is None else position_ids
-        mask = _causal_mask(config, x_BSD, attention_mask, places_S, past_key_values, position_ids)
+        positions_S = torch.arange(x_BSD.shape[1], device=x_BSD.device) + seen
+        position_ids = positions_S[None] if position_ids is None else position_ids
+        mask = _causal_mask(config, x_BSD, attention_mask, positions_S, past_key_values, position_ids)
         shared = {"rotary": _rotary(config, position_ids, x_BSD.dtype), "attention_mask": mask}
         kwargs.pop("cache_position", None)
         latents: list[Tensor | None] = [None] * 7
@@ -344,25 +344,25 @@ class BoostModel(BoostPreTrainedModel):
 
 
 class ColaModel(BoostModel):
-    """The same for checkpoints in the format of the official CoLA class."""
+    """BoostModel for checkpoints in the format of the official CoLA class."""
 
     config_class = ColaConfig
 
 
 def _causal_mask(
-    config: BoostConfig, x_BSD: Tensor, mask: Tensor | None, places_S: Tensor, cache: Cache | None, positions: Tensor
+    config: BoostConfig, x_BSD: Tensor, mask: Tensor | None, positions_S: Tensor, cache: Cache | None, positions: Tensor
 ) -> Any:
-    """The mask in the form that the chosen attention implementation takes; transformers 4 and 5 name arguments differently."""
-    known = inspect.signature(create_causal_mask).parameters
-    given = {"attention_mask": mask, "past_key_values": cache, "position_ids": positions}
-    given["inputs_embeds" if "inputs_embeds" in known else "input_embeds"] = x_BSD
-    if "cache_position" in known:
-        given["cache_position"] = places_S
-    return create_causal_mask(config=config, **given)
+    """The mask for the chosen attention implementation; transformers 4 and 5 name the arguments differently."""
+    supported = inspect.signature(create_causal_mask).parameters
+    arguments = {"attention_mask": mask, "past_key_values": cache, "position_ids": positions}
+    arguments["inputs_embeds" if "inputs_embeds" in supported else "input_embeds"] = x_BSD
+    if "cache_position" in supported:
+        arguments["cache_position"] = positions_S
+    return create_causal_mask(config=config, **arguments)
 
 
 def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, S, E] in `dtype`. Angles are made from the configuration each time: no buffer to lose on the way."""
+    """cos and sin [B, S, E] in `dtype`, computed from the configuration at each call: a non-persistent buffer could be lost."""
     head_dim = config.hidden_size // config.num_attention_heads
     acc_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=acc_dtype) / head_dim
@@ -371,7 +371,7 @@ def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) ->
 
 
 class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
-    """The decoder with its head, which is not tied to the embedding."""
+    """The decoder with an untied head."""
 
     def __init__(self, config: BoostConfig) -> None:
         super().__init__(config)
@@ -393,9 +393,9 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Logits [B, S, V], of the last `logits_to_keep` tokens if it is not 0; with `labels` [B, S] also the mean
-        cross-entropy of each token's successor, -100 left out."""
-        for_loss = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
+        """Logits [B, S, V], only of the last `logits_to_keep` tokens if not 0; with `labels` [B, S] also the mean next-token
+        cross-entropy (labels of -100 are ignored)."""
+        loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         hidden = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -409,7 +409,7 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden.last_hidden_state[:, last])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **for_loss)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **loss_kwargs)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -421,6 +421,6 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
 
 
 class ColaForCausalLM(BoostForCausalLM):
-    """The same for checkpoints in the format of the official CoLA class."""
+    """BoostForCausalLM for checkpoints in the format of the official CoLA class."""
 
     config_class = ColaConfig

@@ -1,8 +1,8 @@
-"""What each parameter is called elsewhere: the tensors of a folder as data, in three forms.
+"""Maps parameters to the tensor names of Hugging Face folders, in three forms.
 
-llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same, of svd, with W = B A
+llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
-boost   our own modeling file: factors and crossings as they are, inside LLaMA's module names
+boost   our own modeling file: factors and latent gates unchanged, inside LLaMA's module names
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,19 @@ _LLAMA, _COLA = {"W": "weight"}, {"A": "cola_a", "B": "cola_b"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a folder, and the parameters of ours that it is made of."""
+    """One tensor of a folder, and the boost parameters that it is made of."""
 
     name: str
     shape: tuple[int, ...]
     parameters: tuple[Parameter, ...]
-    """One; or A and B, of which it is the product B A."""
+    """One parameter; or (A, B), and the tensor is the product B A."""
     transposed: bool = False
 
 
 def form_of(model: ModelConfig, merge: bool) -> Form:
-    """The form in which a model is exported. `merge`: factors of a linear without activation become one matrix.
+    """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix.
 
-    The official CoLA class knows one rank and silu in every bottleneck; what it cannot say takes our own file.
+    The official CoLA class supports one rank, with silu in every bottleneck; other models use our own modeling file.
     """
     if model.family == "dense":
         return "llama"
@@ -48,7 +48,7 @@ def form_of(model: ModelConfig, merge: bool) -> Form:
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
-    """Every tensor of a folder of this form, in the order in which a token meets them."""
+    """Every tensor of a folder of this form, in the order of the forward pass."""
     if form == "merged":
         yield from _merged(model)
         return
@@ -76,7 +76,7 @@ def _merged(model: ModelConfig) -> Iterator[Entry]:
 
 
 def _name(name: str, form: Form) -> str:
-    """The name of a parameter of ours in a folder of this form."""
+    """The name of a boost parameter in a folder of this form."""
     if name in _ENDS:
         return _ENDS[name]
     layer, rest = name.split(".", 2)[1:]

@@ -1,7 +1,7 @@
 """Truncated SVD of every linear of a dense model, to start a low-rank model from trained weights.
 
-W is replaced by the closest B A of its rank (Eckart-Young); what is lost is said of each linear. `boost/models/factorize.py`
-has the mathematics.
+W is replaced by its best rank-r approximation B A (Eckart-Young); the error of each linear is reported. The mathematics is in
+`boost/models/factorize.py`.
 """
 
 from collections.abc import Iterator
@@ -19,27 +19,25 @@ from boost.models.factorize import factorize
 
 @dataclass(frozen=True)
 class Truncation:
-    """How ranks are chosen: one of rank and energy."""
+    """How ranks are chosen: either rank or energy."""
 
     rank: int | None = None
-    """r of every linear, or its own smaller side where that is less (few key/value heads)."""
+    """Rank r of every linear, at most its smaller dimension (few key/value heads)."""
     energy: float | None = None
-    """The share of each linear's squared singular values to keep."""
+    """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1
-    """With energy: ranks are rounded up to a multiple of it."""
+    """With energy: ranks are rounded up to a multiple of this."""
     device: str = "cpu"
     """Where the decompositions are computed."""
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError naming the flag, its value and the nearest valid one."""
-        most = min(model.dim, model.ffn_dim)
+        largest = min(model.dim, model.ffn_dim)
         if (self.rank is None) == (self.energy is None):
-            raise ConfigError("--family svd needs one of --rank R and --energy SHARE, as --energy 0.95")
-        if self.rank is not None and not 1 <= self.rank <= most:
-            best = 1 if self.rank < 1 else most
-            raise ConfigError(
-                f"--rank = {self.rank} is out of range for linears of {most} and more; nearest valid value: {best}"
-            )
+            raise ConfigError("--family svd needs either --rank R or --energy SHARE, such as --energy 0.95")
+        if self.rank is not None and not 1 <= self.rank <= largest:
+            nearest = 1 if self.rank < 1 else largest
+            raise ConfigError(f"--rank = {self.rank} is out of range (1 to {largest}); nearest valid value: {nearest}")
         if self.energy is not None and not 0 < self.energy <= 1:
             raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; the usual value is 0.95")
         if self.multiple < 1:
@@ -56,63 +54,63 @@ class FactoredLinear:
     d_in: int
     rank: int
     energy: float
-    """Share of the squared singular values that is kept."""
+    """Fraction of the squared singular values that is kept."""
     error: float
     """||W - B A|| / ||W||, Frobenius."""
 
 
 class Factorizer:
-    """Factors linears one after another and records the error."""
+    """Factorizes linears one at a time and records the errors."""
 
     def __init__(self, dense: ModelConfig, truncation: Truncation) -> None:
         truncation.check(dense)
-        self._dense, self._how = dense, truncation
+        self._dense, self._truncation = dense, truncation
         self.linears: list[FactoredLinear] = []
 
     def factor(self, parameter: Parameter, w_OI: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """A and B of a dense weight, named and in `dtype`, on the CPU."""
-        how, name = self._how, parameter.name.removesuffix(".W")
+        """(name, tensor) of A and B of a dense weight, in `dtype`, on the CPU."""
+        truncation, name = self._truncation, parameter.name.removesuffix(".W")
         if not bool(torch.isfinite(w_OI).all()):
-            raise ConfigError(f"{name} holds numbers that are not finite: it has no singular values; mend the weights")
-        rank = None if how.rank is None else min(how.rank, *w_OI.shape)
-        # A linear that is one key/value head wide has fewer singular values than a multiple may ask for.
-        factors = factorize(w_OI.to(how.device), rank, how.energy, how.multiple)
+            raise ConfigError(f"{name} contains non-finite values and has no singular values; fix the weights")
+        rank = None if truncation.rank is None else min(truncation.rank, *w_OI.shape)
+        # A linear of one key/value head may have fewer singular values than the multiple.
+        factors = factorize(w_OI.to(truncation.device), rank, truncation.energy, truncation.multiple)
         energy = 1 - factors.error**2
         self.linears.append(FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], factors.rank, energy, factors.error))
         yield f"{name}.A", factors.a_RI.to("cpu", dtype)
         yield f"{name}.B", factors.b_OR.to("cpu", dtype)
 
     def model(self) -> dict[str, Any]:
-        """The [model] section of the result, once all linears are factored: ranks of single linears where they differ."""
+        """The [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
-        usual = self._how.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
+        default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
         table = self._dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
-        others = {name: rank for name, rank in ranks.items() if rank != usual}
-        return {**table, "family": "svd", "rank": usual, "ranks": _shortened(others, self._dense.layers)}
+        others = {name: rank for name, rank in ranks.items() if rank != default}
+        return {**table, "family": "svd", "rank": default, "ranks": _merge_blocks(others, self._dense.layers)}
 
     def report(self) -> dict[str, Any]:
-        """Every linear, and the whole."""
-        asked = {key: value for key, value in asdict(self._how).items() if key != "device" and value is not None}
+        """The options, a summary per slot, and every linear."""
+        options = {k: v for k, v in asdict(self._truncation).items() if k != "device" and v is not None}
         return {
-            "asked": asked,
+            "asked": options,
             "slots": [asdict(summary) for summary in summaries(self.linears)],
             "linears": [asdict(linear) for linear in self.linears],
         }
 
 
-def _shortened(ranks: dict[str, int], layers: int) -> dict[str, int]:
-    """The same with `attn.k` in place of `layers.0.attn.k`, ... where all blocks agree."""
+def _merge_blocks(ranks: dict[str, int], layers: int) -> dict[str, int]:
+    """The same, with `attn.k` instead of `layers.0.attn.k`, ... where all blocks have the same rank."""
     result: dict[str, int] = {}
     for slot in SLOTS:
         of_slot = {name: rank for name, rank in ranks.items() if name.endswith(f".{slot}")}
-        alike = len(of_slot) == layers and len(set(of_slot.values())) == 1
-        result |= {slot: next(iter(of_slot.values()))} if alike else of_slot
+        uniform = len(of_slot) == layers and len(set(of_slot.values())) == 1
+        result |= {slot: next(iter(of_slot.values()))} if uniform else of_slot
     return result
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One linear of a block, over all blocks."""
+    """One slot, summarized over all blocks."""
 
     slot: str
     blocks: int
@@ -126,7 +124,7 @@ class Summary:
 
 
 def summaries(linears: list[FactoredLinear]) -> list[Summary]:
-    """What became of each of the seven linears."""
+    """A summary of each of the seven slots."""
     result = []
     for slot in SLOTS:
         of_slot = [linear for linear in linears if linear.name.endswith(f".{slot}")]

@@ -1,4 +1,4 @@
-"""Safetensors in a folder: read one tensor at a time, written one file at a time. Nothing is ever unpickled."""
+"""Reads a safetensors folder one tensor at a time, and writes one file at a time. Nothing is ever unpickled."""
 
 import functools
 from collections.abc import Iterable
@@ -22,132 +22,132 @@ class TensorFolder:
     """The tensors of a Hugging Face folder: one safetensors file, or several with an index."""
 
     def __init__(self, path: Path) -> None:
-        """Reads every header and no tensor. Raises CheckpointError, naming the file."""
+        """Reads headers only, no tensors. Raises CheckpointError, naming the file."""
         self.path = path
-        self._places: dict[str, Path] = {}
+        self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for file in self._files():
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-                        self._places[name] = file
+                        self._file_of[name] = file
                         found = opened.get_slice(name)
                         self.shapes[name] = tuple(found.get_shape())
                         self._dtypes[name] = str(found.get_dtype())
             except (SafetensorError, OSError) as error:
                 line = " ".join(str(error).split())
-                raise CheckpointError(f"'{file}' is damaged or no safetensors file: {line}") from None
+                raise CheckpointError(f"'{file}' is damaged or not a safetensors file: {line}") from None
 
     def _files(self) -> list[Path]:
-        index = read_json(self.path / INDEX, "mend it, or save the model again")
+        index = read_json(self.path / INDEX, "fix it, or save the model again")
         if index:
             weight_map = index.get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
-                raise CheckpointError(f"'{self.path / INDEX}' has no weight_map; mend it, or save the model again")
-            if strange := [value for value in weight_map.values() if not isinstance(value, str)]:
-                raise CheckpointError(f"'{self.path / INDEX}' names {strange[0]!r}, which is no file name; mend it")
-            names, there = (
-                sorted(set(weight_map.values())),
-                {file.name for file in self.path.iterdir() if file.is_file()},
-            )
+                raise CheckpointError(f"'{self.path / INDEX}' has no weight_map; fix it, or save the model again")
+            if invalid := [value for value in weight_map.values() if not isinstance(value, str)]:
+                raise CheckpointError(f"'{self.path / INDEX}' names {invalid[0]!r}, which is not a file name; fix it")
+            names = sorted(set(weight_map.values()))
+            present = {file.name for file in self.path.iterdir() if file.is_file()}
             for name in names:
-                if name not in there:
-                    raise CheckpointError(f"'{self.path / INDEX}' names {name!r}, which is no file beside it; fetch it")
+                if name not in present:
+                    raise CheckpointError(f"'{self.path / INDEX}' names {name!r}, which is missing; download it")
             return [self.path / name for name in names]
-        # Some folders hold the same weights a second time, under a name of their makers'.
+        # Some folders contain a second copy of the weights under another name.
         single = self.path / "model.safetensors"
         if found := [single] if single.is_file() else sorted(self.path.glob("*.safetensors")):
             return found
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(
-                f"'{self.path}' holds its weights as a pickle ({pickles[0]}), which could run anything when it is read; save "
-                "them as safetensors where you trust them: model.save_pretrained(PATH, safe_serialization=True)"
+                f"'{self.path}' stores its weights as a pickle ({pickles[0]}), which can execute code when it is loaded; if you "
+                "trust it, save it as safetensors: model.save_pretrained(PATH, safe_serialization=True)"
             )
-        raise CheckpointError(f"'{self.path}' holds no safetensors file; name a Hugging Face folder with weights")
+        raise CheckpointError(f"'{self.path}' contains no safetensors file; name a Hugging Face folder with weights")
 
-    def check(self, wanted: Iterable[Entry], may_miss: frozenset[str]) -> None:
-        """Raises CheckpointError unless the folder holds exactly these tensors in these shapes.
+    def check(self, wanted: Iterable[Entry], optional: frozenset[str]) -> None:
+        """Raises CheckpointError unless the folder has exactly these tensors in these shapes.
 
-        `may_miss`: names that need not be there. Rotary frequencies, which old checkpoints store, are not asked for.
+        `optional`: names that may be missing. Rotary frequencies, which old checkpoints store, are ignored.
         """
         expected = {entry.name: entry.shape for entry in wanted}
-        if missing := [name for name in expected if name not in self.shapes and name not in may_miss]:
+        if missing := [name for name in expected if name not in self.shapes and name not in optional]:
             raise CheckpointError(
-                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; is config.json its own?"
+                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; does config.json belong to these weights?"
             )
-        strangers = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
-        if strangers:
+        unexpected = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
+        if unexpected:
             raise CheckpointError(
-                f"'{self.path}' has a tensor {min(strangers)!r} that its model does not{_more(strangers)}; is config.json its own?"
+                f"'{self.path}' has an unexpected tensor {min(unexpected)!r}{_more(unexpected)}; does config.json belong to "
+                "these weights?"
             )
         for name, shape in expected.items():
             if (found := self.shapes.get(name, shape)) != shape:
                 raise CheckpointError(
-                    f"'{self.path}': tensor '{name}' is {list(found)}, but config.json says {list(shape)}; is it its own?"
+                    f"'{self.path}': tensor '{name}' is {list(found)}, but config.json implies {list(shape)}; does it belong to "
+                    "these weights?"
                 )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The narrowest that holds all of these tensors exactly. Raises CheckpointError for one that is no float of a run."""
+        """The narrowest dtype that represents all of these tensors exactly. Raises CheckpointError for an unsupported one."""
         found = {self._dtypes[name]: name for name in names}
-        if strange := [dtype for dtype in found if dtype not in _FLOATS]:
+        if unsupported := [dtype for dtype in found if dtype not in _FLOATS]:
             raise CheckpointError(
-                f"'{self.path}': tensor {found[strange[0]]!r} is {strange[0]}; import the weights that it was made from "
+                f"'{self.path}': tensor {found[unsupported[0]]!r} has dtype {unsupported[0]}; import the original weights "
                 f"({', '.join(_FLOATS)})"
             )
         return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in found))
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU. The file is opened for it alone: what stays mapped would count as memory."""
-        with safe_open(self._places[name], framework="pt") as opened:
+        """One tensor, on the CPU. The file is opened for each tensor: pages that stay mapped would count as memory."""
+        with safe_open(self._file_of[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
 
 def _more(names: list[str]) -> str:
-    return f" ({len(names)} of them)" if len(names) > 1 else ""
+    return f" ({len(names)} in total)" if len(names) > 1 else ""
 
 
 class TensorWriter:
-    """Writes tensors in the order in which they come, into files of at most `limit` bytes (or one tensor): what is held in
-    memory is one file's. After `close` the files are `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
+    """Writes tensors in order of arrival into files of at most `limit` bytes (or one tensor), with one file in memory at a
+    time. After `close` the files are `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
         self._folder, self._stem, self._limit = folder, stem, limit
-        self._waiting: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
         self._written: list[tuple[Path, list[str]]] = []
         self.total_bytes = 0
         self.parameters = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Raises StorageError if a file that is full cannot be written."""
+        """Adds a tensor, and writes the file if it is full. Raises StorageError."""
         size = tensor.numel() * tensor.element_size()
-        if self._waiting and self._waiting_bytes + size > self._limit:
+        if self._pending and self._pending_bytes + size > self._limit:
             self._flush()
-        self._waiting[name] = tensor.contiguous()
-        self._waiting_bytes += size
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += size
         self.total_bytes += size
         self.parameters += tensor.numel()
 
     def close(self) -> dict[str, str]:
-        """Writes what is left and gives the files their names; returns the file of each tensor. Raises StorageError."""
+        """Writes the last file and renames all; returns the file name of each tensor. Raises StorageError."""
         self._flush()
         count = len(self._written)
-        places: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for number, (path, names) in enumerate(self._written, start=1):
             part = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
             final = path.rename(self._folder / f"{self._stem}{part}.safetensors")
-            places |= dict.fromkeys(names, final.name)
-        return places
+            weight_map |= dict.fromkeys(names, final.name)
+        return weight_map
 
     def _flush(self) -> None:
         path = self._folder / f".{self._stem}-{len(self._written):05d}.part"
         try:
-            save_file(self._waiting, path, metadata={"format": "pt"})
+            save_file(self._pending, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise StorageError(f"'{self._folder}' cannot be written: {error}") from None
-        self._written.append((path, list(self._waiting)))
-        self._waiting, self._waiting_bytes = {}, 0
+        self._written.append((path, list(self._pending)))
+        self._pending, self._pending_bytes = {}, 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizers next to weights: what we export to transformers, and what we import."""
+"""Exports tokenizers to transformers, and imports them."""
 
 import json
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from boost.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_MADE_WITH = "boost_post_processor"
-"""Of tokenizer_config.json: what an exported tokenizer.json had for post_processor, which its fingerprint includes."""
+_ORIGINAL_KEY = "boost_post_processor"
+"""Key in tokenizer_config.json: the original post_processor of an exported tokenizer.json, which its fingerprint includes."""
 
 
 @dataclass(frozen=True)
@@ -21,23 +21,23 @@ class Vocabulary:
     """The tokenizer that comes with weights."""
 
     json: str
-    """Its file, as `boost prepare` would keep it, so that a token store of the same tokenizer is recognized."""
+    """Its file, as `boost prepare` stores it, so that a token store with the same tokenizer has the same fingerprint."""
     fingerprint: str
     eos: int | None
-    """Its end-of-document token, where that can be told."""
+    """Its end-of-document token, if known."""
 
 
 def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
-    """A tokenizer.json or its folder; `folder` may hold a tokenizer_config.json. Raises DataError."""
+    """Reads a tokenizer.json or its folder; `folder` may contain a tokenizer_config.json. Raises DataError."""
     tokenizer = load_tokenizer(path.resolve())
     text = tokenizer.to_str()
-    said = read_json(folder / "tokenizer_config.json", "mend or remove it")
-    if _MADE_WITH in said:
+    config = read_json(folder / "tokenizer_config.json", "fix or remove it")
+    if _ORIGINAL_KEY in config:
         try:
-            tokenizer = parse_tokenizer(json.dumps({**json.loads(text), "post_processor": said[_MADE_WITH]}))
-        except Exception:  # what the Rust side raises, whatever it cannot parse
+            tokenizer = parse_tokenizer(json.dumps({**json.loads(text), "post_processor": config[_ORIGINAL_KEY]}))
+        except Exception:  # the Rust side raises a plain Exception for anything it cannot parse
             raise DataError(
-                f"{_MADE_WITH} in '{folder}/tokenizer_config.json' is no post_processor; remove it, or export the folder again"
+                f"{_ORIGINAL_KEY} in '{folder}/tokenizer_config.json' is not a valid post_processor; remove it, or export again"
             ) from None
         text = tokenizer.to_str()
     try:
@@ -50,41 +50,41 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
 def tokenizer_files(
     text: str, eos: int | None, bos: int | None, start: int | None, context: int
 ) -> tuple[str, dict[str, Any]]:
-    """`tokenizer.json` and `tokenizer_config.json` that have transformers encode a prompt as `boost generate` does.
+    """`tokenizer.json` and `tokenizer_config.json` with which transformers encodes a prompt as `boost generate` does.
 
-    `text`: the tokenizer of a checkpoint; `start`: the token that generation puts before a prompt. Nothing else is added, and
-    text that spells a special token is ordinary text: what was trained so would take an end of document for the end of it.
+    `text`: the tokenizer of a checkpoint; `start`: the token that generation prepends to a prompt. Nothing else is added, and
+    text that spells a special token is encoded as ordinary text, as in training.
     """
     tokenizer = parse_tokenizer(text)
     content = json.loads(text)
-    before = content.get("post_processor")
+    original = content.get("post_processor")
     name = None if start is None else tokenizer.id_to_token(start) or f"<{start}>"
-    content["post_processor"] = after = _post_processor(before, name, start)
+    content["post_processor"] = exported = _post_processor(original, name, start)
     config = tokenizer_config(tokenizer, eos, bos, context)
-    if after == before:
+    if exported == original:
         return text, config
-    return json.dumps(content, indent=2, ensure_ascii=False), {**config, _MADE_WITH: before}
+    return json.dumps(content, indent=2, ensure_ascii=False), {**config, _ORIGINAL_KEY: original}
 
 
 def _post_processor(found: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:
-    """That of a tokenizer.json, adding the token `start` before a text. ByteLevel adds nothing, it mends offsets: it stays."""
+    """A post_processor that prepends the token `start`. ByteLevel is kept: it adds no tokens and only fixes offsets."""
     parts = found["processors"] if found and found["type"] == "Sequence" else [found]
-    kept = [part for part in parts if part and part["type"] == "ByteLevel"]
+    processors = [part for part in parts if part and part["type"] == "ByteLevel"]
     if start is not None:
         first: list[dict[str, Any]] = [{"SpecialToken": {"id": name, "type_id": 0}}]
         a, b = ({"Sequence": {"id": sequence, "type_id": 0}} for sequence in "AB")
-        known = {name: {"id": name, "ids": [start], "tokens": [name]}}
+        special = {name: {"id": name, "ids": [start], "tokens": [name]}}
         single, pair = [*first, a], [*first, a, b]
-        kept.append({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known})
-    if len(kept) > 1:
-        return {"type": "Sequence", "processors": kept}
-    return kept[0] if kept else None
+        processors.append({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special})
+    if len(processors) > 1:
+        return {"type": "Sequence", "processors": processors}
+    return processors[0] if processors else None
 
 
 def tokenizer_config(tokenizer: "Tokenizer", eos: int | None, bos: int | None, context: int) -> dict[str, Any]:
-    """`tokenizer_config.json` next to a tokenizer.json: all that AutoTokenizer needs.
+    """The `tokenizer_config.json` that AutoTokenizer needs next to a tokenizer.json.
 
-    Padding is masked, so that any token will do: the end of a document, as is usual where there is no other.
+    Padding is masked, so any token will do; eos is the usual choice where there is no pad token.
     """
     content: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,6 +99,6 @@ def tokenizer_config(tokenizer: "Tokenizer", eos: int | None, bos: int | None, c
 
 
 def generation_config(eos: int | None, bos: int | None) -> dict[str, Any]:
-    """`generation_config.json`: where text begins and ends."""
+    """The content of `generation_config.json`."""
     known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
     return {name: token for name, token in known.items() if token is not None}

@@ -30,41 +30,41 @@ class Batch:
 
 
 def join(batches: Iterable[Batch]) -> Batch:
-    """Several micro-batches one below the other."""
+    """Concatenates micro-batches along the batch dimension."""
     rows = [(batch.tokens, batch.targets, batch.document_ids) for batch in batches]
     tokens, targets, document_ids = (np.concatenate(column) for column in zip(*rows, strict=True))
     return Batch(tokens, targets, document_ids)
 
 
 def shuffled_order(n_samples: int, seed: int) -> Any:
-    """An endless sequence by index: each run of `n_samples` items is another permutation of range(n_samples).
+    """An endless indexable sequence: each run of `n_samples` items is a new permutation of range(n_samples).
 
-    Any item costs the same and no permutation is held in memory.
+    Random access takes constant time, and no permutation is held in memory.
     """
     grain = _import_grain()
     return grain.MapDataset.range(n_samples).seed(seed).shuffle().repeat()
 
 
 def _import_grain() -> Any:
-    # On import grain warns through absl that jax is not there, which is no news to a user of PyTorch.
+    # On import grain warns through absl that jax is missing, which does not matter to a user of PyTorch.
     from absl import logging as absl_logging
 
-    def is_news(record: logging.LogRecord) -> bool:
+    def is_relevant(record: logging.LogRecord) -> bool:
         return "jax profiler" not in record.getMessage()
 
     logger = absl_logging.get_absl_logger()
-    logger.addFilter(is_news)
+    logger.addFilter(is_relevant)
     try:
         import grain
     finally:
-        logger.removeFilter(is_news)
+        logger.removeFilter(is_relevant)
     return grain
 
 
 class Batches:
     """Training batches of a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
 
-    The last tokens that do not fill a window are not trained on. Raises `DataError` when the split holds no window.
+    Trailing tokens that do not fill a window are dropped. Raises `DataError` if the split has no full window.
     """
 
     def __init__(self, split: Split, seq_len: int, global_batch: int, seed: int) -> None:
@@ -80,10 +80,10 @@ class Batches:
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
         self.n_samples = (split.n_tokens - 1) // seq_len
         if self.n_samples > MAX_SAMPLES:
-            least = -(-split.n_tokens // MAX_SAMPLES)
+            smallest = -(-split.n_tokens // MAX_SAMPLES)
             raise DataError(
                 f"{split.path}: {self.n_samples} sequences of {seq_len} are more than {MAX_SAMPLES}; "
-                f"set train.seq_len to {least} or more"
+                f"set train.seq_len to {smallest} or more"
             )
         self._order = shuffled_order(self.n_samples, seed)
 
@@ -93,24 +93,24 @@ class Batches:
         return self.n_samples * self.seq_len
 
     def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
-        """The samples of one optimizer step, int64 [G]; `step` counts from 0."""
+        """Sample indices of one optimizer step, int64 [G]; `step` counts from 0."""
         first = step * self.global_batch
         return np.array([self._order[first + i] for i in range(self.global_batch)], dtype=np.int64)
 
     def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
-        """This rank's share of a step, G / dp samples in order, `micro_batch` at a time.
+        """This DP rank's G / dp samples of a step, in order, `micro_batch` at a time.
 
-        Ranks take contiguous slices, so the samples of a step are the same for every `dp` and `micro_batch` that divide
-        the global batch. Raises `ConfigError` when they do not.
+        DP ranks take contiguous slices, so the samples of a step do not depend on `dp` and `micro_batch`. Raises
+        `ConfigError` if these do not divide the global batch.
         """
         if dp < 1 or micro_batch < 1 or self.global_batch % (dp * micro_batch):
             raise ConfigError(
                 f"global batch {self.global_batch} is not a multiple of {dp} data-parallel ranks times "
                 f"micro-batch {micro_batch}; set it to {_next_multiple(self.global_batch, dp * micro_batch)}"
             )
-        share = self.global_batch // dp
-        indices = self.sample_indices(step)[dp_rank * share : (dp_rank + 1) * share]
-        for start in range(0, share, micro_batch):
+        per_rank = self.global_batch // dp
+        indices = self.sample_indices(step)[dp_rank * per_rank : (dp_rank + 1) * per_rank]
+        for start in range(0, per_rank, micro_batch):
             yield _stack([self.sample(int(index)) for index in indices[start : start + micro_batch]])
 
     def sample(self, index: int) -> Batch:
@@ -121,9 +121,9 @@ class Batches:
 class EvaluationBatches:
     """Windows of the split in order, `batch` rows at a time; every token but the first is a target exactly once.
 
-    Targets beyond the end are `IGNORED`. All ranks yield the same number of batches, the last of them filled with rows
-    without targets, since ranks meet in collectives. `max_tokens` keeps as many windows as fit, at least one, spread
-    evenly over the split. Raises `DataError` when the split has no target. Its length is the number of batches.
+    Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
+    because every rank must take part in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
+    one, spread evenly over the split. Raises `DataError` if the split has no target. Its length is the number of batches.
     """
 
     def __init__(
@@ -134,23 +134,23 @@ class EvaluationBatches:
                 f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, nothing to predict; add text"
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
-        self._windows = self._kept = -(-(split.n_tokens - 1) // seq_len)
+        self._windows = self._selected = -(-(split.n_tokens - 1) // seq_len)
         if max_tokens is not None:
-            self._kept = min(self._windows, max(max_tokens // seq_len, 1))
+            self._selected = min(self._windows, max(max_tokens // seq_len, 1))
 
     def __len__(self) -> int:
-        return -(-self._kept // (self._batch * self._dp))
+        return -(-self._selected // (self._batch * self._dp))
 
     def __iter__(self) -> Iterator[Batch]:
         for step in range(len(self)):
             first = (step * self._dp + self._dp_rank) * self._batch
             numbers = range(first, first + self._batch)
-            chosen = [i * self._windows // self._kept if i < self._kept else None for i in numbers]
+            chosen = [i * self._windows // self._selected if i < self._selected else None for i in numbers]
             yield _stack([_row(self._split, index, self._seq_len) for index in chosen])
 
 
 def _row(split: Split, index: int | None, seq_len: int) -> Batch:
-    """Window `index` [S]; beyond the split there is padding of its own document, and only that for None."""
+    """Window `index` [S], padded beyond the split with a separate document; None: padding only."""
     start = (index or 0) * seq_len
     n_inputs = 0 if index is None else min(seq_len, split.n_tokens - 1 - start)
     tokens = np.full(seq_len, split.eos, dtype=np.int64)

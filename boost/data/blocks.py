@@ -1,4 +1,4 @@
-"""Files of a token store as they are read and checked: arrays without a memory map, digests block by block."""
+"""Reads and checks the files of a token store: arrays without a memory map, and one digest per block."""
 
 import hashlib
 import os
@@ -12,54 +12,54 @@ import numpy.typing as npt
 from boost.errors import DataError
 
 BLOCK_BYTES = 1 << 22
-"""Bytes under one digest: a few milliseconds to read and hash."""
+"""Bytes per digest: a few milliseconds to read and hash."""
 DIGEST_BYTES = 16
 
 
 def block_digest(data: bytes | bytearray | memoryview) -> str:
-    """Digest of one block: the first 32 hex digits of its sha256, which processors of today have instructions for."""
-    return _shortened(hashlib.sha256(data))
+    """Digest of one block: the first 32 hex digits of its sha256, which current CPUs compute in hardware."""
+    return _truncated(hashlib.sha256(data))
 
 
-def _shortened(digest: Any) -> str:
+def _truncated(digest: Any) -> str:
     return str(digest.hexdigest()[: 2 * DIGEST_BYTES])
 
 
 class BlockDigests:
-    """The digests of a file's blocks while it is written."""
+    """Computes the digests of a file's blocks while it is written."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
-        self._open = hashlib.sha256()
+        self._current = hashlib.sha256()
         self._filled = 0
 
     def update(self, data: bytes) -> None:
-        """Appends what is written."""
+        """Adds data that is written to the file."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK_BYTES - self._filled]
-            self._open.update(part)
+            self._current.update(part)
             self._filled += len(part)
             view = view[len(part) :]
             if self._filled == BLOCK_BYTES:
-                self._close()
+                self._finish_block()
 
     def finish(self) -> str:
-        """All digests, one after another."""
+        """All digests, concatenated."""
         if self._filled:
-            self._close()
+            self._finish_block()
         return "".join(self._done)
 
-    def _close(self) -> None:
-        self._done.append(_shortened(self._open))
-        self._open, self._filled = hashlib.sha256(), 0
+    def _finish_block(self) -> None:
+        self._done.append(_truncated(self._current))
+        self._current, self._filled = hashlib.sha256(), 0
 
 
 class FileArray:
-    """A file of numbers of one dtype as a read-only array: slices are read when asked for.
+    """A file of numbers of one dtype as a read-only array; slices are read on access.
 
-    A memory map would do, but a map of a file that is truncated, or that the disk cannot read, ends the process with SIGBUS;
-    here it is a `DataError`. The file stays open: one that is replaced under its name is still the one that was opened.
+    Not a memory map: if the file is truncated or the disk fails, a map kills the process with SIGBUS, while this raises
+    `DataError`. The file stays open, so replacing it under its name does not affect this reader.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -82,7 +82,7 @@ class FileArray:
     def __getitem__(self, where: int | slice) -> Any:
         if isinstance(where, slice):
             start, stop, step = where.indices(self._length)
-            assert step == 1, "only contiguous slices are read"
+            assert step == 1, "only contiguous slices are supported"
             return self._read(start, max(stop - start, 0))
         index = where + self._length if where < 0 else where
         if not 0 <= index < self._length:
@@ -97,13 +97,13 @@ class FileArray:
         return np.frombuffer(data, dtype=self.dtype)
 
     def read_bytes(self, start: int, length: int) -> bytes:
-        """Bytes from `start`. Raises `DataError` if the file has fewer than when it was opened, or cannot be read."""
+        """`length` bytes from `start`. Raises `DataError` if the file became shorter or cannot be read."""
         parts, left = [], length
         while left:
             try:
                 part = os.pread(self._descriptor, left, start + length - left)
             except OSError as error:
-                raise DataError(f"{self.path}: cannot be read any more: {error.strerror}; restore the file") from None
+                raise DataError(f"{self.path}: can no longer be read: {error.strerror}; restore the file") from None
             if not part:
                 raise DataError(
                     f"{self.path}: is shorter than when it was opened (no byte {start + length - left}); restore it"

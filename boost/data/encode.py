@@ -1,4 +1,4 @@
-"""Text to tokens in bounded memory: long texts are split into pieces, and pieces are encoded in batches."""
+"""Text to tokens in bounded memory: long texts are split into pieces, which are encoded in batches."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -10,46 +10,46 @@ from boost.data.writer import TokenWriter
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Texts are encoded in pieces of at most this many characters: an encoding takes about a hundred bytes a character ...
+# Texts are encoded in pieces of at most this many characters: an encoding takes about 100 bytes per character ...
 PIECE_CHARS = 1 << 16
-# ... and in batches of about this many, which the tokenizer spreads over the processor's cores.
+# ... and in batches of about this many characters, which the tokenizer distributes over the CPU cores.
 BATCH_CHARS = 1 << 20
 _CLEAN_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 
-def cut(text: str, limit: int = PIECE_CHARS) -> Iterator[str]:
-    """Cuts a long text into pieces of at most `limit` characters that join to the text.
+def split_text(text: str, limit: int = PIECE_CHARS) -> Iterator[str]:
+    """Splits a long text into pieces of at most `limit` characters whose concatenation is the text.
 
-    A cut falls after a newline between two visible characters, where a byte-level BPE with the GPT-2 pattern never
-    joins tokens, so the encoding is that of the whole. Failing that, at any white space or even in a word: then, and
-    with tokenizers that mark the start of a text (as SentencePiece's "▁"), a token may differ at each cut.
+    Splits after a newline between two visible characters, where a byte-level BPE with the GPT-2 pattern never merges, so
+    the tokens are those of the whole text. Without one, splits at any whitespace or even inside a word. Then, and with
+    tokenizers that mark the start of a text (such as SentencePiece's "▁"), a token may differ at each split.
     """
     start = 0
     while len(text) - start > limit:
         window = text[start : start + limit + 1]
-        end = _last_cut(window, limit)
+        end = _last_split(window, limit)
         yield window[:end]
         start += end
     yield text[start:] if start else text
 
 
-def _last_cut(window: str, limit: int) -> int:
+def _last_split(window: str, limit: int) -> int:
     end = limit
     while (end := window.rfind("\n", 0, end)) > 0:
         if _CLEAN_LINE_END.match(window, end):
             return end + 1
-    for place in range(limit, max(limit - 4096, 0), -1):
-        if window[place].isspace() and not window[place - 1].isspace():
-            return place
+    for position in range(limit, max(limit - 4096, 0), -1):
+        if window[position].isspace() and not window[position - 1].isspace():
+            return position
     return limit
 
 
 class Encoder:
-    """Turns texts into tokens in batches and hands them to the writer in order."""
+    """Encodes texts in batches and passes the tokens to the writer in order."""
 
-    def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter, working: Callable[[int], None]) -> None:
-        """`working` is called after every batch with the number of characters left in the current text."""
-        self._tokenizer, self._writer, self._working = tokenizer, writer, working
+    def __init__(self, tokenizer: "Tokenizer", writer: TokenWriter, on_batch: Callable[[int], None]) -> None:
+        """`on_batch` is called after every batch with the number of characters left in the current text."""
+        self._tokenizer, self._writer, self._on_batch = tokenizer, writer, on_batch
         self._batch: list[tuple[FileReport, str, str, bool]] = []
         self._chars = 0
         unknown = getattr(tokenizer.model, "unk_token", None)
@@ -57,18 +57,18 @@ class Encoder:
         self.unknown = 0
 
     def add(self, entry: FileReport, split: str, text: str) -> None:
-        """Queues one document, which `entry` is charged for."""
+        """Queues one document; its tokens are counted in `entry`."""
         left = len(text)
-        for piece in cut(text, PIECE_CHARS):
+        for piece in split_text(text, PIECE_CHARS):
             left -= len(piece)
             self._batch.append((entry, split, piece, left == 0))
             self._chars += len(piece)
             if self._chars >= BATCH_CHARS:
                 self.flush()
-                self._working(left)
+                self._on_batch(left)
 
     def flush(self) -> None:
-        """Encodes and writes what is queued."""
+        """Encodes and writes the queue."""
         texts = [piece for _, _, piece, _ in self._batch]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         for (entry, split, piece, end), encoding in zip(self._batch, encodings, strict=True):

@@ -1,4 +1,4 @@
-"""Whether a token store fits a configuration: checked before processes start, and again in each of them."""
+"""Checks that a token store matches a configuration: before processes start, and again in each of them."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from boost.errors import ConfigError
 
 def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
     """The token store of a configuration, verified unless data.verify is false. Raises DataError or ConfigError if it is
-    missing, damaged, too small for one sequence, or has more tokens in its vocabulary than the model.
+    missing, damaged, too small for one sequence, or contains token ids outside the model's vocabulary.
 
-    `progress` goes around the blocks that are read, if this machine has not verified the store before.
+    `progress` wraps the iteration over the verified blocks; a store that this machine has verified before is not read again.
     """
     store = TokenStore.open(Path(config.data.store))
     check_vocabulary(config, store)
@@ -25,11 +25,11 @@ def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
 
 
 def check_vocabulary(config: Config, store: TokenStore) -> None:
-    """Raises ConfigError if the store holds tokens that the model has no rows for."""
+    """Raises ConfigError if the store contains token ids outside the model's vocabulary."""
     if store.largest_token >= config.model.vocab_size:
         tp = config.parallel.tp
-        legal = -(-store.vocab_size // tp) * tp
+        valid = -(-store.vocab_size // tp) * tp
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size}, but data.store = '{store.path}' contains token ids up to "
-            f"{store.largest_token}; take the size of its tokenizer, {legal}"
+            f"{store.largest_token}; set it to the tokenizer's vocabulary size, {valid}"
         )

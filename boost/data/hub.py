@@ -1,4 +1,4 @@
-"""A data set of the Hugging Face hub, streamed: no copy on disk, no code of the data set executed."""
+"""A dataset from the Hugging Face Hub, streamed: no copy on disk, and no dataset code is executed."""
 
 import logging
 import re
@@ -13,7 +13,7 @@ from boost.errors import DataError
 
 
 class HubSource:
-    """`NAME` or `NAME:CONFIG`, one split of it, streamed by `datasets`. Keys are row numbers."""
+    """One split of `NAME` or `NAME:CONFIG`, streamed by `datasets`. Keys are row numbers."""
 
     size: int | None = None
 
@@ -23,9 +23,9 @@ class HubSource:
         self.split, self.text_field = split, text_field
         self.name = f"Hugging Face {spec} ({split})"
         if Path(self.dataset).exists():
-            raise DataError(f"--hf {self.dataset}: this is a path on this machine; give it as INPUT, without --hf")
+            raise DataError(f"--hf {self.dataset}: this is a local path; pass it as INPUT, without --hf")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.dataset) or config.startswith("/"):
-            raise DataError(f"--hf {spec}: not the name of a data set; expected OWNER/NAME or OWNER/NAME:CONFIG")
+            raise DataError(f"--hf {spec}: not a dataset name; expected OWNER/NAME or OWNER/NAME:CONFIG")
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
         entry = report.source(self.name).file(self.dataset)
@@ -34,7 +34,7 @@ class HubSource:
             if self.text_field not in row:
                 columns = ", ".join(map(str, list(row)[:20]))
                 raise DataError(
-                    f"{self.dataset}: no column {self.text_field!r}; choose with --text-field among: {columns}"
+                    f"{self.dataset}: no column {self.text_field!r}; choose one with --text-field: {columns}"
                 )
             if document := accept(row[self.text_field], f"{self.dataset}:{number}", f"row {number}", entry):
                 report.consumed += len(document.text)
@@ -44,16 +44,16 @@ class HubSource:
         try:
             import datasets
         except ImportError as error:
-            raise missing_package("a Hugging Face data set", "datasets") from error
+            raise missing_package("a Hugging Face dataset", "datasets") from error
         with quiet_hub():
             try:
-                # Never trust_remote_code: a data set is data, not a program.
+                # Never trust_remote_code: a dataset is data, not a program.
                 stream = datasets.load_dataset(self.dataset, self.config, split=self.split, streaming=True)
                 yield from stream
             except (GeneratorExit, DataError):
                 raise
             except Exception as error:
-                # The library and its transports raise dozens of types; whichever it is, the run cannot go on.
+                # The library and its transports raise dozens of exception types, and none of them is recoverable here.
                 line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
                 raise DataError(
                     f"--hf {self.dataset}: {type(error).__name__}: {line}; check the name, --hf-split and the network"
@@ -65,7 +65,7 @@ class HubSource:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Holds back the hub client's five lines per retry; the error that ends the retries still comes through."""
+    """Silences the hub client's five lines per retry; the error that ends the retries is still raised."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

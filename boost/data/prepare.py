@@ -1,6 +1,6 @@
-"""`boost prepare` without its command line: sources -> tokenizer -> token store, once per input.
+"""The implementation of `boost prepare`: sources -> tokenizer -> token store, once per input.
 
-`split.py` says which documents are held out, `encode.py` how text becomes tokens, `writer.py` how a store appears.
+`split.py` decides which documents are held out, `encode.py` turns text into tokens, `writer.py` publishes a store atomically.
 """
 
 import hashlib
@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from boost.data.encode import Encoder, cut
-from boost.data.readers import Document, ReadsAlike
+from boost.data.encode import Encoder, split_text
+from boost.data.readers import ConsistentPasses, Document
 from boost.data.report import PrepareReport
 from boost.data.sources import Source, open_sources
 from boost.data.split import SplitRule, choose_split
@@ -29,13 +29,13 @@ from boost.data.tokenizer import (
 from boost.data.writer import TokenWriter, locked, new_store
 from boost.errors import DataError
 
-# The merges of a vocabulary settle long before this much text; more costs time and memory for nothing.
+# The merges of a vocabulary converge long before this much text; more would only cost time and memory.
 TRAINING_CHARS = 1 << 30
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What one preparation is: inputs, where to, and how."""
+    """Options of one preparation: inputs, output, and how."""
 
     out: Path
     """Folder of the token store."""
@@ -44,26 +44,26 @@ class PrepareOptions:
     stdlib: bool = False
     """Read the Python standard library of this machine."""
     hf: str | None = None
-    """NAME or NAME:CONFIG of a Hugging Face data set."""
+    """NAME or NAME:CONFIG of a Hugging Face dataset."""
     hf_split: str = "train"
-    """Split of the data set; all of it becomes the corpus, from which `heldout` is taken."""
+    """Split of the dataset; all of it becomes the corpus, from which `heldout` is taken."""
     tokenizer: str = "train:4096"
-    """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face hub."""
+    """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
     eos: str | None = None
-    """End-of-document token; guessed when None."""
+    """End-of-document token; None: found by its usual names."""
     text_field: str = "text"
-    """Field or column of JSONL, Parquet and data sets that holds the text."""
+    """Field or column of JSONL, Parquet and datasets that holds the text."""
     heldout: float = 0.02
-    """Fraction of the documents to hold out, between 0 and 1 without its ends."""
+    """Fraction of the documents to hold out; 0 < heldout < 1."""
     max_documents: int | None = None
     """Stop after this many documents."""
     overwrite: bool = False
-    """Replace an existing store made of other input."""
+    """Replace an existing store that was made from other input."""
 
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """The finished store, whether it was there already, and the seconds it took."""
+    """The finished store, whether it already existed, and the seconds it took."""
 
     store: TokenStore
     up_to_date: bool
@@ -74,20 +74,20 @@ class Progress:
     """Progress callbacks of `prepare`; this base class does nothing."""
 
     def phase(self, name: str, total: int | None) -> None:
-        """A phase begins; `total` is the bytes of input it will pass, None when unknown."""
+        """A phase begins; `total` is the number of input bytes it will read, None if unknown."""
 
     def update(self, consumed: int, documents: int) -> None:
-        """So many bytes of input and documents have passed in this phase."""
+        """Input bytes and documents processed so far in this phase."""
 
     def close(self) -> None:
-        """No more phases, be it for an error."""
+        """No more phases follow, also after an error."""
 
 
 def prepare(options: PrepareOptions, progress: Progress | None = None) -> PrepareResult:
-    """Makes the token store `options.out`, or finds that it is up to date and leaves it alone.
+    """Makes the token store `options.out`; does nothing if it is up to date.
 
-    Raises `DataError` for bad input, or for an existing store of other input without `overwrite`; `StorageError` when
-    the disk is full. Whatever is raised, an existing store is as it was and no unfinished one has its name.
+    Raises `DataError` for bad input, or without `overwrite` for an existing store made from other input; `StorageError` if
+    the disk is full. On any error an existing store is unchanged, and no unfinished store has its name.
     """
     started = time.monotonic()
     progress = progress or Progress()
@@ -117,16 +117,16 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
 
 def _check_options(options: PrepareOptions) -> None:
     if not 0.0 < options.heldout < 1.0:
-        raise DataError(f"--heldout {options.heldout}: must be a fraction between 0 and 1, as 0.05")
+        raise DataError(f"--heldout {options.heldout}: must be a fraction between 0 and 1, such as 0.05")
     if options.max_documents is not None and options.max_documents < 1:
         raise DataError(f"--max-documents {options.max_documents}: must be at least 1")
     if options.out.name in ("", ".."):
-        raise DataError(f"--out {options.out}: must name a folder, as data/mine")
+        raise DataError(f"--out {options.out}: must name a folder, such as data/mine")
     parse_training(options.tokenizer)
 
 
 def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str:
-    """sha256 (hex) of everything the store depends on, from names, sizes and times of files, not their contents."""
+    """sha256 (hex) of everything the store depends on: names, sizes and modification times of files, not their contents."""
     tokenizer = Path(options.tokenizer)
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     content = {
@@ -139,12 +139,12 @@ def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str
 
 
 def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
-    """Whether the store is there and made of this input. Raises `DataError` when it may not be replaced."""
+    """Whether the store exists and was made from this input. Raises `DataError` if it may not be replaced."""
     out = options.out
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / STORE_FILE).is_file():
-        # Never replaced, not even with --overwrite: it may be somebody's folder of texts.
+        # Never replaced, not even with --overwrite: it may be a user's folder of texts.
         raise DataError(f"{out}: exists and is not a token store; choose another --out")
     try:
         same = read_meta(out)["input_fingerprint"] == fingerprint
@@ -156,7 +156,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
             raise
     if not options.overwrite:
         raise DataError(
-            f"{out}: a token store of other input or options is there; add --overwrite to replace it, "
+            f"{out}: already holds a token store made from other input or options; add --overwrite to replace it, "
             f"or choose another --out"
         )
     return False
@@ -167,9 +167,9 @@ def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, fol
     sizes = [source.size for source in sources]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
     reading = _Reading(sources, options.max_documents, total, progress)
-    rule = choose_split(reading.documents("looking at the input"), options.heldout)
+    rule = choose_split(reading.documents("scanning the input"), options.heldout)
     if rule is None:
-        raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; give files that hold text")
+        raise DataError(f"the corpus is empty: {reading.report.skipped_in_words()}; name files that contain text")
     vocab_size = parse_training(options.tokenizer)
     if vocab_size is None:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -181,7 +181,7 @@ def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, fol
         eos = find_eos(tokenizer, options.eos or END_OF_TEXT)
     size = vocabulary_size(tokenizer)
     with TokenWriter(folder, token_dtype(size), eos[1]) as writer:
-        encoder = Encoder(tokenizer, writer, reading.working)
+        encoder = Encoder(tokenizer, writer, reading.update_progress)
         for document in reading.documents("encoding"):
             for name, text in rule.parts(document):
                 encoder.add(document.entry, name, text)
@@ -201,19 +201,21 @@ def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, fol
 
 
 def _notes(
-    options: PrepareOptions, rule: SplitRule, asked: int | None, size: int, unknown: int, report: PrepareReport
+    options: PrepareOptions, rule: SplitRule, requested: int | None, size: int, unknown: int, report: PrepareReport
 ) -> list[str]:
     """Notes for the user, in addition to the numbers."""
     notes = []
-    if asked is not None and size < asked:
-        notes.append(f"the train split holds too few repetitions for {asked} tokens: the vocabulary has {size}")
+    if requested is not None and size < requested:
+        notes.append(
+            f"the train split has too few repeated sequences for {requested} tokens: the vocabulary has {size}"
+        )
     if rule.single:
         notes.append("the corpus is one document: its last part is held out, split at a line break if there is one")
     if unknown:
-        notes.append(f"{unknown} tokens are the tokenizer's unknown token: it cannot represent all of this text")
+        notes.append(f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of this text")
     documents = sum(entry.documents for source in report.sources for entry in source.files)
     if documents == options.max_documents:
-        notes.append(f"only the first {documents} documents were taken, as --max-documents asked")
+        notes.append(f"only the first {documents} documents were read (--max-documents)")
     return notes
 
 
@@ -224,33 +226,33 @@ class _Reading:
         self._sources, self._limit, self._total, self._progress = sources, limit, total, progress
         self.report = PrepareReport()
         self._taken = 0
-        self._alike = ReadsAlike()
+        self._passes = ConsistentPasses()
 
     def documents(self, phase: str) -> Iterator[Document]:
         self.report = report = PrepareReport()
         self._progress.phase(phase, self._total)
         everything = (document for source in self._sources for document in source.documents(report))
         self._taken = 0
-        for document in self._alike.watch(islice(everything, self._limit)):
+        for document in self._passes.check(islice(everything, self._limit)):
             self._taken += 1
             yield document
             self._progress.update(report.consumed, self._taken)
 
-    def working(self, left: int) -> None:
+    def update_progress(self, left: int) -> None:
         """Shows progress within a long document with about `left` bytes remaining."""
         self._progress.update(max(self.report.consumed - left, 0), self._taken)
 
 
 def _train_pieces(reading: _Reading, rule: SplitRule) -> Iterator[str]:
-    """The train split's text in pieces, for training a tokenizer: held-out text must not shape the vocabulary."""
+    """The train split's text in pieces, for training a tokenizer: held-out text must not affect the vocabulary."""
     for document in reading.documents("training the tokenizer"):
         for name, text in rule.parts(document):
             left = len(text)
-            for piece in cut(text) if name == "train" else ():
+            for piece in split_text(text) if name == "train" else ():
                 yield piece
                 left -= len(piece)
                 if left:
-                    reading.working(left)
+                    reading.update_progress(left)
 
 
 def _up_to(pieces: Iterable[str], limit: int) -> Iterator[str]:

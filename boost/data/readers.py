@@ -1,7 +1,7 @@
-"""Files to documents: plain text, JSON lines and Parquet. Nothing here executes what it reads.
+"""Files to documents: plain text, JSON Lines and Parquet. No input is ever executed.
 
-A problem of a whole file is raised as `Unreadable`; the caller decides whether it ends the run (the user named that
-file) or goes to the report (a folder was walked). A problem of one line or row goes to the report at once.
+A problem with a whole file raises `Unreadable`; the caller either ends the run (the user named that file) or records it in
+the report (a folder was walked). A problem with one line or row is recorded in the report directly.
 """
 
 import gzip
@@ -21,7 +21,7 @@ PARQUET_SUFFIXES = (".parquet",)
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
 
-# Larger files are not single documents and must be split first; these limits bound memory.
+# These limits bound memory. Larger files are not single documents and must be split first.
 MAX_DOCUMENT_BYTES = 4 << 30
 MAX_LINE_BYTES = 1 << 30
 
@@ -33,7 +33,7 @@ SURROGATE = "not valid Unicode (half of a surrogate pair)"
 
 
 class Unreadable(Exception):
-    """A whole file that cannot be read: why, where in the file, and what the user can do about it."""
+    """A file that cannot be read: why, where in the file, and how to fix it."""
 
     def __init__(self, reason: str, where: str = "", fix: str = "remove it from the inputs") -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text that attends only to itself. `key` names it and decides its split; `entry` is its file's report."""
+    """One text that attends only to itself. `key` identifies it and determines its split; `entry` is its file's report."""
 
     key: str
     text: str
@@ -50,7 +50,7 @@ class Document:
 
 
 def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
-    """Raises `DataError` unless a file is as it was when it was listed: a store of two versions of it would be of neither."""
+    """Raises `DataError` if a file has changed since it was listed: a store must not mix two versions of it."""
     try:
         found = path.stat()
     except OSError as error:
@@ -62,46 +62,46 @@ def require_unchanged(path: Path, size: int, mtime_ns: int) -> None:
 _AGAIN = "nothing was written; run it again when nothing else writes to the input"
 
 
-MAX_MARKS = 100_000
-"""Files at whose ends passes are compared, of some hundred bytes each; of more files, the first ones and the last."""
+MAX_DIGESTS = 100_000
+"""Maximum number of files after which a digest is recorded, about 100 bytes each; later files are covered by the last one."""
 
 
-class ReadsAlike:
-    """Whether every pass over the input gives the same documents, as far as it goes: files may change and keep size and time."""
+class ConsistentPasses:
+    """Checks that every pass over the input yields the same documents: a file can change and keep its size and time."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, bytes] = {}
-        """Digest of the first so many documents, by their number: where files end, and where earlier passes ended."""
+        self._digests: dict[int, bytes] = {}
+        """Digest of the first n documents, by n: at the ends of files, and where earlier passes ended."""
 
-    def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Passes documents on. Raises `DataError` where they differ from those of an earlier pass."""
+    def check(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yields the documents. Raises `DataError` where they differ from an earlier pass."""
         digest, count, entry = hashlib.sha256(), 0, None
-        marks = self._marks.copy()
+        expected = self._digests.copy()
         try:
             for document in documents:
-                if entry is not document.entry and len(self._marks) < MAX_MARKS:
-                    self._marks.setdefault(count, digest.digest())
+                if entry is not document.entry and len(self._digests) < MAX_DIGESTS:
+                    self._digests.setdefault(count, digest.digest())
                 entry = document.entry
                 for text in (document.key, document.text):
                     data = text.encode("utf-8", "surrogatepass")
                     digest.update(len(data).to_bytes(8, "little") + data)
                 count += 1
-                if marks.get(count, digest.digest()) != digest.digest():
+                if expected.get(count, digest.digest()) != digest.digest():
                     raise DataError(
                         f"the input changed between two passes over it, in {document.entry.name} or before; {_AGAIN}"
                     )
                 yield document
-            if count < max(marks, default=0):
+            if count < max(expected, default=0):
                 raise DataError(f"the input became shorter between two passes over it; {_AGAIN}")
         finally:
-            self._marks[count] = digest.digest()
+            self._digests[count] = digest.digest()
 
 
 def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
     """The documents of one file, by its suffix. Raises `Unreadable`, or `DataError` for a wrong `text_field`."""
     name = path.name.lower()
     if name.endswith(REFUSED_SUFFIXES):
-        raise Unreadable("refused: pickles and binary arrays are never loaded", fix="export its text as .txt or .jsonl")
+        raise Unreadable("refused: pickles and binary arrays are never loaded", fix="export the text as .txt or .jsonl")
     try:
         if name.endswith(JSONL_SUFFIXES):
             yield from _read_jsonl(path, key, text_field, entry, report)
@@ -110,13 +110,13 @@ def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: 
         else:
             yield from _read_text(path, key, entry, report)
     except EOFError as error:
-        raise Unreadable("damaged gzip file", "it ends too early", "copy it again") from error
+        raise Unreadable("damaged gzip file", "truncated", "copy it again") from error
     except gzip.BadGzipFile as error:
         raise Unreadable("damaged gzip file", str(error), "copy it again") from error
 
 
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
-    """A document for the text, or None and an entry in the report with the reason."""
+    """A document for the text; or None, and the reason is recorded in the report."""
     if not isinstance(text, str):
         entry.skip(NO_STRING, f"{where}: {type(text).__name__}".removeprefix(": "))
     elif not text or text.isspace():
@@ -135,9 +135,9 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def decode(data: bytes) -> str:
-    """Bytes of a file as text without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
+    """Decodes the bytes of a file, without a byte order mark. Raises `Unreadable` with the offset of the first bad byte."""
     if encoding := foreign_encoding(data):
-        raise Unreadable(f"{encoding} text, not UTF-8", fix=f"convert it, for example 'iconv -f {encoding} -t utf-8'")
+        raise Unreadable(f"{encoding} text, not UTF-8", fix=f"convert it, e.g. with 'iconv -f {encoding} -t utf-8'")
     nul = data.find(b"\0")
     if nul >= 0:
         raise Unreadable(BINARY, f"byte {nul}")
@@ -145,7 +145,7 @@ def decode(data: bytes) -> str:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} (0x{data[error.start]:02x})"
-        raise Unreadable(NOT_UTF8, where, "convert it, for example 'iconv -f latin1 -t utf-8'") from None
+        raise Unreadable(NOT_UTF8, where, "convert it, e.g. with 'iconv -f latin1 -t utf-8'") from None
 
 
 def _read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
@@ -181,9 +181,9 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
                 entry.skip(NOT_UTF8, f"{where}, byte {error.start}")
                 continue
             except (ValueError, RecursionError) as error:
-                # The decoder's own text says "line 1", which would mislead here.
-                place = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                entry.skip("not a line of JSON", f"{where}: {place}")
+                # The decoder's own message says "line 1", which would be misleading here.
+                detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                entry.skip("not a line of JSON", f"{where}: {detail}")
                 continue
             if not isinstance(record, dict) or text_field not in record:
                 found = ", ".join(list(record)[:8]) if isinstance(record, dict) else type(record).__name__
@@ -209,12 +209,12 @@ def _read_parquet(
         schema = file.schema_arrow
         if text_field not in schema.names:
             columns = ", ".join(schema.names[:20])
-            raise DataError(f"{path}: no column {text_field!r}; choose with --text-field among: {columns}")
+            raise DataError(f"{path}: no column {text_field!r}; choose one with --text-field: {columns}")
         kind = schema.field(text_field).type
         if pyarrow.types.is_dictionary(kind):
             kind = kind.value_type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise DataError(f"{path}: column {text_field!r} holds {kind}, not strings; choose another --text-field")
+            raise DataError(f"{path}: column {text_field!r} has type {kind}, not string; choose another --text-field")
         row, groups, size = 0, file.metadata.num_row_groups, path.stat().st_size
         for group in range(groups):
             try:
@@ -236,7 +236,7 @@ def _read_parquet(
 
 
 def require_parquet() -> Any:
-    """The module `pyarrow.parquet`. Raises `DataError` with the install command when it is missing."""
+    """The module `pyarrow.parquet`. Raises `DataError` with the install command if it is missing."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -245,5 +245,5 @@ def require_parquet() -> Any:
 
 
 def missing_package(what: str, package: str) -> DataError:
-    """The error of an optional dependency that is not installed."""
+    """The error for an optional dependency that is not installed."""
     return DataError(f"reading {what} needs the package {package!r}: pip install 'boost-llm[data]'")

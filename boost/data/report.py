@@ -1,4 +1,4 @@
-"""What a preparation read, what it skipped and why: per file, per source, and summed."""
+"""What a preparation read, what it skipped and why: per file, per source, and in total."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from typing import Any
 
 from boost.config.text import printable
 
-# Enough examples to find the trouble; ten million bad lines must not become ten million strings.
+# Enough examples to find the problem; ten million bad lines must not become ten million strings.
 MAX_EXAMPLES = 5
 
 
 @dataclass
 class Skip:
-    """How often one reason occurred, and where it occurred first."""
+    """How often one reason occurred, and its first occurrences."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Skip:
 
 @dataclass
 class FileReport:
-    """One input file (or one streamed data set). `bytes` are UTF-8 bytes of the text taken, `tokens` include eos."""
+    """One input file (or one streamed dataset). `bytes` are UTF-8 bytes of the text read, `tokens` include eos."""
 
     name: str
     documents: int = 0
@@ -40,12 +40,12 @@ class FileReport:
         self.name = printable(self.name)
 
     def take(self, n_bytes: int) -> None:
-        """Counts one document that was read."""
+        """Counts one document as read."""
         self.documents += 1
         self.bytes += n_bytes
 
     def skip(self, reason: str, where: str = "") -> None:
-        """Counts one document, line or file that was not read; `where` is its place inside this file."""
+        """Counts one document, line or file as skipped; `where` is its position in this file."""
         self.skipped.setdefault(reason, Skip()).add(printable(where))
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class FileReport:
 
 @dataclass
 class SourceReport:
-    """One argument of the command line: a folder, a file, the standard library or a Hugging Face data set."""
+    """One argument of the command line: a folder, a file, the standard library or a Hugging Face dataset."""
 
     name: str
     files: list[FileReport] = field(default_factory=list)
@@ -69,12 +69,12 @@ class SourceReport:
         self.name = printable(self.name)
 
     def file(self, name: str) -> FileReport:
-        """Opens the entry of one file."""
+        """Adds the entry of one file."""
         self.files.append(FileReport(name))
         return self.files[-1]
 
     def as_dict(self) -> dict[str, Any]:
-        """The sums over this source's files; `files` counts those that gave at least one document."""
+        """Totals over this source's files; `files` counts those with at least one document."""
         return {
             "name": self.name,
             "files": sum(entry.documents > 0 for entry in self.files),
@@ -87,19 +87,19 @@ class SourceReport:
 
 @dataclass
 class PrepareReport:
-    """The whole of one pass over the sources. `consumed` counts bytes of input passed by, for a progress bar."""
+    """One pass over the sources. `consumed` counts input bytes read so far, for a progress bar."""
 
     sources: list[SourceReport] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     consumed: int = 0
 
     def source(self, name: str) -> SourceReport:
-        """Opens the entry of one source."""
+        """Adds the entry of one source."""
         self.sources.append(SourceReport(name))
         return self.sources[-1]
 
     def summary(self) -> dict[str, Any]:
-        """Sums per source, small enough for `store.json`."""
+        """Totals per source, small enough for `store.json`."""
         return {"sources": [source.as_dict() for source in self.sources], "notes": self.notes}
 
     def details(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class PrepareReport:
         return {source.name: [entry.as_dict() for entry in source.files] for source in self.sources}
 
     def skipped_in_words(self) -> str:
-        """For an error line: `3 skipped: 2 empty (a.txt), 1 binary, holds NUL bytes (b.dat: byte 9)`."""
+        """For an error message: `3 skipped: 2 empty (a.txt), 1 binary (holds a NUL byte) (b.dat: byte 9)`."""
         skips = merge_skips(entry for source in self.sources for entry in source.files)
         if not skips:
             return "no input was found"
@@ -119,13 +119,13 @@ class PrepareReport:
 
 
 def merge_skips(entries: Iterable[FileReport]) -> dict[str, dict[str, Any]]:
-    """The skips of many files by reason; every example gains the name of its file."""
+    """The skips of many files by reason; every example gets the name of its file."""
     merged: dict[str, Skip] = {}
     for entry in entries:
         for reason, skip in entry.skipped.items():
             total = merged.setdefault(reason, Skip())
-            places = [f"{entry.name}: {where}" for where in skip.examples] or [entry.name]
-            total.add(places[0], skip.count)
-            for place in places[1:]:
-                total.add(place, 0)
+            examples = [f"{entry.name}: {where}" for where in skip.examples] or [entry.name]
+            total.add(examples[0], skip.count)
+            for example in examples[1:]:
+                total.add(example, 0)
     return {reason: skip.as_dict() for reason, skip in merged.items()}

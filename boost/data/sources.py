@@ -1,7 +1,7 @@
-"""What a preparation reads: files and folders, the standard library, a Hugging Face data set.
+"""Inputs of a preparation: files and folders, the standard library, a Hugging Face dataset.
 
-A source lists itself when it is made (so a missing file stops the run before any work) and can be read more than once:
-`documents(report)` yields its documents in a fixed order and writes what it took and skipped into the report.
+A source lists its files when it is created, so a missing file fails before any work. It can be read more than once:
+`documents(report)` yields its documents in a fixed order and records what it read and skipped in the report.
 """
 
 import os
@@ -19,7 +19,7 @@ from boost.errors import DataError
 
 
 class Source(Protocol):
-    """One thing to read. `size` is bytes on disk, or None when it is streamed."""
+    """One input. `size` is bytes on disk, or None if it is streamed."""
 
     name: str
     size: int | None
@@ -29,13 +29,13 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> list[Any]:
-        """What identifies the input without reading it, as JSON values: names, sizes and times of files."""
+        """Identifies the input without reading it, as JSON values: names, sizes and modification times of files."""
         ...
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `explicit` files were named by the user, so failing to read one ends the run."""
+    """A file to read. `explicit` files were named by the user, so an unreadable one is an error."""
 
     path: Path
     key: str
@@ -47,13 +47,13 @@ class InputFile:
 
 @dataclass
 class SeenInputs:
-    """What earlier inputs of the same command line have taken: real paths, and document keys."""
+    """Real paths and document keys of earlier inputs on the same command line."""
 
     paths: set[str] = field(default_factory=set)
     keys: set[str] = field(default_factory=set)
 
     def unique_key(self, key: str) -> str:
-        """The key, with a number when another input has it: two documents of one key would share their split."""
+        """The key, numbered if another input already uses it: documents with the same key would share a split."""
         number, candidate = 2, key
         while candidate in self.keys:
             number, candidate = number + 1, f"{key}#{number}"
@@ -62,19 +62,19 @@ class SeenInputs:
 
 
 class FilesSource:
-    """One path of the command line: a file, or a folder that is walked in sorted order.
+    """One path on the command line: a file, or a folder that is walked in sorted order.
 
-    Hidden files and folders are passed over and reported. Symbolic links to folders are not followed, and a file that
-    can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus keeps its split.
+    Hidden files and folders are skipped and reported. Symbolic links to folders are not followed, and a file that
+    can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus does not change its split.
     """
 
     def __init__(self, path: str | Path, text_field: str = "text", seen: SeenInputs | None = None) -> None:
         self.path, self.name, self.text_field = Path(path), str(path), text_field
-        self._passed_over: list[tuple[str, str]] = []
+        self._skipped: list[tuple[str, str]] = []
         self._seen = seen or SeenInputs()
         if not self.path.exists():
             raise DataError(
-                f"{path}: no such file or folder; check the spelling, or use --stdlib for a built-in corpus"
+                f"{path}: no such file or folder; check the spelling, or use --stdlib for a corpus without files"
             )
         if self.path.is_dir():
             self.files = [self._input(found, explicit=False) for found in self._walk()]
@@ -88,20 +88,20 @@ class FilesSource:
 
         for folder, folders, names in os.walk(self.path, onerror=unreadable):
             if {STORE_FILE, "train.tokens"} <= set(names):
-                # Else a store inside its own input would be new input to the next run.
-                self._pass_over(folder, "a token store")
+                # Otherwise a store inside its own input would become input to the next run.
+                self._skip(folder, "a token store")
                 folders.clear()
                 continue
             for name in sorted((*folders, *names)):
                 if name.startswith("."):
-                    self._pass_over(os.path.join(folder, name), "hidden")
+                    self._skip(os.path.join(folder, name), "hidden")
             folders[:] = sorted(name for name in folders if not name.startswith(".") and not is_leftover(name))
             yield from (
                 Path(folder, name) for name in sorted(names) if not name.startswith(".") and not is_leftover(name)
             )
 
-    def _pass_over(self, path: str, reason: str) -> None:
-        self._passed_over.append((os.path.relpath(path, self.path), reason))
+    def _skip(self, path: str, reason: str) -> None:
+        self._skipped.append((os.path.relpath(path, self.path), reason))
 
     def _input(self, path: Path, explicit: bool) -> InputFile:
         key = path.name if explicit else path.relative_to(self.path).as_posix()
@@ -119,7 +119,7 @@ class FilesSource:
 
     def documents(self, report: PrepareReport) -> Iterator[Document]:
         section = report.source(self.name)
-        for name, reason in self._passed_over:
+        for name, reason in self._skipped:
             section.file(name).skip(reason)
         for file in self.files:
             yield from self._read(file, section, report)
@@ -138,11 +138,11 @@ class FilesSource:
             except OSError as error:
                 raise Unreadable(f"cannot be read: {error.strerror or error}") from error
             require_unchanged(file.path, file.size, file.mtime_ns)
-        except Unreadable as trouble:
+        except Unreadable as problem:
             if file.explicit:
-                where = f" at {trouble.where}" if trouble.where else ""
-                raise DataError(f"{file.path}: {trouble.reason}{where}; {trouble.fix}") from trouble
-            entry.skip(trouble.reason, trouble.where)
+                where = f" at {problem.where}" if problem.where else ""
+                raise DataError(f"{file.path}: {problem.reason}{where}; {problem.fix}") from problem
+            entry.skip(problem.reason, problem.where)
 
     def fingerprint(self) -> list[Any]:
         return [[file.key, file.size, file.mtime_ns] for file in self.files]
@@ -156,7 +156,7 @@ def open_sources(
     hf_split: str = "train",
     text_field: str = "text",
 ) -> list[Source]:
-    """The sources of one command line, in the order stdlib, paths, data set. Raises `DataError` when there is none."""
+    """The sources of one command line, in the order stdlib, paths, dataset. Raises `DataError` if there is none."""
     sources: list[Source] = []
     if stdlib:
         from boost.data.stdlib import StdlibSource
@@ -170,6 +170,6 @@ def open_sources(
         sources.append(HubSource(hf, hf_split, text_field))
     if not sources:
         raise DataError(
-            "no input given; name text, JSONL or Parquet files, --hf NAME, or --stdlib for a built-in corpus"
+            "no input given; name text, JSONL or Parquet files, --hf NAME, or --stdlib for a corpus without files"
         )
     return sources

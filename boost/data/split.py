@@ -1,8 +1,8 @@
 """Which documents are held out.
 
-The hash of a document's key puts it into `train` or `heldout`, so a document's split depends on neither the order nor
-the other documents. Text files are one document each (a split by file); elsewhere a line or a row is a document.
-A corpus of one document is cut by position instead, its last part held out.
+The hash of a document's key assigns it to `train` or `heldout`, independently of the order and of the other documents.
+A text file is one document (so the split is by file); in JSONL and Parquet a line or row is a document.
+A corpus of one document is split by position instead, and its last part is held out.
 """
 
 import hashlib
@@ -16,32 +16,32 @@ from boost.errors import DataError
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Which split a document belongs to. `moved` names the one document whose hash would leave a split empty."""
+    """Assigns documents to splits. `moved`: (key, split) of a document that is reassigned so that no split is empty."""
 
     heldout: float
     moved: tuple[str, str] | None = None
     single: bool = False
 
     def parts(self, document: Document) -> list[tuple[str, str]]:
-        """The document's text under the name of its split; two parts when it is the whole corpus."""
+        """(split name, text) of the document; two parts if it is the whole corpus."""
         if self.single:
-            cut_at = split_position(document.text, self.heldout)
-            return [("train", document.text[:cut_at]), ("heldout", document.text[cut_at:])]
+            position = split_position(document.text, self.heldout)
+            return [("train", document.text[:position]), ("heldout", document.text[position:])]
         if self.moved and self.moved[0] == document.key:
             return [(self.moved[1], document.text)]
         return [("heldout" if key_hash(document.key) < self.heldout else "train", document.text)]
 
 
 def key_hash(key: str) -> float:
-    """A number in [0, 1) that depends on the key only, the same on every machine."""
+    """A number in [0, 1) that depends only on the key and is the same on every machine."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / (1 << 48)
 
 
 def choose_split(documents: Iterable[Document], heldout: float) -> SplitRule | None:
-    """Reads until both splits have a document, or else to the end, where the nearest document is moved over.
+    """Reads until both splits have a document. If one stays empty, the document closest to the threshold is moved to it.
 
-    None when there is no document at all. Raises `DataError` for a single one too short to cut.
+    None if there are no documents. Raises `DataError` for a single document that is too short to split.
     """
     found: dict[str, str] = {}
     lowest, highest, count, only = (2.0, ""), (-1.0, ""), 0, ""
@@ -56,21 +56,21 @@ def choose_split(documents: Iterable[Document], heldout: float) -> SplitRule | N
         return None
     if count == 1:
         if len(only) < 2:
-            raise DataError("the corpus is a single character, too short to hold a part out; give more text")
+            raise DataError("the corpus is a single character, too short for a held-out split; add text")
         return SplitRule(heldout, single=True)
     return SplitRule(heldout, moved=(lowest[1], "heldout") if "train" in found else (highest[1], "train"))
 
 
 def split_position(text: str, heldout: float) -> int:
-    """Where to split one text (of 2 characters or more) into two non-empty parts: the best position near 1 - heldout.
+    """Where to split a text of at least 2 characters into two non-empty parts, near 1 - heldout.
 
-    Best is after a newline, then after other white space, then anywhere; near is half of the held-out length away.
+    Prefers a position after a newline, then after other whitespace, within half of the held-out length.
     """
-    middle = min(max(round(len(text) * (1 - heldout)), 1), len(text) - 1)
+    target = min(max(round(len(text) * (1 - heldout)), 1), len(text) - 1)
     reach = int(len(text) * min(heldout, 1 - heldout) / 2)
-    low, high = max(middle - reach, 1), min(middle + reach, len(text) - 1)
+    low, high = max(target - reach, 1), min(target + reach, len(text) - 1)
     for pattern in (r"\n", r"\s"):
-        places = [match.end() + low - 1 for match in re.finditer(pattern, text[low - 1 : high])]
-        if places:
-            return min(places, key=lambda place: abs(place - middle))
-    return middle
+        positions = [match.end() + low - 1 for match in re.finditer(pattern, text[low - 1 : high])]
+        if positions:
+            return min(positions, key=lambda position: abs(position - target))
+    return target

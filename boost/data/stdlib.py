@@ -1,7 +1,7 @@
-"""The corpus that needs no download: the sources and documentation of the Python standard library on this machine.
+"""A corpus that needs no download: the sources and documentation of the Python standard library on this machine.
 
-Every `.py` file of the library is one document. Modules written in C have no source to read, so their documentation
-strings and signatures are one document each.
+Every `.py` file is one document. Modules written in C have no Python source; their docstrings and signatures are one
+document per module.
 """
 
 import importlib
@@ -21,10 +21,10 @@ from boost.data.readers import Document, Unreadable, accept, read_file, require_
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
 
-# Third-party packages are not the standard library; tests and bundled tools would be half of the text.
+# Third-party packages are excluded; tests and bundled tools would be half of the text.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "lib-dynload", "_bundled", "__pycache__"}
 SKIPPED_FOLDERS |= {"test", "tests", "idlelib", "idle_test"}
-# Importing these touches the terminal, opens a display, or exists only to test the interpreter.
+# Importing these touches the terminal or opens a display, or they only test the interpreter.
 UNSAFE_MODULES = re.compile(r"_?(test|xx|readline|tkinter|curses|ctypes_test|crypt|nis|dbm|gdbm)")
 
 
@@ -37,7 +37,7 @@ class StdlibSource:
         self.root = Path(root or sysconfig.get_paths()["stdlib"])
         self.files = sorted(self._walk())
         if not self.files:
-            raise DataError(f"{self.root}: no standard library sources found there; name text files or folders instead")
+            raise DataError(f"{self.root}: no standard library sources found; name text files or folders instead")
         self._stats = [(key, path, path.stat()) for key, path in self.files]
         self.size: int | None = sum(found.st_size for _, _, found in self._stats)
         self.modules = documented_modules()
@@ -60,8 +60,8 @@ class StdlibSource:
                     yield from read_file(path, key, "", entry, report)
                 except OSError as error:
                     raise Unreadable(f"cannot be read: {error.strerror or error}") from error
-            except Unreadable as trouble:
-                entry.skip(trouble.reason, trouble.where)
+            except Unreadable as problem:
+                entry.skip(problem.reason, problem.where)
         for name in self.modules:
             entry = section.file(f"documentation of {name}")
             if document := self._documentation(name, entry):
@@ -73,7 +73,7 @@ class StdlibSource:
                 warnings.simplefilter("ignore")
                 text = render_documentation(importlib.import_module(name))
         except Exception as error:
-            # An extension module that this build of Python lacks a library for is not worth ending the run.
+            # An extension module whose shared library is missing in this build of Python is skipped.
             entry.skip("module cannot be imported", f"{type(error).__name__}: {error}")
             return None
         return accept(text, f"doc/{name}", "", entry)
@@ -96,7 +96,7 @@ def documented_modules() -> list[str]:
 
 
 def render_documentation(module: ModuleType) -> str:
-    """Signatures and documentation strings of a module's public members, as text that is the same on every run."""
+    """Signatures and docstrings of a module's public members, deterministic across runs."""
     parts = [f"{module.__name__}\n\n{inspect.getdoc(module) or ''}"]
     for name, member in sorted(vars(module).items()):
         if name.startswith("_"):
@@ -110,7 +110,7 @@ def render_documentation(module: ModuleType) -> str:
             ]
         elif inspect.isroutine(member):
             parts.append(f"{name}{_signature(member)}\n\n{_own_doc(member)}")
-    # Default values may be objects whose representation holds an address.
+    # The repr of a default value may contain a memory address.
     return re.sub(r" at 0x[0-9a-fA-F]+", "", "\n\n".join(part.rstrip() for part in parts)) + "\n"
 
 

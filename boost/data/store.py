@@ -1,13 +1,13 @@
 """The token store: what `boost prepare` writes and training reads.
 
-    STORE/store.json           what it holds: format, tokenizer, sizes, input fingerprint, options, report, digests of all files
-    STORE/report.json          the report file by file
+    STORE/store.json           metadata: format, tokenizer, sizes, input fingerprint, options, report, digests of all files
+    STORE/report.json          the report, per file
     STORE/tokenizer.json       the Hugging Face tokenizer
-    STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents one after another
+    STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
     STORE/train.documents      little-endian int64, n_documents + 1 offsets into the tokens, from 0 to n_tokens
     STORE/heldout.tokens, STORE/heldout.documents
 
-Every document ends with the end-of-document token. A store appears under its name only when it is complete.
+Every document ends with the end-of-document token. A store gets its name only once it is complete.
 """
 
 import bisect
@@ -41,9 +41,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a store: `tokens` [n_tokens] (uint16 or uint32) and `documents` [n_documents + 1] (int64), read when used.
+    """One split of a store: `tokens` [n_tokens] (uint16 or uint32) and `documents` [n_documents + 1] (int64), read on access.
 
-    `n_bytes` is the UTF-8 length of the text the tokens came from, without end-of-document tokens.
+    `n_bytes` is the UTF-8 length of the source text, without end-of-document tokens.
     """
 
     name: str
@@ -65,17 +65,17 @@ class Split:
         return len(self.documents) - 1
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Tokens [length] from `start`, copied to int64. Raises IndexError beyond the split's ends, `DataError` if the file
-        became shorter or holds what is no token: a GPU would only say that an assertion failed."""
+        """Tokens [length] from `start`, copied to int64. Raises IndexError out of range, `DataError` if the file became shorter
+        or contains an invalid token id (on a GPU this would only be a failed device assertion)."""
         self._check(start, length)
         tokens = np.asarray(self.tokens[start : start + length], dtype=np.int64)
         limit = self.vocab_size - 1 if self.largest_token is None else self.largest_token
         if (largest := tokens.max(initial=0)) > limit:
-            raise damaged(self.path, f"{self.name}.tokens holds token {largest} near {start}, beyond {limit}")
+            raise damaged(self.path, f"{self.name}.tokens contains token id {largest} near {start}, above {limit}")
         return tokens
 
     def document_ids(self, start: int, length: int) -> npt.NDArray[np.int32]:
-        """For each of `length` positions from `start`, its document counted from the window's first, int32 [length]."""
+        """Document index of each of `length` positions from `start`, relative to the window's first; int32 [length]."""
         self._check(start, length)
         first = bisect.bisect_right(self.documents, start)
         last = bisect.bisect_left(self.documents, start + length)
@@ -87,14 +87,14 @@ class Split:
             raise IndexError(f"tokens {start}..{start + length} of split {self.name!r}, which has {self.n_tokens}")
 
     def token_counts(self) -> npt.NDArray[np.int64]:
-        """How often each token occurs, int64 [vocab_size]; reads the whole split in pieces."""
+        """Token frequencies, int64 [vocab_size]; reads the whole split in chunks."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.n_tokens, _CHUNK):
             counts += np.bincount(self.tokens[start : start + _CHUNK], minlength=self.vocab_size)
         return counts
 
     def unigram_entropy(self) -> float:
-        """Entropy of the split's own token frequencies, in nats per token: the loss of knowing frequencies only."""
+        """Entropy of the token frequencies in nats per token: the loss of the best unigram model."""
         counts = self.token_counts()
         share = counts[counts > 0] / self.n_tokens
         return float(-(share * np.log(share)).sum())
@@ -108,18 +108,18 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
-        """Opens and checks a store. Raises `DataError` when it is missing, unfinished, damaged or of another format."""
+        """Opens and checks a store. Raises `DataError` if it is missing, unfinished, damaged or has another format."""
         path = Path(path)
         meta = read_meta(path)
         if meta["format"] != FORMAT:
-            raise damaged(path, f"has format {meta['format']}, this version of boost reads {FORMAT}")
+            raise damaged(path, f"has format {meta['format']}, but this version of boost reads {FORMAT}")
         try:
             tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
             fingerprint = tokenizer_fingerprint(tokenizer_json)
         except (OSError, ValueError, RecursionError) as error:
             raise damaged(path, f"{TOKENIZER_FILE} cannot be read ({error})") from error
         if fingerprint != meta["tokenizer_fingerprint"]:
-            raise damaged(path, f"{TOKENIZER_FILE} is not the tokenizer that made the tokens")
+            raise damaged(path, f"{TOKENIZER_FILE} is not the tokenizer that produced the tokens")
         store = cls(path, meta, tokenizer_json)
         for name in SPLITS:
             store._check_files(name)
@@ -136,7 +136,7 @@ class TokenStore:
             if found is None:
                 raise damaged(self.path, f"{file} is missing")
             if found != size:
-                raise damaged(self.path, f"{file} has {found} bytes, {STORE_FILE} says {size}")
+                raise damaged(self.path, f"{file} has {found} bytes, but {STORE_FILE} says {size}")
         offsets = self.split(name).documents
         if offsets[0] != 0 or offsets[-1] != sizes["tokens"]:
             raise damaged(self.path, f"{name}.documents does not span the {sizes['tokens']} tokens")
@@ -148,7 +148,7 @@ class TokenStore:
 
     @property
     def largest_token(self) -> int:
-        """The largest id that occurs: a model needs one row more. Some tokenizers have entries that text never uses."""
+        """The largest token id that occurs: a model needs one row more. Some tokenizers have entries that never occur."""
         return max(int(self.meta["splits"][name]["largest_token"]) for name in SPLITS)
 
     @property
@@ -158,16 +158,16 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """The tokenizer's fingerprint, to be kept with a model trained on this store."""
+        """The tokenizer's fingerprint, which checkpoints record."""
         return str(self.meta["tokenizer_fingerprint"])
 
     @property
     def blocks(self) -> dict[str, str] | None:
-        """Digests of the blocks of each file, one after another (`boost.data.blocks`); None in stores of earlier releases."""
+        """Concatenated block digests by file (`boost.data.blocks`); None in stores of earlier releases."""
         return self.meta.get("blocks")
 
     def content(self, split: str) -> str:
-        """sha256 (hex) of a split's tokens: the same text and tokenizer give the same, wherever it was prepared."""
+        """sha256 (hex) of a split's tokens: the same for the same text and tokenizer, on any machine."""
         return str(self.meta["splits"][split]["sha256"])
 
     @property
@@ -181,7 +181,7 @@ class TokenStore:
 
     @property
     def tokenizer_json(self) -> str:
-        """The tokenizer as it was when the store was opened, whatever has become of its file."""
+        """The tokenizer as of when the store was opened, even if its file has changed since."""
         return self._tokenizer_json
 
     def tokenizer(self) -> "Tokenizer":
@@ -189,10 +189,10 @@ class TokenStore:
         return self._tokenizer
 
     def require_tokenizer(self, fingerprint: str, owner: str) -> None:
-        """Raises `DataError` unless the store was made by that tokenizer; `owner`: the caller, for the error."""
+        """Raises `DataError` unless the store was made with that tokenizer; `owner` names what requires it."""
         if fingerprint != self.fingerprint:
             raise DataError(
-                f"{self.path}: its tokenizer ({self.fingerprint[:12]}) is not the one of {owner} ({fingerprint[:12]}); "
+                f"{self.path}: its tokenizer ({self.fingerprint[:12]}) differs from that of {owner} ({fingerprint[:12]}); "
                 f"prepare the corpus with that tokenizer: boost prepare INPUT --out OTHER --tokenizer PATH"
             )
 
@@ -212,13 +212,15 @@ class TokenStore:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The content of `store.json`. Raises `DataError` when there is no finished store or the file is damaged."""
+    """The content of `store.json`. Raises `DataError` if there is no finished store or the file is damaged."""
     if not path.exists():
         if (old := path.with_name(f"{path.name}.boost-old")).exists():
-            raise DataError(f"{path}: its replacement was interrupted; run that 'boost prepare' again, or rename {old}")
-        raise DataError(f"{path}: no token store here; make it with: boost prepare --stdlib --out {path}")
+            raise DataError(f"{path}: its replacement was interrupted; rerun that 'boost prepare', or rename {old}")
+        raise DataError(f"{path}: no token store here; create it with: boost prepare --stdlib --out {path}")
     if not (path / STORE_FILE).is_file():
-        raise DataError(f"{path}: not a token store (no {STORE_FILE}); make one with: boost prepare INPUT --out STORE")
+        raise DataError(
+            f"{path}: not a token store (no {STORE_FILE}); create one with: boost prepare INPUT --out STORE"
+        )
     try:
         meta = json.loads((path / STORE_FILE).read_text(encoding="utf-8"))
         _check_shape(meta)
@@ -228,36 +230,36 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def _check_shape(meta: Any) -> None:
-    """Touches every field that is used later, so that a damaged file is found here and not in a training run."""
+    """Accesses every field that is used later, so that a damaged file fails here and not during training."""
     if meta["format"] != FORMAT:
         return
     for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
         meta[key]
     vocab_size = int(meta["vocab_size"])
     if meta["dtype"] != token_dtype(vocab_size).str or not 0 <= int(meta["eos"]["id"]) < vocab_size:
-        raise ValueError("dtype, vocab_size and eos do not fit each other")
+        raise ValueError("dtype, vocab_size and eos are inconsistent")
     for name in SPLITS:
         meta["splits"][name]["sha256"]
         if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
             raise ValueError(f"split {name} is empty")
-    if "blocks" in meta:  # stores of earlier releases have no digests but those of tokens
+    if "blocks" in meta:  # stores of earlier releases have digests of tokens only
         files = {
             REPORT_FILE,
             TOKENIZER_FILE,
             *(f"{name}.{kind}" for name in SPLITS for kind in ("tokens", "documents")),
         }
         if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
-            raise ValueError("the digests are not those of its files")
-        if seal(meta)["digest"] != meta["digest"]:
-            raise ValueError("its digest is not the one of its content")
+            raise ValueError("the block digests do not match the files")
+        if with_digest(meta)["digest"] != meta["digest"]:
+            raise ValueError("the digest does not match the content")
 
 
-def seal(meta: dict[str, Any]) -> dict[str, Any]:
+def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
     """The content of `store.json` with a digest of itself."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}
 
 
 def damaged(path: Path, what: str) -> DataError:
-    """The error of a store that is not what was written."""
+    """The error for a damaged store."""
     return DataError(f"{path}: {what}; rebuild it with: boost prepare INPUT --out {path} --overwrite")

@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# All 256 bytes and the end-of-document token: the smallest byte-level vocabulary that loses nothing.
+# All 256 bytes and the end-of-document token: the smallest lossless byte-level vocabulary.
 MIN_VOCAB = 257
-# In the order of preference: several tokenizers hold more than one of them.
+# In order of preference: some tokenizers have more than one of them.
 EOS_GUESSES = (
     END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "<|end|>", "<|im_end|>", "[EOS]", "[SEP]",
 )  # fmt: skip
 
 
 def parse_training(spec: str) -> int | None:
-    """The vocabulary size of `train:SIZE`, or None when the spec names an existing tokenizer. Raises `DataError`."""
+    """The vocabulary size of `train:SIZE`, or None if the spec names an existing tokenizer. Raises `DataError`."""
     if not spec.startswith("train:"):
         return None
     size = spec.removeprefix("train:")
     if not size.isdecimal() or not MIN_VOCAB <= int(size) <= 1 << 24:
-        raise DataError(f"--tokenizer {spec}: the size must be a number from {MIN_VOCAB} up, as in train:4096")
+        raise DataError(f"--tokenizer {spec}: the size must be an integer from {MIN_VOCAB} up, such as train:4096")
     return int(size)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEXT) -> "Tokenizer":
-    """Trains a byte-level BPE: `eos` has id 0, all 256 bytes follow, then merges seen at least twice.
+    """Trains a byte-level BPE: `eos` has id 0, all 256 bytes follow, then merges that occur at least twice.
 
-    The same texts in the same order give the same tokenizer. It has `vocab_size` entries, or fewer when the texts are
-    too small to hold that many merges; `vocabulary_size` tells. No byte sequence is unknown to it.
+    The same texts in the same order give the same tokenizer. It has `vocab_size` entries, or fewer if the texts do not
+    have that many merges (see `vocabulary_size`). It can encode every byte sequence.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -54,10 +54,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEX
 
 
 def load_tokenizer(spec: str | Path) -> "Tokenizer":
-    """Loads `tokenizer.json`, a folder that holds one, or a tokenizer of the Hugging Face hub by name.
+    """Loads a `tokenizer.json`, a folder that contains one, or a tokenizer from the Hugging Face Hub by name.
 
-    Encoding with it adds no special token, cuts nothing and pads nothing, and text that spells a special token is
-    encoded as ordinary text, so a document cannot forge a document boundary. Raises `DataError`.
+    Encoding adds no special tokens, and neither truncates nor pads. Text that spells a special token is encoded as
+    ordinary text, so a document cannot forge a document boundary. Raises `DataError`.
     """
     from tokenizers import Tokenizer
 
@@ -65,7 +65,9 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.is_file():
-            raise DataError(f"{spec}: holds no tokenizer.json; save the tokenizer with Hugging Face 'save_pretrained'")
+            raise DataError(
+                f"{spec}: contains no tokenizer.json; save the tokenizer with Hugging Face 'save_pretrained'"
+            )
     if path.is_file():
         try:
             return _as_plain_encoder(Tokenizer.from_file(str(path)))
@@ -73,7 +75,7 @@ def load_tokenizer(spec: str | Path) -> "Tokenizer":
             # The Rust side raises a plain Exception for anything it cannot parse.
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {_first_line(error)}") from error
     if str(spec).startswith((".", "/", "~")) or str(spec).endswith(".json"):
-        raise DataError(f"--tokenizer {spec}: no such file; give a tokenizer.json, a hub name, or train:4096")
+        raise DataError(f"--tokenizer {spec}: no such file; name a tokenizer.json, a Hub tokenizer, or train:4096")
     return _from_hub(str(spec))
 
 
@@ -87,20 +89,20 @@ def _from_hub(name: str) -> "Tokenizer":
             return _as_plain_encoder(Tokenizer.from_pretrained(name))
     except Exception as error:
         raise DataError(
-            f"--tokenizer {name}: neither a file here nor reachable on the Hugging Face hub "
+            f"--tokenizer {name}: neither a local file nor reachable on the Hugging Face Hub "
             f"({type(error).__name__}: {_first_line(error)}); check the name and the network, or use train:4096"
         ) from error
 
 
 def parse_tokenizer(text: str) -> "Tokenizer":
-    """A tokenizer from the text of its `tokenizer.json`, set up as `load_tokenizer` does."""
+    """A tokenizer from the text of its `tokenizer.json`, configured as by `load_tokenizer`."""
     from tokenizers import Tokenizer
 
     return _as_plain_encoder(Tokenizer.from_str(text))
 
 
 def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
-    # BERT-like files carry a truncation to 512 tokens, which would silently lose text.
+    # BERT-like files set truncation to 512 tokens, which would silently drop text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -108,7 +110,7 @@ def _as_plain_encoder(tokenizer: "Tokenizer") -> "Tokenizer":
 
 
 def vocabulary_size(tokenizer: "Tokenizer") -> int:
-    """One more than the largest token id, which a model's `vocab_size` must cover; some vocabularies have holes."""
+    """One more than the largest token id: the smallest `vocab_size` of a model. Some vocabularies have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -117,12 +119,12 @@ def find_eos(tokenizer: "Tokenizer", eos: str | None = None, folder: str | Path 
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:
-            raise DataError(f"--eos {eos}: not a token of this tokenizer; give one of its {len(vocabulary)} tokens")
+            raise DataError(f"--eos {eos}: not a token of this tokenizer; name one of its {len(vocabulary)} tokens")
         return eos, vocabulary[eos]
     for guess in (_configured_eos(folder), *EOS_GUESSES):
         if guess in vocabulary:
             return guess, vocabulary[guess]
-    raise DataError("the tokenizer has no end-of-document token that is known; name one of its tokens with --eos TOKEN")
+    raise DataError("the tokenizer has no known end-of-document token; name one of its tokens with --eos TOKEN")
 
 
 def _configured_eos(folder: str | Path | None) -> str:
@@ -138,7 +140,7 @@ def _configured_eos(folder: str | Path | None) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: "Tokenizer | str") -> str:
-    """sha256 (hex) of the tokenizer's JSON with sorted keys and no spaces; takes the text of its file as well."""
+    """sha256 (hex) of the tokenizer's JSON with sorted keys and no spaces; also takes the text of its file."""
     text = tokenizer if isinstance(tokenizer, str) else tokenizer.to_str()
     canonical = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,8 +1,8 @@
-"""Whether the files of a token store still hold what `boost prepare` wrote: all of it before training, samples of it during.
+"""Verifies that the files of a token store are what `boost prepare` wrote: all of it before training, samples during training.
 
-The whole store is read once for each machine. What was found intact is remembered in `$XDG_CACHE_HOME/boost/verified`
-(`~/.cache/boost/verified`; the temporary folder if that cannot be written), one small file per store and host, for as
-long as size, modification time and inode of every file stay the same. Processes of one machine wait for the one that verifies.
+The whole store is read once per machine. The result is cached in `$XDG_CACHE_HOME/boost/verified` (`~/.cache/boost/verified`;
+the temporary folder if that is not writable), one small file per store and host. It is valid as long as the size, modification
+time and inode of every file stay the same. On each machine one process verifies and the others wait.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from boost.data.store import SPLITS, STORE_FILE, Split, TokenStore, damaged
 from boost.errors import DataError
 
 Progress = Callable[[Iterable[None]], Iterable[None]]
-"""Passes on one item for each block, and may show how many there were."""
+"""Wraps an iterable with one item per block, for example in a progress bar."""
 _SETTLED_NS = 2 * 10**9
 _THREADS = min(8, os.cpu_count() or 1)
 
 
 def verify_once(store: TokenStore, progress: Progress = iter) -> None:
-    """`verify`, unless this machine has found the very same files intact before. Raises DataError."""
+    """Calls `verify` unless this machine has already verified the same files. Raises DataError."""
     record = _record_of(store)
     with _locked(record):
         state: dict[str, Any] = {
@@ -46,10 +46,10 @@ def verify_once(store: TokenStore, progress: Progress = iter) -> None:
                 return
         verify(store, progress)
         if state["files"] != _identities(store):
-            raise DataError(f"{store.path}: changed while it was verified; wait until nothing writes to it")
+            raise DataError(f"{store.path}: changed during verification; wait until nothing writes to it")
         newest = max(modified for _, modified, _ in state["files"].values())
         if time.time_ns() - newest < _SETTLED_NS:
-            return  # a write in the same tick of the file system's clock would leave no trace
+            return  # a later write within the same clock tick of the file system would go unnoticed
         with contextlib.suppress(OSError):
             temporary = record.with_suffix(".tmp")
             temporary.write_text(json.dumps(state), encoding="utf-8")
@@ -57,16 +57,18 @@ def verify_once(store: TokenStore, progress: Progress = iter) -> None:
 
 
 def verify(store: TokenStore, progress: Progress = iter) -> None:
-    """Reads every byte of a store. Raises DataError, naming the file, if one is not what was written."""
+    """Reads every byte of a store. Raises DataError, naming the file, if any has changed."""
     if store.blocks is None:
         _verify_without_blocks(store, progress)
         return
     arrays = {file: FileArray(store.path / file, np.dtype(np.uint8)) for file in store.blocks}
     for file, digests in store.blocks.items():
         if len(digests) // (2 * DIGEST_BYTES) != -(-len(arrays[file]) // BLOCK_BYTES):
-            raise damaged(store.path, f"{file} has {len(arrays[file])} bytes, for which {STORE_FILE} has other digests")
+            raise damaged(
+                store.path, f"{file} has {len(arrays[file])} bytes, which does not match its digests in {STORE_FILE}"
+            )
     work = [(file, i) for file, array in arrays.items() for i in range(-(-len(array) // BLOCK_BYTES))]
-    with ThreadPoolExecutor(_THREADS) as pool:  # reading and hashing both let other threads run
+    with ThreadPoolExecutor(_THREADS) as pool:  # reading and hashing both release the GIL
         try:
             for _ in progress(pool.map(lambda each: _verify_block(store, arrays[each[0]], *each), work)):
                 pass
@@ -76,7 +78,7 @@ def verify(store: TokenStore, progress: Progress = iter) -> None:
 
 def recheck(store: TokenStore, split: Split, draw: str) -> None:
     """Verifies one block of a split's tokens, chosen by `draw`, in the file that the split has open: a store may be replaced
-    under a run. Nothing in a store of an earlier release, which has no digests of blocks. Raises DataError."""
+    during a run. Does nothing for stores of earlier releases, which have no block digests. Raises DataError."""
     file = f"{split.name}.tokens"
     if store.blocks is not None and isinstance(split.tokens, FileArray):
         count = len(store.blocks[file]) // (2 * DIGEST_BYTES)
@@ -97,11 +99,11 @@ def _verify_block(store: TokenStore, array: FileArray, file: str, index: int) ->
 
 def _require_known(store: TokenStore, split: str, largest: int) -> None:
     if largest > store.meta["splits"][split]["largest_token"]:
-        raise damaged(store.path, f"{split}.tokens holds token {largest}, more than {STORE_FILE} says")
+        raise damaged(store.path, f"{split}.tokens contains token id {largest}, more than {STORE_FILE} says")
 
 
 def _verify_without_blocks(store: TokenStore, progress: Progress) -> None:
-    """Of an earlier release: one digest of all tokens, none of document offsets, but a document ends with the eos token."""
+    """For stores of earlier releases: one digest of all tokens and none of document offsets, but every document ends with eos."""
     for name in SPLITS:
         split, digest = store.split(name), hashlib.sha256()
         length = BLOCK_BYTES // split.tokens.dtype.itemsize
@@ -127,21 +129,21 @@ def _verify_without_blocks(store: TokenStore, progress: Progress) -> None:
 
 
 def _identities(store: TokenStore) -> dict[str, list[int]]:
-    """Size, modification time and inode of each file, which change where a file is written or replaced."""
+    """Size, modification time and inode of each file: they change if the file is written or replaced."""
     found = {}
     for file in sorted(
         [*(store.blocks or (f"{n}.{kind}" for n in SPLITS for kind in ("tokens", "documents"))), STORE_FILE]
     ):
         try:
-            about = os.stat(store.path / file)
+            found_stat = os.stat(store.path / file)
         except OSError as error:
             raise damaged(store.path, f"{file} cannot be read ({error.strerror})") from None
-        found[file] = [about.st_size, about.st_mtime_ns, about.st_ino]
+        found[file] = [found_stat.st_size, found_stat.st_mtime_ns, found_stat.st_ino]
     return found
 
 
 def _record_of(store: TokenStore) -> Path:
-    """Where this host remembers the store; homes are often shared among machines whose disks are not."""
+    """Where this host caches the result; home directories are often shared among machines whose disks are not."""
     key = block_digest(f"{socket.gethostname()}\0{store.path.resolve()}".encode("utf-8", "surrogateescape"))
     return _cache_folder() / f"{key}.json"
 
@@ -154,12 +156,12 @@ def _cache_folder() -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
                 return folder
-    return folder  # nothing is remembered then
+    return folder  # then nothing is cached
 
 
 @contextlib.contextmanager
 def _locked(record: Path) -> Iterator[None]:
-    """One process of this machine at a time, as far as the file system has locks."""
+    """Allows one process of this machine at a time, if the file system supports locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file: Any = stack.enter_context(open(record.with_suffix(".lock"), "w"))

@@ -1,8 +1,8 @@
-"""Writing a token store so that a reader sees the old one, or the new one complete, or none.
+"""Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
-All writing goes to `STORE.boost-tmp` next to the store and is read back there; the last act is a rename, or an exchange of names
-with an older store. `STORE.boost-lock` is locked
-meanwhile, so whatever `.boost-tmp` or `.boost-old` the holder of the lock finds was left by a process that is gone.
+A store is written to `STORE.boost-tmp` next to its final path and read back there; the last step is a rename, or an exchange
+with an older store. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was
+left by a dead process.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import BlockDigests
-from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, seal
+from boost.data.store import OFFSET_DTYPE, REPORT_FILE, SPLITS, STORE_FILE, TOKENIZER_FILE, TokenStore, with_digest
 from boost.data.verify import verify
 from boost.errors import DataError, StorageError
 
@@ -31,18 +31,18 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def sibling(store: Path, suffix: str) -> Path:
-    """`STORE.boost-tmp`, `-old` or `-lock`: reserved names, since leftovers are deleted."""
+    """`STORE.boost-tmp`, `-old` or `-lock`: reserved names, because leftovers are deleted."""
     return store.with_name(f"{store.name}.boost-{suffix}")
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file or folder name is one that `sibling` makes."""
+    """Whether a file or folder name is one that `sibling` returns."""
     return name.endswith((".boost-tmp", ".boost-old", ".boost-lock"))
 
 
 @contextmanager
 def locked(store: Path) -> Iterator[None]:
-    """Holds the store's lock and settles what an interrupted run left. Raises `DataError` if another holds it."""
+    """Holds the store's lock and cleans up after an interrupted run. Raises `DataError` if another process holds it."""
     store.parent.mkdir(parents=True, exist_ok=True)
     lock = sibling(store, "lock")
     while True:
@@ -52,7 +52,7 @@ def locked(store: Path) -> Iterator[None]:
         except BlockingIOError as error:
             os.close(descriptor)
             raise DataError(f"{store}: another 'boost prepare' is writing it; wait or choose another --out") from error
-        # The previous holder may have unlinked the file between our open and our lock; then the lock is of no name.
+        # The previous holder may have unlinked the file between our open and our lock; then we hold a deleted file.
         if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
             break
         os.close(descriptor)
@@ -65,7 +65,7 @@ def locked(store: Path) -> Iterator[None]:
 
 
 def _recover(store: Path) -> None:
-    """Removes an unfinished store. Restores an old one whose replacement was interrupted between two renames, or is damaged."""
+    """Removes an unfinished store. Restores the old one if its replacement is damaged or was interrupted between two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
     _remove(temporary)
     if not old.exists():
@@ -90,10 +90,10 @@ def _opens(store: Path) -> bool:
 
 @contextmanager
 def new_store(store: Path) -> Iterator[Path]:
-    """Yields an empty folder; on leaving without an error it becomes `store`, replacing an older one. Hold `locked`.
+    """Yields an empty folder; without an error it then becomes `store`, replacing an older one. The caller must hold `locked`.
 
-    What was written is read back before it gets its name. On any error the folder is removed and an existing store is as it
-    was. Raises `StorageError` when the disk is full, `DataError` when what was written is not what can be read.
+    The store is read back before it is published. On any error the folder is removed and an existing store is unchanged.
+    Raises `StorageError` if the disk is full, `DataError` if reading back does not match.
     """
     folder = sibling(store, "tmp")
     try:
@@ -111,12 +111,12 @@ def new_store(store: Path) -> Iterator[Path]:
                 f"free some space or choose another --out"
             ) from error
         raise
-    for rest in (folder, sibling(store, "old")):
-        _remove(rest)
+    for leftover in (folder, sibling(store, "old")):
+        _remove(leftover)
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or the link that was in its place."""
+    """Removes a folder, or a symbolic link."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
@@ -128,12 +128,12 @@ def _read_back(folder: Path, store: Path) -> None:
     except DataError as error:
         why = str(error).removeprefix(f"{folder}: ").partition(";")[0]
         raise DataError(
-            f"{store}: what was written cannot be read back ({why}); nothing was changed; check the disk and run it again"
+            f"{store}: the new store failed verification ({why}); nothing was changed; check the disk and run it again"
         ) from None
 
 
 def _publish(folder: Path, store: Path) -> None:
-    """Gives a finished store its name. What had it is then in `folder` or in `STORE.boost-old`."""
+    """Publishes a finished store under its name. The previous one is then in `folder` or `STORE.boost-old`."""
     if not store.exists():
         os.rename(folder, store)
     elif not _exchange(folder, store):
@@ -146,16 +146,16 @@ def _publish(folder: Path, store: Path) -> None:
             raise
 
 
-_EXCHANGE = 2
-"""RENAME_EXCHANGE of Linux."""
-_HERE = -100
-"""AT_FDCWD."""
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names at once, where system and file system can (not NFS): then no moment is without a store."""
+    """Swaps two names atomically, so that a store exists at all times. False if unsupported (such as on NFS)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0
+    return (
+        rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    )
 
 
 def _sync(folder: Path) -> None:
@@ -168,21 +168,21 @@ def _sync_one(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise") and path.is_file():  # so that reading it back asks the disk
+        if hasattr(os, "posix_fadvise") and path.is_file():  # so that reading back reads the disk, not the page cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
 
 class TokenWriter:
-    """Appends encoded text to the files of a folder. A context manager; `finish` writes the rest and `store.json`."""
+    """Appends encoded text to the files of a folder. A context manager; `finish` completes the store."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], eos: int) -> None:
         self.folder, self.dtype, self.eos = folder, dtype, eos
         self.sizes = {name: {"tokens": 0, "documents": 0, "bytes": 0, "largest_token": 0} for name in SPLITS}
         self._digests = {name: hashlib.sha256() for name in SPLITS}
         self._files = ExitStack()
-        # Unbuffered: a full disk must fail the write, not every later close.
+        # Unbuffered: a full disk must fail the write, not a later close.
         self._tokens = {name: self._create(f"{name}.tokens") for name in SPLITS}
         self._documents = {name: self._create(f"{name}.documents") for name in SPLITS}
         self._blocks: dict[str, BlockDigests] = defaultdict(BlockDigests)
@@ -212,8 +212,8 @@ class TokenWriter:
         sizes["largest_token"] = max(sizes["largest_token"], int(tokens.max(initial=0)))
         if end:
             sizes["documents"] += 1
-            end_of_it = np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes()
-            self._write(f"{split}.documents", self._documents[split], end_of_it)
+            end_offset = np.array(sizes["tokens"], dtype=OFFSET_DTYPE).tobytes()
+            self._write(f"{split}.documents", self._documents[split], end_offset)
 
     def _write(self, name: str, file: Any, data: bytes) -> None:
         self._blocks[name].update(data)
@@ -225,12 +225,12 @@ class TokenWriter:
             self._write(name, self._create(name), text.encode())
         splits = {name: {**self.sizes[name], "sha256": self._digests[name].hexdigest()} for name in SPLITS}
         blocks = {name: digests.finish() for name, digests in self._blocks.items()}
-        content = seal({**meta, "dtype": self.dtype.str, "splits": splits, "blocks": blocks})
+        content = with_digest({**meta, "dtype": self.dtype.str, "splits": splits, "blocks": blocks})
         (self.folder / STORE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_all(file: Any, data: bytes) -> None:
-    """Writes all of the data to an unbuffered file, which may take it in parts. Raises OSError as `write` does."""
+    """Writes all data to an unbuffered file, whose `write` may be partial. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

@@ -63,8 +63,8 @@ def validate(out: Path, hardware: Path | None = None, measure: bool = False, wri
         raise ConfigError(
             f"--measure needs the profile of this machine, as --hardware FILE: {CALIBRATE.format(name='local')}"
         )
-    kept = _read(out)
-    sections = {name: kept.get(name) for name in (MACHINE, GPU)}
+    stored = _read(out)
+    sections = {name: stored.get(name) for name in (MACHINE, GPU)}
     if measure and hardware is not None:
         profile = load_hardware(str(hardware))
         sections[GPU if profile.device == "cuda" else MACHINE] = _measured(profile)
@@ -164,11 +164,11 @@ def _read(out: Path) -> Facts:
     if not path.is_file():
         return {}
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"--out = '{out}': {path.name} is not JSON ({error}); remove it, or name another one"
         ) from None
-    if not isinstance(kept, dict) or kept.get("experiment") != "validation":
+    if not isinstance(stored, dict) or stored.get("experiment") != "validation":
         raise ConfigError(f"--out = '{out}': {path.name} is no result of this command; name another one")
-    return kept
+    return stored

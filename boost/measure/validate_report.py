@@ -70,13 +70,13 @@ def _goal(
     if not errors:
         return Goal(f"performance model: {what}", figure, "", "", None, kind, "Nothing was measured yet.")
     beyond = {name: error for name, error in errors.items() if abs(error) > limit}
-    said = f"{len(errors) - len(beyond)} of {len(errors)}; worst {_percent(max(errors.values(), key=abs))}"
+    summary = f"{len(errors) - len(beyond)} of {len(errors)}; worst {_percent(max(errors.values(), key=abs))}"
     remark = (
         f"Beyond the limit: {', '.join(f'{name} {_percent(error)}' for name, error in beyond.items())}."
         if beyond
         else ""
     )
-    return Goal(f"performance model: {what}", figure, where, said, met, kind, remark)
+    return Goal(f"performance model: {what}", figure, where, summary, met, kind, remark)
 
 
 def verdict_words(verdict: dict[str, Any]) -> tuple[str, ...]:
@@ -251,7 +251,7 @@ def draw(facts: Facts, path: Path) -> None:
 
 
 _Groups = dict[str, list[tuple[float, float]]]
-"""(measured, predicted) by what is said in the legend."""
+"""(measured, predicted) by legend label."""
 
 
 def _is_ratio(each: dict[str, Any]) -> bool:

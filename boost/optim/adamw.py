@@ -47,14 +47,14 @@ def fused_adamw(groups: Iterable[dict[str, object]], optim: OptimConfig) -> torc
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
 
 
-def zeros(kept: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Moments of a tensor before the first step. torch makes them at the first step, too late to load a checkpoint into."""
-    return {name: torch.zeros_like(kept, memory_format=torch.preserve_format, requires_grad=False) for name in names}
+def zeros(param: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+    """Moments of a tensor before the first step. torch creates them in the first step, too late for loading a checkpoint."""
+    return {name: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False) for name in names}
 
 
-def fresh_state(kept: Tensor, moments: dict[str, Tensor]) -> dict[str, Tensor]:
+def fresh_state(param: Tensor, moments: dict[str, Tensor]) -> dict[str, Tensor]:
     """torch's state of a parameter: step count and moments."""
-    return {"step": torch.zeros((), dtype=torch.float32, device=kept.device), **moments}
+    return {"step": torch.zeros((), dtype=torch.float32, device=param.device), **moments}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -72,8 +72,8 @@ class Optimizer:
     def __init__(self, adamw: torch.optim.AdamW) -> None:
         self.adamw = adamw
         self.moments: State = {
-            kept: {name: value for name, value in state.items() if name != "step"}
-            for kept, state in adamw.state.items()
+            param: {name: value for name, value in state.items() if name != "step"}
+            for param, state in adamw.state.items()
         }
         self._updates = 0
 

@@ -27,19 +27,20 @@ from boost.parallel.mesh import Axis
 def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> dict[str, tuple[Tensor, Tensor]]:
     """(this process's rows [N, K] of an orthonormal basis, the factor and its direction in it [K, 2R]) for [N, R, 2] of each.
 
-    A tall-skinny QR: each process takes that of its own rows; the triangles of all factors whose rows are cut are gathered in
-    one all-gather over TP, and every process takes the QR of the stacked ones, bit by bit the same everywhere. Unlike the
-    Cholesky factor of a Gram matrix this does not square the condition number.
+    A tall-skinny QR: each process computes the QR of its own rows; the triangles of all factors whose rows are sharded are
+    gathered in one all-gather over TP, and every process computes the QR of the stacked ones, bitwise equal everywhere. Unlike
+    the Cholesky factor of a Gram matrix this does not square the condition number.
     """
     found = {}
     for factor in factors:
         t_NR2 = tall[factor.name]
         found[factor.name] = torch.linalg.qr(t_NR2.transpose(1, 2).flatten(1))
-    cut = [f.name for f in factors if f.shape.sharded == "rows" and axis.size > 1]
-    if cut:
-        flat = torch.cat([found[name][1].flatten() for name in cut])
+    sharded = [f.name for f in factors if f.shape.sharded == "rows" and axis.size > 1]
+    if sharded:
+        flat = torch.cat([found[name][1].flatten() for name in sharded])
         gathered = all_gather(flat, axis).view(axis.size, -1)
-        for name, parts in zip(cut, gathered.split([found[name][1].numel() for name in cut], dim=1), strict=True):
+        sizes = [found[name][1].numel() for name in sharded]
+        for name, parts in zip(sharded, gathered.split(sizes, dim=1), strict=True):
             q_NJ, r_JC = found[name]
             rows = r_JC.shape[0]
             outer_PJK, r_KC = torch.linalg.qr(parts.reshape(axis.size * rows, -1))
@@ -52,7 +53,7 @@ def retract_all(
 ) -> list[tuple[Tensor, Tensor]]:
     """`retract` of every pair, replicated over an axis: pairs are assigned to its processes round-robin, each solves its own.
 
-    One all-gather over the axis, to which each process gives as much as the one with the most; none for one process.
+    One all-gather over the axis, padded to the largest contribution; none for one process.
     """
     own = [retract(*pair, rate, decay) for pair in pairs[axis.rank :: axis.size]]
     if axis.size == 1:
@@ -76,16 +77,14 @@ def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tu
     """The step in coordinates: [M dM] and [N dN] -> new M and N, [K, R] each, of a pair whose factors are multiplied by
     `decay` first. Columns beyond the numerical rank of the result are zero.
 
-    An SVD leaves the sign of each pair of columns open: it is chosen so that the new column of M points along the old one that
-    it has the largest product with, which no choice of basis changes.
+    An SVD leaves the sign of each pair of columns open: it is chosen such that the largest inner product of the new column of M
+    with an old one is positive, which does not depend on the basis.
     """
     rank = m_K2R.shape[1] // 2
     m, dm = m_K2R[:, :rank] * decay, m_K2R[:, rank:]
     n, dn = n_K2R[:, :rank] * decay, n_K2R[:, rank:]
-    m_plus, n_plus = (
-        torch.linalg.pinv(m),
-        torch.linalg.pinv(n),
-    )  # cut at max(shape) * epsilon of the largest singular value
+    # pinv truncates at max(shape) * epsilon of the largest singular value.
+    m_plus, n_plus = torch.linalg.pinv(m), torch.linalg.pinv(n)
     across = dm @ n_plus
     tangent = m_plus.mT @ dn.mT + across - m @ (m_plus @ across)
     u, s, vh = torch.linalg.svd(m @ n.mT - rate * tangent, full_matrices=False)

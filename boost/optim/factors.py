@@ -44,15 +44,15 @@ class Factor:
         own = self.param_slice.view(stored)
         return own if self.parameter.role.endswith(".B") else own.transpose(0, 1)
 
-    def own(self, kept: Tensor, tall_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(view of a kept tensor, what it is of a tall matrix [N, R] of this factor): one pair, or none where replicas keep
+    def own(self, local: Tensor, tall_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(view of a local tensor, its part of a tall matrix [N, R] of this factor): one pair, or none if other replicas hold
         all of its rows."""
-        columns = self.param_slice.rows if self.parameter.role.endswith(".A") else kept.shape[1]
+        columns = self.param_slice.rows if self.parameter.role.endswith(".A") else local.shape[1]
         mine = tall_NR.narrow(1, self.first, columns)
         mine = mine if self.parameter.role.endswith(".B") else mine.transpose(0, 1)
         for param_slice in self.fused.local_slices():
             if param_slice.parameter == self.parameter:
-                yield param_slice.view(kept), mine.narrow(0, param_slice.offset, param_slice.rows)
+                yield param_slice.view(local), mine.narrow(0, param_slice.offset, param_slice.rows)
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class FactorBuckets:
             units = units[length:]
 
     def tall(self, bucket: Sequence[FactorUnit], value: Callable[[FusedParam], Tensor]) -> dict[str, Tensor]:
-        """[N, R, K] of every factor of a bucket, by name, from [kept rows, columns, K] of each of its stored tensors.
+        """[N, R, K] of every factor of a bucket, by name, from [local rows, columns, K] of each of its stored tensors.
 
-        At most one all-gather over each of: the replicas that share weights, replicas and TP processes that share outer
-        factors, and TP processes among which the rank is cut. None where each process holds what it needs.
+        At most one all-gather over each of: the replicas that shard weights, the replicas and TP ranks that shard outer
+        factors, and the TP ranks over which the rank is sharded. None if each process holds what it needs.
         """
         stored = [fused for unit in bucket for fused in unit.fused_params]
         whole = _from_replicas(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
@@ -108,11 +108,12 @@ class FactorBuckets:
         return grams
 
     def _whole_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
-        cut = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]
-        if cut:
+        sharded = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]
+        if sharded:
             p = self.mesh.tp.size
-            gathered = all_gather(torch.cat([tall[name].flatten() for name in cut]), self.mesh.tp).view(p, -1)
-            for name, parts in zip(cut, gathered.split([tall[name].numel() for name in cut], dim=1), strict=True):
+            gathered = all_gather(torch.cat([tall[name].flatten() for name in sharded]), self.mesh.tp).view(p, -1)
+            sizes = [tall[name].numel() for name in sharded]
+            for name, parts in zip(sharded, gathered.split(sizes, dim=1), strict=True):
                 n, local, k = tall[name].shape
                 tall[name] = parts.reshape(p, n, local, k).transpose(0, 1).reshape(n, p * local, k)
         return tall
@@ -131,9 +132,9 @@ def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUni
             yield FactorUnit(tuple((factors[name], factors[f"{name.removesuffix('.A')}.B"]) for name in names))
 
 
-def _from_replicas(stored: Sequence[FusedParam], kept: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+def _from_replicas(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     """All rows of each stored tensor, gathered from local shards."""
-    whole = list(kept)
+    whole = list(local)
     for over, axis in (("dp", mesh.dp), ("replicas", mesh.replicas)):
         shared = [i for i, s in enumerate(stored) if s.shard is not None and s.shard.over == over and axis.size > 1]
         if not shared:
@@ -142,12 +143,12 @@ def _from_replicas(stored: Sequence[FusedParam], kept: Sequence[Tensor], mesh: M
         for i in shared:
             rows = sum(param_slice.rows for param_slice in stored[i].slices)
             shares[i] = -(-rows // axis.size)
-            missing = shares[i] - kept[i].shape[0]
-            padded.append(torch.cat((kept[i], kept[i].new_zeros(missing, *kept[i].shape[1:]))).flatten())
+            missing = shares[i] - local[i].shape[0]
+            padded.append(torch.cat((local[i], local[i].new_zeros(missing, *local[i].shape[1:]))).flatten())
         gathered = all_gather(torch.cat(padded), axis).view(axis.size, -1)
         for i, parts in zip(shared, gathered.split([x.numel() for x in padded], dim=1), strict=True):
             rows = sum(param_slice.rows for param_slice in stored[i].slices)
-            whole[i] = parts.reshape(axis.size * shares[i], *kept[i].shape[1:])[:rows]
+            whole[i] = parts.reshape(axis.size * shares[i], *local[i].shape[1:])[:rows]
     return whole
 
 

@@ -25,7 +25,7 @@ from boost.parallel.mesh import Mesh
 
 
 class Loro(Optimizer):
-    """AdamW, torch's own, whose groups have rates of their own, and an exact step in place of theirs where one is due."""
+    """torch's AdamW with per-group learning rates, and exact steps when they are due."""
 
     name = "loro"
 
@@ -33,20 +33,20 @@ class Loro(Optimizer):
         assert isinstance(config.optim, LOROConfig)
         self.optim = optim = config.optim
         self._slices: list[tuple[Tensor, FusedParam, ParamSlice]] = []
-        """Views that are updated by themselves: of a stored tensor whose linears have different ranks."""
+        """Views with separate updates, into a stored tensor whose linears have different ranks."""
         moments: State = {fused.tensor: zeros(fused.tensor, MOMENTS) for fused in fused_params}
         groups: dict[tuple[bool, float], list[Tensor]] = {}
         states: State = {}
         for fused in fused_params:
             for scale, param_slice in _scales(fused, config.model.dim):
-                kept: Tensor = fused.tensor
+                param: Tensor = fused.tensor
                 state = moments[fused.tensor]
                 if param_slice is not None:
-                    kept = param_slice.view(fused.tensor.detach())
+                    param = param_slice.view(fused.tensor.detach())
                     state = {name: param_slice.view(value) for name, value in state.items()}
-                    self._slices.append((kept, fused, param_slice))
-                groups.setdefault((decays(fused, optim), scale), []).append(kept)
-                states[kept] = fresh_state(kept, state)
+                    self._slices.append((param, fused, param_slice))
+                groups.setdefault((decays(fused, optim), scale), []).append(param)
+                states[param] = fresh_state(param, state)
         adamw = fused_adamw([{"params": params, "place": key} for key, params in groups.items()], optim)
         adamw.state.update(states)
         super().__init__(adamw)
@@ -64,7 +64,7 @@ class Loro(Optimizer):
             decaying, scale = group["place"]
             moved = scale < 0 or not exact  # before an exact step only the moments of factors change
             group["lr"] = rate * abs(scale) if moved else 0.0
-            # Decay is at the rate itself, and torch would scale it too.
+            # Decay uses the unscaled rate, but torch multiplies it by the group's rate.
             group["weight_decay"] = optim.weight_decay / abs(scale) if decaying else 0.0
             group["eps"] = optim.eps / math.sqrt(second)
         for view, fused, param_slice in self._slices:
@@ -80,7 +80,7 @@ class Loro(Optimizer):
             self._clear()
 
     def _exact(self, rate: float, decay: float) -> None:
-        """Moves every pair along its directions, which the moments hold."""
+        """Moves every pair along the directions in the moments."""
         for bucket in self.factors.buckets:
             factors = [factor for unit in bucket for factor in unit.factors]
             pairs = [pair for unit in bucket for pair in unit.pairs]
@@ -93,7 +93,7 @@ class Loro(Optimizer):
                         view.copy_(value)
 
     def _with_direction(self, fused: FusedParam) -> Tensor:
-        """A stored tensor and m / (sqrt(v) + eps), side by side, fp64."""
+        """A stored tensor and m / (sqrt(v) + eps), stacked, in fp64."""
         m, v = (self.moments[fused.tensor][name].double() for name in MOMENTS)
         return torch.stack((fused.tensor.double(), m / (v.sqrt() + self.optim.eps)), dim=-1)
 
@@ -105,7 +105,7 @@ class Loro(Optimizer):
 
 
 def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:
-    """(r / d, the piece that it is for) of the factors in a stored tensor; None: for all of it. -1: no factor, the whole rate."""
+    """(r / d, the slice that it applies to) of the factors in a stored tensor; None: all of it. -1: not a factor, the full rate."""
     if not is_factor(fused.slices[0].parameter.role):
         yield -1.0, None
         return

@@ -1,11 +1,11 @@
 """Muon for the factors: momentum, orthogonalized by Newton-Schulz iterations; AdamW for everything else.
 
 The function is torch.optim.Muon's, with its coefficients, of each WHOLE factor: not of a shard, nor of the stack in which
-factors A of one input are stored. torch's own class would take either for a matrix by itself, and iterates in bf16, which is
-another rounding under every cut. An iterate of X is X times a polynomial of X^T X, so the iteration can run on that Gram
-matrix [r, r], summed over the processes that share X once, and everything that is as tall as X is local: X_k = X P_k. It sums
-and iterates in fp32 (fp64 for fp64 weights). Unlike an inverse root, a polynomial does not amplify what rounding did
-to the Gram matrix' small eigenvalues by more than it amplifies them themselves (docs/design.md has figures).
+factors A of one input are stored. torch's own class would treat either as a matrix, and iterates in bf16, whose rounding
+depends on the sharding. An iterate of X is X times a polynomial of X^T X, so the iteration can run on that Gram matrix [r, r],
+all-reduced once over the processes that shard X, and all tall matrices are local: X_k = X P_k. It sums and iterates in fp32
+(fp64 for fp64 weights). Unlike an inverse root, a polynomial does not amplify rounding errors in the Gram matrix's small
+eigenvalues by more than the eigenvalues themselves (docs/design.md has figures).
 """
 
 import math

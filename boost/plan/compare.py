@@ -180,10 +180,10 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
             f"The host is the bottleneck: GPUs wait for kernel launches {waiting:.0%} of the step, since the kernels are too "
             "small; use larger micro-batches if they fit."
         )
-    room = best.memory / best.usable
-    if room > 0.9:
+    used = best.memory / best.usable
+    if used > 0.9:
         yield (
-            f"Memory is tight ({room:.0%} of usable memory), and predictions are accurate to a few percent; if the first step "
+            f"Memory is tight ({used:.0%} of usable memory), and predictions are accurate to a few percent; if the first step "
             "runs out of memory, halve train.micro_batch or use a runner-up that needs less."
         )
     hardware = search.request.hardware

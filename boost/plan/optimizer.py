@@ -116,7 +116,7 @@ class _LoroBucket:
         self.shapes = [shape for unit in units for shape in unit.shapes]
         self.pairs = [pair for unit in units for pair in unit.pairs]
         stored = [tensor for unit in units for tensor in unit.stored]
-        self.kept = sum(tensor.shard(parallel) for tensor in stored)
+        self.shard = sum(tensor.shard(parallel) for tensor in stored)
         self.local = sum(tensor.elements for tensor in stored)
         """On this TP process, gathered over replicas."""
         self.largest = max(tensor.shard(parallel) for tensor in stored)
@@ -126,10 +126,10 @@ class _LoroBucket:
 
     def _whole_factors(self, copies: int, held: int) -> tuple[int, int]:
         """(peak while gathering, live afterwards) of `copies` of whole factors, from `held` elements per stored one."""
-        kept, local, whole = held * self.kept, copies * self.local, copies * self.whole
-        most = live = kept
+        stored, local, whole = held * self.shard, copies * self.local, copies * self.whole
+        most = live = stored
         if self.shared:  # send buffer, receive buffer, assembled factors
-            most, live = live + 2 * copies * self.kept + 2 * local, local
+            most, live = live + 2 * copies * self.shard + 2 * local, local
         if self.rank_sharded:
             most, live = max(most, live + whole + max(2 * local, whole)), whole
         return most, live

@@ -251,12 +251,12 @@ class Tape:
 
     def _backward(self, roots: list[Any], gradients: list[Any], inputs_only: bool) -> None:
         waiting, useful = _edges(roots, inputs_only)
-        arrived: dict[GraphNode, list[Any]] = {}
+        incoming: dict[GraphNode, list[Any]] = {}
         ready: list[tuple[float, int, GraphNode]] = []
         order = itertools.count()
 
-        def arrives(node: GraphNode, index: int, gradient: Any) -> None:
-            slots = arrived.setdefault(node, [None] * node.results)
+        def add_gradient(node: GraphNode, index: int, gradient: Any) -> None:
+            slots = incoming.setdefault(node, [None] * node.results)
             if gradient is not None and slots[index] is not None:
                 self.place = node.place or self.place
                 gradient = slots[index] + gradient
@@ -267,17 +267,17 @@ class Tape:
         for x, gradient in zip(roots, gradients, strict=True):
             if x.node is not None:
                 waiting[x.node] -= 1
-                arrives(x.node, x.index, gradient)
+                add_gradient(x.node, x.index, gradient)
         roots.clear()
         gradients.clear()
         x = gradient = None
         while ready:
             node = heapq.heappop(ready)[2]
-            results = self._run(node, arrived.pop(node), inputs_only, useful)
+            results = self._run(node, incoming.pop(node), inputs_only, useful)
             for i, (target, index) in enumerate(node.edges if results else ()):
                 if target is not None and target in useful:
                     waiting[target] -= 1
-                    arrives(target, index, results[i])
+                    add_gradient(target, index, results[i])
                 results[i] = None
 
     def _run(self, node: GraphNode, gradients: list[Any], inputs_only: bool, useful: "set[GraphNode]") -> list[Any]:
@@ -285,9 +285,9 @@ class Tape:
             if node.number < 0:
                 self.input_gradients += [g for g in gradients if g is not None]
             else:
-                born = sum(g.storage.bytes for g in gradients if g is not None)
+                new_bytes = sum(g.storage.bytes for g in gradients if g is not None)
                 gradients.clear()
-                self.new_gradients += born
+                self.new_gradients += new_bytes
             return []
         if inputs_only and any(target is not None and target not in useful for target, _ in node.edges):
             self.deferred += [g for g in gradients if g is not None]

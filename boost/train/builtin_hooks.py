@@ -1,5 +1,4 @@
-"""The hooks of every run, from its configuration: the limit of bad steps, checks of replicas and of the token store,
-periodic evaluation, periodic checkpoints."""
+"""Built-in hooks of every run: limit of bad steps, replica and token store checks, periodic evaluation and checkpoints."""
 
 import logging
 import math
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("boost")
 
 MAX_BAD_STEPS = 3
-"""Steps in a row whose loss or gradient norm is not finite before the run gives up; none of them changes a weight."""
+"""Consecutive steps with a non-finite loss or gradient norm after which the run fails; none of them changes a weight."""
 
 
 def builtin_hooks(config: Config) -> list[Hook]:
@@ -56,8 +55,8 @@ class BadStepLimit(Hook):
 
 
 class ReplicaCheck(Hook):
-    """Compares the weights of all replicas before the first step, every `every` steps (0: never) and in bad steps: a ruined
-    weight is found before the limit of bad steps calls it a learning rate."""
+    """Compares the weights of all replicas before the first step, every `every` steps (0: never) and in bad steps: a corrupted
+    weight is reported before the limit of bad steps blames the learning rate."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -74,7 +73,7 @@ class ReplicaCheck(Hook):
 
 
 class StoreCheck(Hook):
-    """Verifies a random block of the token store every `every` steps (0: never), another one on each process."""
+    """Verifies a random block of the token store every `every` steps (0: never), a different one on each process."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -96,7 +95,7 @@ class PeriodicEvaluation(Hook):
 
 
 class PeriodicCheckpoint(Hook):
-    """Saves as often as the configuration says, on request, and where the run ends; removes old checkpoints."""
+    """Saves periodically, on request, and at the end of the run; removes old checkpoints."""
 
     def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.train, self._clock = train, clock
@@ -113,7 +112,7 @@ class PeriodicCheckpoint(Hook):
             trainer.prepare_saves()
 
     def before_step(self, trainer: "Trainer", event: StepStart) -> None:
-        # One clock decides for all: the request travels with the step.
+        # The clock of the main process decides for all: the request is sent with the step statistics.
         late = self._clock() - self._saved_at >= 60 * self.train.save_minutes
         if trainer.mesh.is_main and self.train.save_minutes and late:
             self._saved_at = self._clock()
@@ -126,7 +125,7 @@ class PeriodicCheckpoint(Hook):
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if event.stopping or (event.last and not trainer.rolling_back):
-            # Its failure is the run's: nothing after it would keep these weights.
+            # A failure here fails the run: no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
         elif not trainer.rolling_back and (event.save_requested or self._is_due(event.metrics.step)):
             try:
@@ -143,7 +142,7 @@ class PeriodicCheckpoint(Hook):
         if trainer.mesh.is_main:
             try:
                 trainer.run.record_saved(event.step)
-            except StorageError as error:  # a disk that the checkpoint has just filled
+            except StorageError as error:  # the checkpoint may have filled the disk
                 trainer.warn(str(error))
         if self.train.keep_best and self._candidate and self._candidate.step == event.step:
             self._best, self._candidate = self._candidate, None

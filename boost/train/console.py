@@ -1,6 +1,6 @@
 """Console output of a run: a progress bar on a terminal, plain lines elsewhere.
 
-`ConsoleHook` prints it on the main process. `progress` is the progress bar of anything else that takes seconds.
+`ConsoleHook` prints it on the main process. `progress` is the progress bar for everything else that takes seconds.
 """
 
 import math
@@ -147,7 +147,7 @@ def _introduction(trainer: "Trainer") -> list[str]:
 
 
 _live_bars: list[Progress] = []
-"""The live bar of this process, if any: a terminal has one live display, other bars join it."""
+"""The live bar of this process, if any: a terminal has one live display, and other bars are added to it."""
 
 
 def make_console(total_steps: int, start_step: int, log_every: int) -> Console:
@@ -238,7 +238,7 @@ class EtaEstimator:
         """Estimated seconds until the last step."""
         now = self._clock()
         if self._first is None:
-            # The first step starts threads, allocates and compiles: measure from its end.
+            # The first step starts threads, allocates and compiles, so time is measured from its end.
             self._first = (metrics.step, now)
         step, then = self._first
         each = (now - then) / (metrics.step - step) if metrics.step > step else metrics.seconds

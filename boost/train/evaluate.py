@@ -1,4 +1,4 @@
-"""Unbiased held-out loss: the sum over every token divided by the number of tokens, on any number of processes."""
+"""Unbiased held-out loss: the sum over all tokens divided by their number, on any number of processes."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from boost.train.console import progress
 from boost.train.model import Model, to_device
 
 STOP_CHECK_EVERY = 4
-"""Batches between two looks at the stop flags."""
+"""Batches between two checks of the stop flags."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Evaluation:
 
 
 class EvaluationStopped(Exception):
-    """An evaluation was ended early; what it has summed up so far is dropped."""
+    """An evaluation was stopped early; its partial result is discarded."""
 
 
 @torch.no_grad()
@@ -49,8 +49,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same numbers.
 
-    `stopped` is asked after every few batches and must answer alike on all processes; raises EvaluationStopped if
-    it says so.
+    `stopped` is called every few batches and must return the same on all processes; if true, raises EvaluationStopped.
     """
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
     batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
@@ -60,7 +59,7 @@ def evaluate(
         tokens, targets, documents = to_device(part, isolate, mesh.device)
         total[0] += model(tokens, targets, documents).double()
         total[1] += (targets != IGNORED).sum()
-    total[1] /= mesh.pp.size  # every stage counts targets, one has the loss
+    total[1] /= mesh.pp.size  # every stage counts targets, but only one has the loss
     for axis in (mesh.dp, mesh.pp):
         if axis.size > 1:
             total = all_reduce(total, axis)

@@ -1,7 +1,7 @@
-"""Why a process failed: an exception as one line for the user, and which of several processes' failures is the cause.
+"""Why a process failed: an exception as one line for the user, and the root cause among the failures of several processes.
 
-Classified by exception type first, then by the exact words that gloo, NCCL, c10d and the allocators use. What no rule names
-is a defect and keeps its traceback: "CUDA error: the launch timed out" is not a lost connection.
+Classified by exception type first, then by the exact messages of gloo, NCCL, c10d and the allocators. Anything else
+is a bug and keeps its traceback: "CUDA error: the launch timed out" is not a lost connection.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ _LOST_GLOO = re.compile(
     r"Timed out waiting \d+ms for (send|recv) operation to complete|Application timeout caused pair closure|"
     r"Rank \d+ (successfully reached|failed to pass) monitoredBarrier|Connect timeout|Gloo connectFullMesh failed"
 )
-"""A RuntimeError of gloo: the other side has gone or is silent."""
+"""A RuntimeError of gloo: the peer is gone or does not respond."""
 
 _LOST_NCCL = re.compile(
     r"remote process exited or there was a network error|NCCL communicator was aborted|"
     r"Watchdog caught collective operation timeout|ncclRemoteError|"
     r"(?:Connect to|Connection to|recv from|send to) \S+ failed|Connection closed by remote peer"
 )
-"""A DistBackendError of NCCL with the same meaning. Its "invalid usage" and "internal error" are errors of this process."""
+"""A DistBackendError of NCCL with the same meaning. "invalid usage" and "internal error" are errors of this process."""
 
 _CPU_MEMORY = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes"
@@ -42,7 +42,7 @@ _CUDA_DEVICE = re.compile(r"GPU \d+ has a total capacity of ([\d.]+ [KMGT]iB)")
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether `error` means that another process is gone or silent: a symptom, not the root cause."""
+    """Whether `error` means that another process is gone or does not respond: a symptom, not the root cause."""
     if isinstance(error, DistNetworkError | DistStoreError):
         return "EADDRINUSE" not in str(error)
     if isinstance(error, DistBackendError):
@@ -51,18 +51,18 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What did not fit, in words, if `error` says that memory ran out; else None."""
+    """A description of the failed allocation if `error` is an out-of-memory error; else None."""
     if isinstance(error, torch.OutOfMemoryError):
-        asked, whole = _CUDA_MEMORY.search(str(error)), _CUDA_DEVICE.search(str(error))
-        size = f" of {asked[1]}" if asked else ""
-        return f"out of GPU memory: an allocation{size} failed{f' (capacity {whole[1]})' if whole else ''}"
+        requested, capacity = _CUDA_MEMORY.search(str(error)), _CUDA_DEVICE.search(str(error))
+        size = f" of {requested[1]}" if requested else ""
+        return f"out of GPU memory: an allocation{size} failed{f' (capacity {capacity[1]})' if capacity else ''}"
     if isinstance(error, RuntimeError) and (found := _CPU_MEMORY.search(str(error))):
         return f"out of memory: an allocation of {int(found[1]) / 1e9:.2f} GB failed"
     return "out of memory" if isinstance(error, MemoryError) else None
 
 
 def memory_advice(micro_batch: int, recompute: str) -> str:
-    """What to change when memory runs out, with the values of the run."""
+    """What to change after an out-of-memory error, with the values of the run."""
     return (
         f"lower train.micro_batch (now {micro_batch}), recompute more with train.recompute (now {recompute!r}), or let "
         "'boost plan' find a mesh that fits"
@@ -70,30 +70,30 @@ def memory_advice(micro_batch: int, recompute: str) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Gloo's messages start with a source file and end with advice."""
+    """The first sentence of a message: gloo's start with a source file and end with advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split("\n")[0]
     return re.split(r"\.\s", text)[0] or type(error).__name__
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Failure of one process: a JSON file in the shared folder."""
+    """The failure of one process, as a JSON file in the shared folder."""
 
     rank: int
     kind: str
-    """boost: an error that the user can fix; hung: a process that does not respond, named by another; lost: a connection
-    to another process broke; defect: a bug, anything else."""
+    """boost: an error that the user can fix; hung: a process that does not respond, reported by another; lost: a broken
+    connection to another process; defect: a bug, anything else."""
     message: str
     """One line, except the traceback of a defect."""
     error: str
-    """Name of the class in boost.errors to raise."""
+    """Name of the exception class in boost.errors to raise."""
     exit_code: int
     trace: str
     time: float
     """Seconds since the epoch."""
 
     def write(self, folder: Path) -> None:
-        """Puts the report where the launcher looks for it."""
+        """Writes the report where the launcher looks for it."""
         partial = folder / f"partial{self.rank}"
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -121,7 +121,7 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
 
 
 def read_reports(folder: Path) -> list[FailureReport]:
-    """The reports of the processes that could write one, earliest first."""
+    """The reports that processes have written, earliest first."""
     reports = [FailureReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("report*.json")]
     return sorted(reports, key=lambda report: report.time)
 
@@ -129,9 +129,8 @@ def read_reports(folder: Path) -> list[FailureReport]:
 def root_cause(failed: Mapping[int, int], reports: list[FailureReport]) -> FailureReport | int:
     """The report that explains the others, or the rank of the process that died without one.
 
-    `failed`: exit codes by rank of the processes that failed by themselves. A user error takes precedence over
-    everything; a death without a report explains whatever others report from their collectives; a process that was seen to
-    hang is the cause of connections that broke, and those are the cause only if there is no other report.
+    `failed`: exit codes by rank of the processes that failed on their own. Precedence: a user error; a process that died
+    without a report (others then only report broken collectives); a bug; a hung process; a lost connection.
     """
     silent = sorted(failed.keys() - {report.rank for report in reports})
     by_kind = {kind: [r for r in reports if r.kind == kind] for kind in ("boost", "defect", "hung", "lost")}

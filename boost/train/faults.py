@@ -1,6 +1,6 @@
-"""Faults on purpose, to rehearse what a cluster does to a run: `boost train --inject-fault KIND@STEP[:RANK]`.
+"""Fault injection, to rehearse failures of a cluster: `boost train --inject-fault KIND@STEP[:RANK]`.
 
-A fault strikes one process just before (`nan`: within) the given step. A run that resumes before STEP meets it again.
+A fault hits one process just before (`nan`: within) the given step. A run that resumes before STEP hits it again.
 """
 
 import errno
@@ -26,8 +26,8 @@ SLOW_S = 20.0
 """Seconds that `slow` sleeps."""
 
 KINDS = {
-    "kill": "the process ends itself with SIGKILL, as the out-of-memory killer would",
-    "hang": "the process stops (SIGSTOP) and answers nobody",
+    "kill": "the process kills itself with SIGKILL, as the out-of-memory killer would",
+    "hang": "the process stops (SIGSTOP) and no longer responds",
     "nan": "one gradient of the process becomes NaN",
     "flip": "one exponent bit of one weight flips, on this process only",
     "disk-full": "the next file or folder of a checkpoint that the process creates fails with ENOSPC",
@@ -55,7 +55,7 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
         raise ConfigError(f"{field} is not KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: {', '.join(KINDS)}")
     fault = Fault(match[1], int(match[2]), int(match[3] or 0))
     if fault.kind not in KINDS:
-        raise ConfigError(f"{field}: no fault is called '{fault.kind}'; kinds: {', '.join(KINDS)}")
+        raise ConfigError(f"{field}: unknown fault '{fault.kind}'; kinds: {', '.join(KINDS)}")
     if not 1 <= fault.step <= steps:
         raise ConfigError(f"{field}: no step {fault.step}; nearest valid step: {min(max(fault.step, 1), steps)}")
     if fault.rank >= world_size:
@@ -64,11 +64,11 @@ def parse_fault(text: str, steps: int, world_size: int) -> Fault:
 
 
 class FaultInjection(Hook):
-    """Strikes with the faults of this process."""
+    """Injects the faults of this process."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults = faults
-        self._poisons = False
+        self._nan_pending = False
 
     def setup(self, trainer: "Trainer") -> None:
         self._faults = [fault for fault in self._faults if fault.rank == trainer.mesh.rank]
@@ -77,18 +77,18 @@ class FaultInjection(Hook):
         for fault in self._faults:
             if fault.step == event.step:
                 trainer.warn(f"injected fault: {fault.kind} at step {fault.step} on rank {fault.rank}")
-                self._strike(fault.kind, trainer)
+                self._inject(fault.kind, trainer)
 
     def after_backward(self, trainer: "Trainer") -> None:
-        if self._poisons:
-            self._poisons = False
+        if self._nan_pending:
+            self._nan_pending = False
             next(s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None).view(-1)[0] = float("nan")
 
-    def _strike(self, kind: str, trainer: "Trainer") -> None:
+    def _inject(self, kind: str, trainer: "Trainer") -> None:
         actions: dict[str, Callable[[], Any]] = {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "hang": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-            "nan": lambda: setattr(self, "_poisons", True),
+            "nan": lambda: setattr(self, "_nan_pending", True),
             "flip": lambda: flip_exponent_bit(trainer.fused_params[0].tensor),
             "disk-full": lambda: fail_next_write(trainer.run.checkpoints),
             "slow": lambda: time.sleep(SLOW_S),
@@ -97,7 +97,7 @@ class FaultInjection(Hook):
 
 
 def flip_exponent_bit(weights: "Tensor") -> None:
-    """Flips the third exponent bit of the first number: a factor of 16 or 1/16, finite and easily overlooked."""
+    """Flips the third exponent bit of the first element: a factor of 16 or 1/16, finite and easily overlooked."""
     import torch
 
     mantissa = {torch.float64: 52, torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}[weights.dtype]
@@ -107,7 +107,7 @@ def flip_exponent_bit(weights: "Tensor") -> None:
 
 
 def fail_next_write(folder: Path) -> None:
-    """The next file that this process opens for writing, or folder that it makes, below `folder` fails with ENOSPC, once."""
+    """Makes the next file that this process opens for writing, or folder that it creates, below `folder` fail with ENOSPC."""
     armed = [True]
     below = os.path.join(os.path.realpath(folder), "")
 

@@ -1,6 +1,6 @@
 """Text generation: token by token, with a key/value cache, on one process or all of a mesh.
 
-Every process of a TP group and of its pipeline has the same logits and the same seeded generator, so all of them choose the
+Every process of a TP group and its pipeline has the same logits and the same seeded generator, so all of them sample the
 same token without communication.
 """
 
@@ -14,7 +14,7 @@ from boost.errors import ConfigError
 from boost.train.model import Model
 
 MIN_TEMPERATURE = 1e-4
-"""Below it logits overflow, and sampling is greedy anyway."""
+"""Below this, logits overflow, and sampling is greedy anyway."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Hardware limits and their use: peak FLOP/s, memory in use, model FLOPs utilization."""
+"""Hardware limits and utilization: peak FLOP/s, memory in use, model FLOPs utilization."""
 
 import math
 import os
@@ -18,15 +18,15 @@ class PeakFlops:
     """Peak TFLOP/s of one GPU, dense (datasheets often print twice that, "with sparsity")."""
 
     name: str
-    """Words of the name that torch.cuda.get_device_name returns."""
+    """Words in the name that torch.cuda.get_device_name returns."""
     bf16: float
     """Tensor cores, bfloat16 products with fp32 accumulation (fp16 where the GPU has no bfloat16)."""
     fp32: float
     """fp32 without tensor cores."""
     tf32: float | None = None
-    """Tensor cores in TF32: what fp32 products may use if torch.set_float32_matmul_precision allows it."""
+    """Tensor cores in TF32, which fp32 products use if torch.set_float32_matmul_precision allows it."""
     fp64: float | None = None
-    """fp64, tensor cores where the GPU has them for fp64."""
+    """fp64, with tensor cores if the GPU has them for fp64."""
 
 
 # The first name whose words are in the device's name wins: longer names come before their prefixes.
@@ -105,7 +105,7 @@ def _has_words(name: str, words: str) -> bool:
 
 
 def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the best of several square GEMMs on `device`, a CPU. The first one is warmup and does not count."""
+    """FLOP/s of the fastest of several square GEMMs on `device`, a CPU. The first one is warm-up and does not count."""
     a = torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=torch.Generator().manual_seed(0)).to(device, compute_dtype)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)

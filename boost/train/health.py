@@ -1,15 +1,15 @@
-"""Whether training is healthy, and what follows: warnings, no checkpoints of ruined weights, optionally a rollback.
+"""Training health: warns of spikes and divergence, avoids checkpoints of ruined weights, and optionally rolls back.
 
 A step is in trouble if
 
 - its loss or gradient norm is not finite (no weight changed, `BadStep`);
-- it has diverged: its loss is above DIVERGED x ln(vocabulary), that many times the loss of a uniform guess;
+- it has diverged: its loss is above DIVERGED x ln(vocabulary), where ln(vocabulary) is the loss of a uniform guess;
 - it is a spike: its loss or gradient norm is more than train.spike_sigma standard deviations above the mean of the last WINDOW
-  healthy steps, as in OLMo-core's SkipStepOptimizer (6 deviations, 128 steps). At least FEWEST healthy steps come first.
+  healthy steps, as in OLMo-core's SkipStepOptimizer (6 deviations, 128 steps). This needs at least MIN_HEALTHY healthy steps.
 
-Trouble ends after RECOVERED steps in a row without any; until then periodic checkpoints wait. The loss of a step is that of the
-weights before its update, so a checkpoint of step n is proven by step n + 1: the newest proven one is never rotated away. Every
-process sees the same numbers, so every process decides the same.
+Trouble ends after RECOVERED consecutive steps without any; until then there are no periodic checkpoints. The loss of a step is
+that of the weights before its update, so step n + 1 proves the checkpoint of step n healthy. The newest proven checkpoint is
+never rotated away. All processes see the same statistics and make the same decisions.
 """
 
 import math
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 WINDOW = 128
 """Healthy steps whose mean and standard deviation a step is compared with."""
-FEWEST = 32
+MIN_HEALTHY = 32
 """Healthy steps before any step is called a spike."""
 FLOOR = 0.02
-"""The standard deviation counts as this share of the mean at least: recent steps may happen to be all alike."""
+"""Minimum standard deviation, as a fraction of the mean: recent steps may happen to be almost equal."""
 RECOVERED = 8
-"""Steps in a row without trouble after which it is over."""
+"""Consecutive steps without trouble after which training has recovered."""
 DIVERGED = 1.5
-"""A loss of this many times ln(vocabulary) is worse than no training at all."""
+"""A loss of this many times ln(vocabulary) is worse than that of an untrained model."""
 
 Trouble = Literal["not finite", "diverged", "spike"]
 
@@ -40,7 +40,7 @@ class SpikeDetector:
     """Mean and standard deviation of the loss and the gradient norm of recent healthy steps."""
 
     def __init__(self, sigma: float, vocab_size: int) -> None:
-        """`sigma`: standard deviations above the mean that make a spike; 0: nothing is a spike."""
+        """`sigma`: standard deviations above the mean from which a step is a spike; 0: never."""
         self._sigma, self._ceiling = sigma, DIVERGED * math.log(vocab_size)
         self._recent: dict[str, deque[float]] = {"loss": deque(maxlen=WINDOW), "gradient_norm": deque(maxlen=WINDOW)}
 
@@ -58,7 +58,7 @@ class SpikeDetector:
 
     def _spike(self, metrics: StepMetrics) -> str | None:
         for name, values in self._recent.items():
-            if not self._sigma or len(values) < FEWEST:
+            if not self._sigma or len(values) < MIN_HEALTHY:
                 continue
             mean = sum(values) / len(values)
             deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
@@ -73,7 +73,7 @@ class SpikeDetector:
 
 
 class HealthMonitor(Hook):
-    """Warns of trouble, holds back periodic checkpoints while it lasts, and asks for rollbacks if the run wants them."""
+    """Warns of trouble, suspends periodic checkpoints while it lasts, and requests rollbacks if configured."""
 
     def __init__(self, detector: SpikeDetector, rollback: bool) -> None:
         self._detector, self._rollback = detector, rollback
@@ -88,11 +88,11 @@ class HealthMonitor(Hook):
         kind, text = found[0], f"{found[0]} at step {step}: {found[1]}"
         self._healthy = 0
         if trainer.trouble is None:
-            kept = trainer.proven_checkpoint()
-            saved = f"'{kept}' is kept" if kept is not None else "there is no checkpoint from before"
-            trainer.warn(f"{text}; no periodic checkpoint until this is over, {saved}")
+            proven = trainer.proven_checkpoint()
+            saved = f"'{proven}' is kept" if proven is not None else "there is no earlier checkpoint"
+            trainer.warn(f"{text}; no periodic checkpoints until training has recovered, {saved}")
         trainer.begin_trouble(text, ruined=kind != "spike")
-        # A step that is not finite has changed nothing; only the second in a row says that the weights are to blame.
+        # A non-finite step changed nothing; only a second consecutive one means that the weights are ruined.
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
             trainer.request_rollback(text)
 

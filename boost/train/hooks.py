@@ -22,8 +22,8 @@ A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
 evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
-call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. A main-only
-hook that calls them raises RuntimeError where there are several processes.
+call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. If there are
+several processes, a main-only hook that calls them raises RuntimeError.
 
 **Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
 travel with the step statistics: from `before_step` they take effect after the same step, from any other event after the
@@ -69,7 +69,7 @@ class StepStart:
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step whose loss or gradient norm is not finite. It changed no weight."""
+    """A step with a non-finite loss or gradient norm. It changed no weight."""
 
     step: int
     loss: float
@@ -88,9 +88,9 @@ class StepEnd:
     last: bool
     """Whether it was the last step of the run."""
     stopping: bool
-    """Whether the run stops here, before its last step, because a signal or a hook asked for it."""
+    """Whether the run stops here, before its last step, because a signal or a hook requested it."""
     save_requested: bool
-    """Whether a hook of any process, or SIGUSR2 to any of them, asked for a checkpoint of this step."""
+    """Whether a hook on any process, or SIGUSR2 to any process, requested a checkpoint of this step."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class SaveStart:
 
     step: int
     last: bool = False
-    """Whether the run ends with it."""
+    """Whether it is the last checkpoint of the run."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class EvaluationEnd:
-    """Held-out loss is known, the same on all processes."""
+    """An evaluation is done; its result is the same on all processes."""
 
     metrics: "EvalMetrics"
     complete: bool
@@ -157,7 +157,7 @@ class Hook:
         """Called inside each step, when gradients are reduced and before they are measured, clipped and applied."""
 
     def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
-        """Called inside a step whose loss or gradient norm is not finite, on all processes alike."""
+        """Called inside a step with a non-finite loss or gradient norm, on all processes."""
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         """Called after each step, bad ones included."""
@@ -170,7 +170,7 @@ class Hook:
         """Called after a checkpoint is complete."""
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
-        """Called after the weights, the optimizer and the position of an earlier checkpoint were loaded."""
+        """Called after the weights, optimizer state and position of an earlier checkpoint were loaded."""
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         """Called after each evaluation."""
@@ -201,7 +201,7 @@ class HookRunner:
         return results
 
     def teardown(self, trainer: "Trainer") -> None:
-        """Tears down every hook, even if one fails. Errors are only logged: how the run ended is already decided."""
+        """Tears down every hook, even if one fails. Errors are only logged: the outcome of the run is already decided."""
         for hook in self._hooks:
             try:
                 with self._running(hook):

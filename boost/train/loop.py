@@ -1,7 +1,7 @@
-"""Training: the step function, the position, and the loop that calls hooks around it. One process or a mesh: the same code.
+"""Training: the step function, the position, and the loop that calls hooks around each step, on one process or a mesh.
 
 A step is a pure function of (weights, optimizer state, step number): the data, the learning rate and everything else follow
-from the step, so a resumed run repeats bit for bit what an uninterrupted one would have done.
+from the step, so a resumed run is bitwise identical to an uninterrupted one.
 """
 
 import logging
@@ -61,18 +61,18 @@ from boost.train.signals import StopRequest
 log = logging.getLogger("boost")
 
 SLOW_SAVE_S = 1.0
-"""A save in the background that makes the next one wait longer than this is worth a warning."""
+"""Wait for the previous background save above which a warning is logged."""
 LAST_SAVE_S = 60.0
-"""How long a run that ends with an error lets a save in the background end."""
+"""How long a run that fails waits for a background save to finish."""
 
 
 @dataclass(frozen=True)
 class RunTrouble:
-    """What is wrong with a run at the moment."""
+    """What is currently wrong with a run."""
 
     text: str
     ruined: bool
-    """Whether its weights are no good: a checkpoint of them is marked, and not resumed from unless asked for by its path."""
+    """Whether its weights are unusable: a checkpoint of them is marked, and only resumed from if given by its path."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TrainResult:
     checkpoint: Path | None
     """The latest complete checkpoint."""
     stopped_by: str | None = None
-    """Name of the signal, or reason of the hook, that stopped the run before its last step."""
+    """Name of the signal, or the hook's reason, that stopped the run before its last step."""
     by_signal: bool = False
     """Whether a signal to any process stopped it."""
     received_signal: bool = False
@@ -95,7 +95,7 @@ class TrainResult:
 class Trainer:
     """A run on this process: weights, optimizer, data, position, and the hooks around each step.
 
-    `fit` trains to the end. `step`, `evaluate` and `save` also work on their own; all processes of the mesh must call them.
+    `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly, by all processes of the mesh.
     """
 
     def __init__(self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = ()) -> None:
@@ -113,7 +113,7 @@ class Trainer:
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0
-        """Bad steps in a row up to the current position."""
+        """Consecutive bad steps up to the current position."""
         self.resumed_from: Path | None = None
         self.started_from: Path | None = None
         self.warnings: list[str] = []
@@ -126,22 +126,22 @@ class Trainer:
         self._save_requested = False
         self._saved: Path | None = None
         self._signals_to_reduce = False
-        """Whether a stop signal may have come since the last step: in start-up, an evaluation or a save."""
+        """Whether a stop signal may have arrived outside of a step: in start-up, an evaluation or a save."""
         self._checked: Position | None = None
-        """Where replicas were last found equal."""
+        """Position of the last successful replica check."""
         self.trouble: RunTrouble | None = None
-        """What is wrong with the run at the moment (`boost.train.health`)."""
+        """What is currently wrong with the run (`boost.train.health`)."""
         self.proven_step = -1
-        """The last step whose weights the loss of the step after it has proven healthy; none is in trouble since."""
+        """The last step whose weights were proven healthy by the loss of the next step, without trouble since."""
         self._rollback: str | None = None
         self._rollbacks = Rollbacks()
-        # The run keeps the tokenizer it starts with: the store on disk may be replaced or deleted while it trains.
+        # Read once: the store on disk may be replaced or deleted while the run trains.
         tokenizer, data = self.store.tokenizer_json.encode(), data_identity(self.store)
         self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
-        """Loads the first intact checkpoint of `resume_from`; without one, starts at step 0 from the weights of `start_from`,
-        or from initial ones.
+        """Loads the first intact checkpoint of `resume_from`; without one, starts at step 0 from the weights of `start_from`
+        or from initial weights.
 
         Raises CheckpointError if the checkpoint has another model or other data, or if all are damaged.
         """
@@ -170,13 +170,13 @@ class Trainer:
             ckpt.supersede(folder, self.position.step, self.mesh)
 
     def load(self, found: Checkpoint) -> None:
-        """Takes weights, optimizer state, RNG states and position from a checkpoint. Collective. Raises CheckpointError."""
+        """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
         self.position = replace(position, trouble="")
 
     @property
     def checkpoint_folders(self) -> list[Path]:
-        """Where checkpoints of this run may be: its own folder, and run.fallback_dir's if there is one."""
+        """Folders of this run's checkpoints: its own, and the one in run.fallback_dir if configured."""
         fallback = ckpt.fallback_folder(self.config)
         return [self.run.checkpoints, *([fallback] if fallback else [])]
 
@@ -192,7 +192,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Trains from the current position to the last step and evaluates, or stops early on a signal or a hook's request.
 
-        Hooks save: after the last step, where the run stops, and as often as the configuration says.
+        Hooks save: after the last step, when the run stops, and periodically.
         """
         peak = peak_flops(
             self.mesh.device, getattr(torch, self.config.train.compute_dtype), self.config.run.peak_tflops
@@ -203,7 +203,7 @@ class Trainer:
             self.notify(Hook.on_train_start, start)
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
-                # Signals are still caught here: one that arrives now must not cost the results of a run that is saved already.
+                # Signals are still caught here: one that arrives now must not discard the results of a run that is saved.
                 self.finish_save()
                 evaluation = None if stopped else self.evaluate()
                 if not stopped and evaluation is None:
@@ -222,7 +222,7 @@ class Trainer:
         self._signals_to_reduce = True
         while self.position.step < train.steps:
             if self._signals_to_reduce and self._signal_anywhere():
-                self.finish_save()  # it may be the one of this position
+                self.finish_save()  # the save in flight may be of this position
                 if not self._is_saved():
                     self.save_last(urgent=True)
                 return StepFlags.SIGNAL
@@ -247,9 +247,9 @@ class Trainer:
         return StepFlags.NONE
 
     def step(self, lr: float) -> StepStats:
-        """One optimizer step on one global batch. Updates nothing if any process saw a number that is not finite.
+        """One optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite.
 
-        Raises TrainingError after too many such steps in a row (`BadStepLimit`).
+        Raises TrainingError after too many consecutive such steps (`BadStepLimit`).
         """
         train, mesh = self.config.train, self.mesh
         tokens = train.global_batch * train.seq_len
@@ -288,7 +288,7 @@ class Trainer:
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Held-out loss at the current position, on the whole split or on about `max_tokens` of it; None if a stop signal to
-        any process ended it early. Collective.
+        any process interrupted it. Collective.
         """
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
@@ -312,18 +312,18 @@ class Trainer:
         return result
 
     def prepare_saves(self) -> None:
-        """Allocates the host memory of saves in the background, which the first one would otherwise do. Collective."""
+        """Allocates the host memory of background saves, so that the first one does not have to. Collective."""
         self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:
         """Saves a checkpoint of the current position; None if a hook refused it. Collective.
 
-        With `wait` the checkpoint is complete when this returns. Without, it is written in the background: this returns None
-        after the copy to host memory, and hooks see `after_save` after the step in which it is complete; a failure is then a
-        warning. Only one save is in flight: the next one waits for it.
+        With `wait` the checkpoint is complete when this returns. Otherwise it is a background save: this returns None after the
+        copy to host memory, hooks get `after_save` once the checkpoint is complete, and a failure is a warning. Only one save
+        is in flight; the next one waits for it.
 
         Raises StorageError on every process if any of them could not write, NonFiniteError if weights or optimizer state
-        hold a value that is not finite, TrainingError if replicas differ: a checkpoint holds the weights of one of them.
+        have a non-finite value, TrainingError if replicas differ, because a checkpoint stores the weights of one of them.
         """
         if not self._may_save():
             return None
@@ -335,9 +335,9 @@ class Trainer:
         return self._announce(saved)
 
     def save_last(self, urgent: bool) -> Path | None:
-        """The last checkpoint of a run: as `save`, with the retries of run.save_retry_minutes and run.fallback_dir. Collective.
+        """Saves the last checkpoint of a run: `save` with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
 
-        `urgent`: a signal stops the run, so that run.fallback_dir comes before the retries.
+        `urgent`: a signal stops the run, so run.fallback_dir is tried before the retries.
         """
         if not self._may_save(last=True):
             return None
@@ -356,7 +356,7 @@ class Trainer:
             return self._saver.save(folder, self._saved_position())
 
     def finish_save(self) -> None:
-        """Waits for the save in flight, if there is one; its failure is a warning. Collective."""
+        """Waits for the save in flight, if any; its failure is a warning. Collective."""
         if self._saver.in_flight is None:
             return
         try:
@@ -371,14 +371,14 @@ class Trainer:
         return replace(self.position, trouble=self.trouble.text if self.trouble and ruined else "")
 
     def _may_save(self, last: bool = False) -> bool:
-        """Whether a save may begin: the one in flight has ended, and no hook refuses."""
+        """Waits for the save in flight; returns whether a new one may begin, that is, no hook refuses it."""
         self._runner.require_all_processes("save", self.mesh.size)
         self._signals_to_reduce = True
-        flying, begin = self._saver.in_flight, time.perf_counter()
+        in_flight, begin = self._saver.in_flight, time.perf_counter()
         self.finish_save()
-        if flying is not None and (waited := time.perf_counter() - begin) > SLOW_SAVE_S:
+        if in_flight is not None and (waited := time.perf_counter() - begin) > SLOW_SAVE_S:
             self.warn(
-                f"training waited {waited:.1f} s for the checkpoint of step {flying}, which was still being written; save less "
+                f"training waited {waited:.1f} s for the checkpoint of step {in_flight}, which was still being written; save less "
                 "often or write to a faster disk"
             )
         self.check_replicas()
@@ -389,7 +389,7 @@ class Trainer:
         return True
 
     def _announce(self, saved: SavedCheckpoint) -> Path:
-        """Tells hooks and log of a complete checkpoint."""
+        """Notifies hooks of a complete checkpoint, and logs it."""
         for warning in saved.warnings:
             self.warn(warning)
         event = SaveEnd(saved.step, saved.path)
@@ -399,9 +399,9 @@ class Trainer:
         return saved.path
 
     def check_replicas(self) -> None:
-        """Compares the weights of all replicas, once at each position, unless train.check_replicas_every is 0. Collective.
+        """Compares the weights of all replicas, once per position, unless train.check_replicas_every is 0. Collective.
 
-        Raises TrainingError on every process, with the ones that differ, or that hold a weight that is not finite.
+        Raises TrainingError on every process, naming the processes that differ or have a non-finite weight.
         """
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or self._checked == self.position:
@@ -414,9 +414,9 @@ class Trainer:
         self._checked = self.position
 
     def _refusal(self, event: SaveStart) -> str | None:
-        """The first reason that a hook of any process has against a checkpoint, the same on all processes.
+        """The first reason of a hook on any process to refuse a checkpoint, the same on all processes.
 
-        Its own exchange, not the all-reduce of step statistics: saves are rare, and a hook may decide on the weights of now.
+        A separate exchange, not part of the step statistics: saves are rare, and a hook may inspect the current weights.
         """
 
         def ask_hooks() -> list[str]:
@@ -426,7 +426,7 @@ class Trainer:
         return next((reasons[0] for reasons in ckpt.run_on_all(self.mesh, ask_hooks, TrainingError) if reasons), None)
 
     def begin_trouble(self, text: str, ruined: bool) -> None:
-        """Marks the run as in trouble; `ruined`: so are its weights, as far as the last step shows."""
+        """Marks the run as in trouble; `ruined`: the last step indicates that its weights are ruined."""
         self.trouble = RunTrouble(text, ruined)
 
     def end_trouble(self) -> None:
@@ -434,13 +434,13 @@ class Trainer:
         self.trouble = None
 
     def proven_checkpoint(self) -> Path | None:
-        """The newest checkpoint whose weights a later healthy step has proven; None if there is none."""
+        """The newest checkpoint whose weights a later healthy step has proven healthy; None if there is none."""
         found = [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
         steps = sorted(((ckpt.step_of(path) or 0, path) for path in found), reverse=True)
         return next((path for step, path in steps if step <= self.proven_step and not ckpt.trouble_of(path)), None)
 
     def request_rollback(self, reason: str) -> None:
-        """Asks for a return to the newest healthy checkpoint after this step. All processes must ask alike, in `after_step`."""
+        """Requests a rollback to the newest proven checkpoint after this step. To be called on all processes, in `after_step`."""
         self._rollback = reason
 
     @property
@@ -449,11 +449,11 @@ class Trainer:
         return self._rollback is not None
 
     def request_stop(self, reason: str) -> None:
-        """Asks all processes to save and stop, from any hook on any process (`boost.train.hooks` says when)."""
+        """Requests that all processes save and stop; for any hook on any process (timing: see `boost.train.hooks`)."""
         self._stop_reason = self._stop_reason or reason
 
     def request_save(self) -> None:
-        """Asks all processes for a checkpoint, from any hook on any process (`boost.train.hooks` says when)."""
+        """Requests a checkpoint; for any hook on any process (timing: see `boost.train.hooks`)."""
         self._save_requested = True
 
     def warn(self, text: str) -> None:
@@ -462,7 +462,7 @@ class Trainer:
         self.notify(Hook.on_warning, text)
 
     def _take_flags(self) -> StepFlags:
-        """What this process asks of all. A stop stays requested until the run ends, a save is requested once."""
+        """The requests of this process. A stop stays requested until the run ends, a save is requested once."""
         by_signal = self._signals.take_save_request()
         save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
@@ -470,13 +470,13 @@ class Trainer:
         return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
 
     def _signal_anywhere(self) -> bool:
-        """Whether a process has received a stop signal that no step has told the others of. Collective."""
+        """Whether any process has received a stop signal outside of a step. Collective."""
         self._signals_to_reduce = False
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
 
     def _is_saved(self) -> bool:
-        """Whether the current position is in a complete checkpoint, which this run or the one that it resumes has written."""
+        """Whether this run, or the run that it resumes, has saved the current position."""
         path = ckpt.checkpoint_path(self.run.checkpoints, self.position.step)
         return path in (self._saved, self.resumed_from)
 
@@ -485,7 +485,7 @@ class Trainer:
         latest = self._saved or (complete[-1] if complete else None)
         if not stopped:
             return TrainResult(self.position, evaluation, latest)
-        # A signal prevails over a hook: it decides the exit code, and a scheduler waits for that.
+        # A signal takes precedence over a hook: it determines the exit code, which schedulers rely on.
         by_signal = StepFlags.SIGNAL in stopped
         name = self._signals.name or "a signal to another process"
         reason = name if by_signal else self._stop_reason or "a hook of another process"

@@ -37,7 +37,7 @@ class StepMetrics:
     step: int
     """Steps done, including this one."""
     loss: float
-    """Mean cross-entropy of the step's tokens, in nats."""
+    """Mean cross-entropy of the step's targets, nats per token."""
     lr: float
     """Learning rate of this step."""
     gradient_norm: float
@@ -73,8 +73,8 @@ class EvalMetrics:
 class MetricsWriter:
     """Writes metrics to every backend that the configuration enables. For the main process only.
 
-    With `resumed_step` = N, lines of steps after N (the run continued after its last checkpoint) and a line truncated by
-    a crash are dropped first, so that no step appears twice. Raises ConfigError if a tracker's package is missing,
+    With `resumed_step` = N, lines of steps after N (the earlier run went beyond its last checkpoint) and a line truncated
+    by a crash are dropped first, so that no step appears twice. Raises ConfigError if a tracker's package is missing,
     StorageError if the run directory cannot be written.
     """
 
@@ -82,7 +82,7 @@ class MetricsWriter:
         self._run = run
         self.damaged = 0
         """Lines of an earlier run that could not be read and were set aside."""
-        # Before any file changes: a missing package must not cost the lines of an earlier run.
+        # Before any file is changed: a missing package must not lose lines of an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
@@ -103,7 +103,7 @@ class MetricsWriter:
         self._write("eval", "eval", metrics)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step`, which are about to be trained again. Raises StorageError."""
+        """Drops the lines of steps after `step`, which will be trained again. Raises StorageError."""
         with storage_errors(self._run.path):
             self._file.close()
             truncate_metrics(self._run.metrics, step)
@@ -132,7 +132,7 @@ class MetricsWriter:
 
 
 class MetricsHook(Hook):
-    """Writes the metrics of a run. Metrics that cannot be written cost one warning when that begins, not the run."""
+    """Writes the metrics of a run. If that fails, warns once and training continues."""
 
     main_only = True
 
@@ -146,7 +146,7 @@ class MetricsHook(Hook):
         self._writer = MetricsWriter(trainer.run, trainer.config, resumed_step=trainer.position.step)
         if self._writer.damaged:
             name = trainer.run.metrics.name
-            trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; they are in {name}.damaged now")
+            trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:
@@ -162,7 +162,7 @@ class MetricsHook(Hook):
 
     def teardown(self, trainer: "Trainer") -> None:
         if self._writer:
-            with contextlib.suppress(StorageError):  # the warning was given when it began
+            with contextlib.suppress(StorageError):  # already warned about
                 self._writer.close()
 
     def _write(self, trainer: "Trainer", write: Callable[[Metrics], None], metrics: Metrics) -> None:
@@ -171,12 +171,12 @@ class MetricsHook(Hook):
             self._failing = False
         except StorageError as error:
             if not self._failing:
-                trainer.warn(f"metrics are not written: {error}; training continues")
+                trainer.warn(f"metrics cannot be written: {error}; training continues")
             self._failing = True
 
 
 class _Tracker:
-    """wandb, or trackio, which has the same API for these calls."""
+    """wandb or trackio, which have the same API for these calls."""
 
     def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
         self._module = module
@@ -207,23 +207,23 @@ def tracker_modules(config: Config) -> list[ModuleType]:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Every line of a metrics.jsonl, in order, without an incomplete last line (a crash, or a live run).
+    """All lines of a metrics.jsonl, except an incomplete last one (a crash, or a live run).
 
-    Raises DataError if another line is not a JSON object, FileNotFoundError if there is no such file.
+    Raises DataError if any other line is not a JSON object, FileNotFoundError if there is no such file.
     """
     lines = Path(path).read_bytes().split(b"\n")[:-1]
     return [_from_line(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
 def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) -> int:
-    """Keeps the lines of steps <= `last_step`, atomically: at any time the file is the old one or the new one.
+    """Drops the lines of steps > `last_step`, atomically: at any time the file is the old one or the new one.
 
-    Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it. A line that is not a JSON object is
-    appended to <name>.damaged instead: one such line must not stop a run. Returns the number of those.
+    Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it. Lines that are not JSON objects are
+    moved to <name>.damaged, so that they do not stop a run. Returns their number.
     """
     damaged = []
-    kept = path.with_name(f"{path.name}.tmp")
-    with open(path, "rb") as old, open(kept, "wb") as new:
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(path, "rb") as old, open(temporary, "wb") as new:
         for number, line in enumerate(old, start=1):
             if not line.endswith(b"\n"):
                 continue
@@ -232,15 +232,15 @@ def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) 
             except DataError:
                 damaged.append(line)
                 continue
-            again = values.get("kind") == "eval" and values.get("step") == final_step
-            if values.get("step", 0) <= last_step and not again:
+            repeated = values.get("kind") == "eval" and values.get("step") == final_step
+            if values.get("step", 0) <= last_step and not repeated:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
     if damaged:
         with open(path.with_name(f"{path.name}.damaged"), "ab") as aside:
             aside.writelines(damaged)
-    os.replace(kept, path)
+    os.replace(temporary, path)
     return len(damaged)
 
 

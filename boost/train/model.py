@@ -29,10 +29,10 @@ Model = Decoder | Pipeline
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
-    """The model as this process trains it: whole or its pipeline stages, blocks compiled, weights sharded over replicas.
+    """The model of this process for training: whole or its pipeline stages, blocks compiled, weights sharded over replicas.
 
-    Weights are not initialized. Raises ConfigError if a requested option cannot run here, or weights alone need more memory than
-    there is.
+    Weights are not initialized. Raises ConfigError if a requested option cannot run here, or if the weights alone exceed the
+    device's memory.
     """
     _require_memory(config, mesh.device)
     if config.parallel.pp == 1:
@@ -50,15 +50,15 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
 
 def _require_memory(config: Config, device: torch.device) -> None:
-    """Before anything is allocated: a process builds its part whole, then shares it with its replicas."""
+    """Checked before allocation: a process builds its part unsharded, then shards it over its replicas."""
     parallel, dtype = config.parallel, getattr(torch, config.train.param_dtype)
     needed = parameter_count(config.model) // (parallel.tp * parallel.pp) * dtype.itemsize
-    there = total_memory(device)
-    if needed > there:
+    available = total_memory(device)
+    if needed > available:
         field, value = out_of_proportion(config.model)
         raise ConfigError(
             f"{field} = {value}: the weights of one process take {needed / 1e9:,.0f} GB in {config.train.param_dtype}, but "
-            f"its device has {there / 1e9:,.0f} GB; take a smaller model, or more processes (parallel.tp, parallel.pp)"
+            f"its device has {available / 1e9:,.0f} GB; use a smaller model, or more processes (parallel.tp, parallel.pp)"
         )
 
 
@@ -116,15 +116,15 @@ def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[Tensor
 def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:
     """Forward and backward pass over this process's micro-batches of a step; accumulates gradients.
 
-    Returns the fp64 sum of the losses over `divisor`, which the gradients belong to; 0 on a process without the head.
+    Returns the fp64 sum of the losses divided by `divisor`, as are the gradients; 0 on a process without the head.
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline):
         return model.backward(*to_device(join(batches), isolate, model.device), divisor)
     total = torch.zeros((), dtype=torch.double, device=model.device)
-    waiting = list(batches)
-    for number, batch in enumerate(waiting, start=1):
-        last_backward(model, number == len(waiting), config.parallel)
+    micro_batches = list(batches)
+    for number, batch in enumerate(micro_batches, start=1):
+        last_backward(model, number == len(micro_batches), config.parallel)
         loss = model(*to_device(batch, isolate, model.device)) / divisor
         loss.backward()
         total += loss.detach()

@@ -1,4 +1,4 @@
-"""The check of replicas around a run: when it is made, and what a user reads when it fails."""
+"""The error message of a failed replica check."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from boost.parallel.replicas import Mismatch, ReplicaReport
 
 
 def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None:
-    """Raises TrainingError if replicas differ or a weight is not finite; `latest`: the newest checkpoint, saved after a check."""
+    """Raises TrainingError if replicas differ or a weight is not finite; `latest`: the newest checkpoint, which was checked."""
     if not report.mismatches and not report.not_finite:
         return
     found = [_mismatch(each, report.hosts) for each in report.mismatches[:3]]
@@ -16,20 +16,20 @@ def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None
     ]
     more = len(report.mismatches) + len(report.not_finite) - len(found)
     cause = "memory or arithmetic failed there" if report.mismatches else "optim.lr is too high, or memory failed there"
-    way_out = f"resume from '{latest}' with --resume auto" if latest else "no checkpoint is there: start again"
+    advice = f"resume from '{latest}' with --resume auto" if latest else "there is no checkpoint: start over"
     raise TrainingError(
-        f"at step {step}, {'; '.join(found)}{f' (and {more} more)' if more else ''}: {cause}, and nothing of it was "
-        f"saved; {way_out}, and leave out the machine if it happens again"
+        f"at step {step}, {'; '.join(found)}{f' (and {more} more)' if more else ''}: {cause}; no such weights were "
+        f"saved; {advice}, and exclude the machine if it happens again"
     )
 
 
 def _mismatch(found: Mismatch, hosts: tuple[str, ...]) -> str:
     who = _named(found.processes, hosts)
     if not found.certain:
-        return f"{who} should hold the same weights and do not (no majority tells which is right)"
-    holds = "holds" if len(found.processes) == 1 else "hold"
+        return f"{who} should have the same weights but do not (there is no majority to tell which are right)"
+    has = "has" if len(found.processes) == 1 else "have"
     same = found.copies - len(found.processes)
-    return f"{who} {holds} other weights than the {same} replicas that agree"
+    return f"{who} {has} different weights than the {same} replicas that agree"
 
 
 def _named(ranks: tuple[int, ...] | list[int], hosts: tuple[str, ...]) -> str:

@@ -16,12 +16,12 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "optim": (),
     "data": ("isolate_documents",),
 }
-"""Fields that change what is learned, by section; () is all of them. seed, seq_len and global_batch must not change at all."""
+"""Fields that affect training, by section; () means all of them. seed, seq_len and global_batch must not change at all."""
 
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
-    """Checkpoints that `--resume` names, newest first: all of this run's for 'auto', also those in the
-    `fallback` folder, else the one at a path. Those of ruined weights come last.
+    """Checkpoints that `--resume` refers to, newest first: for 'auto' all of this run, including those in the `fallback`
+    folder, else the one at a path. Those with ruined weights come last.
 
     Raises CheckpointError if there is none at the path.
     """
@@ -30,9 +30,7 @@ def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | No
     if resume == "auto":
         found = [path for folder in (run.checkpoints, fallback) if folder for path in ckpt.complete_checkpoints(folder)]
         newest_first = sorted(found, key=_step, reverse=True)
-        return sorted(
-            newest_first, key=lambda path: bool(ckpt.trouble_of(path))
-        )  # ruined weights only for want of others
+        return sorted(newest_first, key=lambda path: bool(ckpt.trouble_of(path)))
     return [ckpt.find_checkpoint(Path(resume))]
 
 
@@ -41,8 +39,8 @@ def _step(path: Path) -> int:
 
 
 def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
-    """Raises CheckpointError if `--resume auto` would start at step 0 where a run has saved checkpoints: they were there, and a
-    run that starts over is not what was asked for. `restart`: it is."""
+    """Raises CheckpointError if `--resume auto` would start at step 0 although the run has saved checkpoints: they are missing,
+    and starting over is not a resume. `restart` allows it."""
     if candidates or restart:
         return
     saved = run.last_saved_step()
@@ -51,22 +49,21 @@ def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: boo
         saved = max(_step(path) for path in folders)
     if saved is not None:
         raise CheckpointError(
-            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {saved}, and --resume auto finds no complete "
-            "one; is its file system mounted? 'boost checkpoint list' shows what is there; --restart starts over at step 0 "
+            f"run.dir = '{run.path}' holds a run that saved a checkpoint at step {saved}, but --resume auto finds no complete "
+            "one; is its file system mounted? 'boost checkpoint list' shows what exists; --restart starts over at step 0 "
             "and sets the earlier metrics and folders aside"
         )
 
 
 def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -> list[str]:
-    """What a person should know before a run continues from `found`: newer checkpoints that were passed over, hyperparameters
-    that changed."""
+    """Warnings before a run continues from `found`: newer checkpoints that were skipped, hyperparameters that changed."""
     warnings = [
-        f"'{path}' is newer and was passed over: {trouble}; --resume {path} takes it all the same"
+        f"'{path}' is newer but was skipped: {trouble}; --resume {path} uses it anyway"
         for path in candidates
         if _step(path) > found.position.step and (trouble := ckpt.trouble_of(path))
     ]
     if found.position.trouble:
-        warnings.append(f"'{found.path}' was saved in trouble: {found.position.trouble}")
+        warnings.append(f"'{found.path}' has ruined weights: {found.position.trouble}")
     warnings += [f"changed since '{found.path.name}': {change}" for change in changes(found.config, config)]
     step = found.position.step
     before, now = (learning_rate(each.optim, step, each.train.steps) for each in (found.config, config))
@@ -108,7 +105,7 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
 
 
 def data_identity(store: TokenStore) -> dict[str, Any]:
-    """What a checkpoint records of its data: a resumed run needs the same, and generation needs the tokenizer."""
+    """What a checkpoint records about its data: a resumed run requires the same, and generation needs the tokenizer."""
     return {"tokenizer": store.fingerprint, "content": store.content("train"), "eos": store.eos}
 
 
@@ -119,7 +116,7 @@ def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> Non
     """
     if found.updates == 0 and found.data.get("content") is None:
         raise CheckpointError(
-            f"'{found.path}' holds imported weights, not a run; start a run from it with --start-from {found.path}"
+            f"'{found.path}' contains imported weights, not a run; start a run from it with --start-from {found.path}"
         )
     for field in ("seed", "seq_len", "global_batch"):
         before, now = getattr(found.config.train, field), getattr(config.train, field)
@@ -136,6 +133,6 @@ def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> Non
     store.require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
     if found.data.get("content") != store.content("train"):
         raise CheckpointError(
-            f"'{found.path}' was trained on other text than data.store = '{config.data.store}' holds; "
+            f"'{found.path}' was trained on other text than that of data.store = '{config.data.store}'; "
             "resume with the store it was trained on"
         )

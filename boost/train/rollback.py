@@ -1,4 +1,4 @@
-"""train.on_spike = "rollback": back to the newest proven checkpoint, past the data that led into trouble (as PaLM did by hand)."""
+"""train.on_spike = "rollback": returns to the newest proven checkpoint and skips the data since (done manually for PaLM)."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 MAX_ROLLBACKS = 3
-"""Rollbacks before the run is PAST_TROUBLE steps past the step that asked for them."""
+"""Maximum number of rollbacks before the run is PAST_TROUBLE steps past the step that requested them."""
 PAST_TROUBLE = 32
 
 
@@ -24,16 +24,16 @@ class Rollbacks:
     def roll_back(self, trainer: "Trainer", reason: str) -> None:
         """Loads the newest proven checkpoint and skips the data since then. Collective.
 
-        Raises TrainingError if there is none, or after MAX_ROLLBACKS that did not bring the run past the trouble.
+        Raises TrainingError if there is none, or after MAX_ROLLBACKS that did not get the run past the trouble.
         """
         trainer.finish_save()
         before = trainer.position
-        # One process looks: another might see a folder that is being renamed.
+        # Only the main process looks: others might see a folder that is being renamed.
         look = trainer.proven_checkpoint if trainer.mesh.is_main else lambda: None
         target = ckpt.run_on_all(trainer.mesh, look, TrainingError)[0]
         if target is None:
             raise TrainingError(f"{reason}; train.on_spike = 'rollback' finds no checkpoint to return to")
-        # One count for all trouble before the run is past it: a run that fails at the same step again and again gets nowhere.
+        # The count is only reset once the run is past the trouble: otherwise it could fail at the same step forever.
         if before.step > self._furthest + PAST_TROUBLE:
             self._count = 0
         self._count += 1
@@ -43,12 +43,12 @@ class Rollbacks:
                 f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
             )
         trainer.load(ckpt.open_checkpoint(target))
-        again = before.step - trainer.position.step
-        trainer.position = replace(trainer.position, skipped=before.skipped + again)
+        undone = before.step - trainer.position.step
+        trainer.position = replace(trainer.position, skipped=before.skipped + undone)
         trainer.bad_steps, trainer.trouble = 0, None
-        # A later checkpoint looks healthy and is not: it must not be what --resume auto finds if the run is killed now.
+        # Later checkpoints may look healthy but are not: --resume auto must not find them if the run is killed now.
         for folder in trainer.checkpoint_folders:
             ckpt.supersede(folder, trainer.position.step, trainer.mesh)
-        trainer.warn(f"{reason}; back at step {trainer.position.step}, skipping the data of {again} steps")
+        trainer.warn(f"{reason}; rolled back to step {trainer.position.step}, skipping the data of {undone} steps")
         event = Rollback(trainer.position.step, before.step, reason)
         trainer.notify(Hook.on_rollback, event)

@@ -36,7 +36,7 @@ SAMPLE_TOKENS = 120
 PROMPT_TOKENS = 24
 
 STOPPED_ELSEWHERE = 75
-"""Exit code where a signal to another node stopped and saved the run: EX_TEMPFAIL, try again."""
+"""Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, try again."""
 
 
 def train_process(
@@ -48,7 +48,7 @@ def train_process(
 ) -> int:
     """Trains as one process of the mesh; returns the exit code. Raises BoostError.
 
-    `restart`: with --resume auto, starts at step 0 where the checkpoints of an earlier run are gone.
+    `restart`: with --resume auto, starts at step 0 if the checkpoints of an earlier run are missing.
     """
     remember_collectives()
     if not launch_dir():
@@ -61,7 +61,7 @@ def train_process(
             print(f"stopped by {stop} in start-up, before any step; nothing is lost")
             return 0 if request.requested else _stopped_elsewhere()
         lock = RunLock(config.run.dir) if mesh.is_main else contextlib.nullcontext()
-        with lock, Heartbeat(mesh, config.run, _leave_hung) as heartbeat:
+        with lock, Heartbeat(mesh, config.run, _exit_hung) as heartbeat:
             try:
                 result = _train(config, resume, start_from, faults, restart, mesh)
             except Exception as error:
@@ -86,7 +86,7 @@ def _train(
     mesh.barrier()
     configure_logging(run.logs, mesh.rank)
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, read at its first use
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
     hooks = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
@@ -94,12 +94,12 @@ def _train(
     trainer.start(candidates, start_from)
     result = trainer.fit()
     _print_result(config, trainer, result)
-    mesh.barrier()  # no process leaves while another still communicates
+    mesh.barrier()  # no process exits while another still communicates
     return result
 
 
 def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> TrainingError | None:
-    """One line for memory that ran out and for lost processes, by name where the heartbeats tell; None for other errors."""
+    """One line for out-of-memory errors and lost processes, which the heartbeats may identify; None for other errors."""
     if what := out_of_memory(error):
         where = f"{process_name(heartbeat.rank, heartbeat.size)}: " if heartbeat.size > 1 else ""
         return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
@@ -109,12 +109,12 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
         return HangError(found)
     if launch_dir():
         return None  # the launcher may know more
-    lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost another one: {first_sentence(error)}"
+    lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost its connection to another: {first_sentence(error)}"
     return TrainingError(f"{lost}; resume with --resume auto")
 
 
-def _leave_hung(message: str) -> None:
-    """Ends this process, whose main thread waits in a collective, from the thread of the heartbeat."""
+def _exit_hung(message: str) -> None:
+    """Exits from the heartbeat thread, while the main thread waits in a collective."""
     error = HangError(message)
     log.error("%s", message)
     if folder := launch_dir():
@@ -125,10 +125,10 @@ def _leave_hung(message: str) -> None:
 
 
 def _exit_code(result: TrainResult) -> int:
-    """0, except where a signal to another node stopped the run: torchrun here would take the run for finished.
+    """0, unless a signal to another node stopped the run: the local torchrun would consider the run finished.
 
-    It would wait five minutes for the other torchrun, which its signal has ended, and then report success, so that a
-    scheduler restarts that node alone.
+    It would wait five minutes for the other torchrun, which the signal has ended, and then report success, so that a
+    scheduler would restart that node alone.
     """
     return _stopped_elsewhere() if result.by_signal and not result.received_signal else 0
 
@@ -147,10 +147,10 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
-        print(f"unigram entropy     {entropy:.4f} nats/token (what token frequencies alone would reach)")
+        print(f"unigram entropy     {entropy:.4f} nats/token (loss of predicting from token frequencies alone)")
         print(f"held-out perplexity {evaluation.perplexity:.2f}")
         print(f"bits per byte       {evaluation.bits_per_byte:.4f}")
-        print(f"\nsample (held-out text up to the mark [...], then the model)\n{sample}")
+        print(f"\nsample (held-out text up to [...], then the model's continuation)\n{sample}")
     else:
         step = result.position.step
         saved = result.checkpoint in [checkpoint_path(folder, step) for folder in trainer.checkpoint_folders]
@@ -164,10 +164,10 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
 
 
 def sample_text(model: Model, store: TokenStore, sampling: Sampling | None = None) -> str:
-    """A held-out prompt, a mark, and the model's continuation. Collective over the mesh.
+    """A held-out prompt, [...], and the model's continuation. Collective over the mesh.
 
-    Generates all tokens and truncates after the end of a document: replicas that share weights gather them for each
-    token, and one whose text ended earlier, by the rounding of another GPU, would leave the others waiting.
+    Generates all tokens and truncates at the end of a document afterwards: replicas with sharded weights gather them for each
+    token, and a replica that stopped earlier because of rounding would leave the others waiting.
     """
     tokenizer, heldout = store.tokenizer(), store.split("heldout")
     prompt = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()

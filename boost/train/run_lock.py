@@ -1,9 +1,9 @@
 """A lock on the run directory: two runs in one directory would delete each other's checkpoints and mix their metrics.
 
 The lock is a file, created exclusively, that names its owner; the owner touches it every few seconds. No flock or fcntl: network
-file systems implement them differently, or not at all. A lock whose owner was killed is taken over: at once if the owner ran
-on this host and is gone, else when the file has not been touched for STALE_S seconds. Only changes of the modification time are
-looked at, never its value, so clocks need not agree.
+file systems implement them differently, or not at all. The lock of a killed owner is taken over: at once if the owner ran
+on this host and is gone, otherwise when the file has not been touched for STALE_S seconds. Only changes of the modification
+time matter, not its value, so clocks need not be synchronized.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ LOCK_FILE = "run.lock"
 BEAT_S = 5.0
 """Seconds between two touches by the owner."""
 STALE_S = 60.0
-"""A lock from another host that was not touched for this long has no owner any more."""
+"""A lock from another host that was not touched for this long is stale."""
 
 
 class RunLock:
@@ -43,7 +43,7 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         """Raises ConfigError if another run holds the lock, StorageError if the folder cannot be written.
 
-        Returns at once, or after up to STALE_S seconds where the lock's owner ran on another host and may be gone.
+        Returns at once, or after up to STALE_S seconds if the lock's owner ran on another host and may be gone.
         """
         with storage_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class RunLock:
                 self.path.unlink()
 
     def _create(self) -> bool:
-        """Creates the lock, whole: a reader never sees half of it. False if it exists."""
+        """Creates the lock atomically: a reader never sees a partial file. False if it exists."""
         draft = self.path.with_name(f".{LOCK_FILE}.{self._owner['token']}")
         draft.write_text(json.dumps(self._owner), encoding="utf-8")
         try:
@@ -84,29 +84,29 @@ class RunLock:
         return True
 
     def _wait_for_stale(self) -> None:
-        """Returns once the lock has gone or was taken away from an owner that is gone. Raises ConfigError if it is alive."""
+        """Returns once the lock is gone, or was removed because its owner is dead. Raises ConfigError if the owner is alive."""
         owner, touched = _read(self.path), _touched(self.path)
-        begin, told = time.monotonic(), False
+        begin, logged = time.monotonic(), False
         while (alive := _is_alive(owner)) is None and time.monotonic() - begin < self._stale_s:
             if touched is None or _read(self.path).get("token") != owner.get("token"):
                 return
             if _touched(self.path) != touched:
                 alive = True
                 break
-            if not told and time.monotonic() - begin > 2 * self._beat_s:
+            if not logged and time.monotonic() - begin > 2 * self._beat_s:
                 log.warning("waiting for the lock of %s, held by %s", self.path.parent, _describe(owner))
-                told = True
+                logged = True
             time.sleep(min(self._beat_s, self._stale_s) / 10)
         if alive:
             raise in_use_error(self.path.parent, owner)
-        self._take_away(owner)
+        self._remove_stale(owner)
 
-    def _take_away(self, owner: dict[str, Any]) -> None:
-        """Removes a stale lock. Of several processes that try, one renames it; the others find a new one, or none."""
+    def _remove_stale(self, owner: dict[str, Any]) -> None:
+        """Removes a stale lock. If several processes try, one renames it and the others find a new one, or none."""
         aside = self.path.with_name(f".{LOCK_FILE}.stale.{self._owner['token']}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
-            if _read(aside).get("token") != owner.get("token"):  # somebody was faster: this one is theirs
+            if _read(aside).get("token") != owner.get("token"):  # another process was faster: this is its lock
                 with contextlib.suppress(OSError):
                     os.link(aside, self.path)
             else:
@@ -146,7 +146,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner runs; None if that cannot be seen from here: another host or container, or no /proc."""
+    """Whether the owner is running; None if unknown: another host or container, or no /proc."""
     here = owner.get("host") == platform.node() and owner.get("namespace") == _namespace() is not None
     pid, started = owner.get("pid"), owner.get("started")
     if not here or not isinstance(pid, int) or started is None:
@@ -155,7 +155,7 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, as boot and clock ticks since: process numbers are used again. None if there is none."""
+    """When a process started, as boot id and clock ticks: process ids are reused. None if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         if fields[0] in "ZX":  # dead, and not yet reaped
@@ -165,14 +165,14 @@ def _started(pid: int) -> str | None:
 
 
 def _namespace() -> str | None:
-    """Where process numbers mean the same: containers may share a host name."""
+    """The PID namespace: containers may share a host name but not process ids."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The owner that a lock names; {} if there is no lock, or it cannot be read."""
+    """The owner in the lock file; {} if there is no lock, or it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -2,11 +2,11 @@
 
 config.toml        the fully resolved configuration; config.2.toml, ... of each later start
 environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
-last-saved.json    step of the newest checkpoint, kept apart from the checkpoints: what must be found again
+last-saved.json    step of the newest checkpoint, stored apart from the checkpoints, to detect that they are missing
 run.lock           names the process that trains here (boost.train.run_lock)
-metrics.jsonl      one JSON object a line for every step and every evaluation (boost.train.metrics)
+metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
 tensorboard/       the same numbers as TensorBoard events
-logs/rank{r}.log   log of process r, with times; rank{r}.out: its stdout and stderr where it has no terminal
+logs/rank{r}.log   log of process r, with timestamps; rank{r}.out: its stdout and stderr if it has no terminal
 checkpoints/       complete checkpoints (boost.train.checkpoint)
 """
 
@@ -42,10 +42,9 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
-        """Makes the folder `config.run.dir` and writes configuration and environment into it. For the main process only.
+        """Creates the folder `config.run.dir` and writes configuration and environment to it. For the main process only.
 
-        Raises ConfigError if a new run would mix with an earlier one there (nothing is touched), StorageError if the
-        folder cannot be written.
+        Raises ConfigError if it already holds a run (nothing is changed), StorageError if it cannot be written.
         """
         run = cls(config.run.dir)
         with storage_errors(config.run.dir):
@@ -58,18 +57,18 @@ class RunDirectory:
         return run
 
     def continued_by(self, resume: str | None) -> bool:
-        """Whether `--resume` names this run: 'auto', or a path inside this folder. Another run's path starts a new one."""
+        """Whether `--resume` refers to this run: 'auto', or a path inside this folder. Another run's path starts a new run."""
         return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(self.path.resolve()))
 
     def record_saved(self, step: int) -> None:
-        """Notes, atomically, that there is a checkpoint of `step`. Raises StorageError."""
+        """Records, atomically, that there is a checkpoint of `step`. Raises StorageError."""
         with storage_errors(self.path):
             draft = self.last_saved.with_name(f".{self.last_saved.name}.tmp")
             draft.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
             draft.replace(self.last_saved)
 
     def last_saved_step(self) -> int | None:
-        """The step that was noted last; None if no checkpoint was saved here."""
+        """The step that was recorded last; None if no checkpoint was saved here."""
         try:
             return int(json.loads(self.last_saved.read_text(encoding="utf-8"))["step"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -103,7 +102,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def storage_errors(directory: Path | str) -> Iterator[None]:
-    """Turns an OSError about the run directory into one line that a user can act on. Raises StorageError."""
+    """Turns an OSError about the run directory into a one-line StorageError."""
     try:
         yield
     except OSError as error:
@@ -115,7 +114,7 @@ def storage_errors(directory: Path | str) -> Iterator[None]:
 
 
 def configure_logging(logs: Path | str, rank: int) -> None:
-    """Sends the 'boost' logger, from INFO up, to `logs`/rank{rank}.log: appended, with times. Raises StorageError.
+    """Appends the 'boost' logger, from INFO up, to `logs`/rank{rank}.log, with timestamps. Raises StorageError.
 
     A second call replaces the first.
     """
@@ -129,7 +128,7 @@ def configure_logging(logs: Path | str, rank: int) -> None:
         earlier.close()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    # Handlers of the root logger belong to libraries that print on the terminal, where the progress bar is.
+    # Handlers of the root logger belong to libraries, and would print over the progress bar.
     logger.propagate = False
 
 
@@ -138,7 +137,7 @@ class _RankLog(logging.FileHandler):
 
 
 def environment(config: Config) -> dict[str, Any]:
-    """What a run depends on besides its configuration. No host name or install path: run directories are shared."""
+    """What a run depends on besides its configuration. No host name or install path, because run directories are shared."""
     import numpy
     import torch
 
@@ -171,7 +170,7 @@ def git_state() -> dict[str, Any] | None:
     top = _git(package, "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
         return None
-    # Results of experiments do not change the code.
+    # Results of experiments are not code.
     status = _git(package.parent, "status", "--porcelain", "--", ".", ":!benchmarks")
     return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
 

@@ -1,7 +1,7 @@
-"""Signals as flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and goes on.
+"""Signals as flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and continues.
 
-Free of torch, so that a command can catch signals before its slow imports. `StopRequest` may be opened inside another one:
-a command opens it first, the trainer again around its steps, and what arrived in between is not lost.
+Does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested: a command
+opens the outer one, the trainer another around its steps, and no signal is lost in between.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Sent by schedulers, spot instances, terminals that close, and users at a terminal."""
 
 SAVE_SIGNAL = signal.SIGUSR2
-"""Asks for a checkpoint after the current step; training goes on."""
+"""Requests a checkpoint after the current step; training continues."""
 
 SECOND_INTERRUPT_S = 2.0
-"""Two SIGINTs within this time are one Ctrl-C: a terminal sends it to every process, and a launcher forwards it."""
+"""Two SIGINTs within this time count as one Ctrl-C: a terminal sends it to every process, and a launcher forwards it."""
 
 INTERRUPTED = b"\nstopping after this step, Ctrl-C again to abort\n"
-"""What a first Ctrl-C is answered with, at once."""
+"""Printed immediately at the first Ctrl-C."""
 
 
 def caught_signals() -> tuple[signal.Signals, ...]:
-    """The stop signals and the save signal, without a SIGHUP that is ignored: nohup asks to survive the terminal."""
+    """The stop signals and the save signal, except SIGHUP if it is ignored (nohup)."""
     signals = (*STOP_SIGNALS, SAVE_SIGNAL)
     return tuple(number for number in signals if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN)
 
@@ -35,13 +35,13 @@ def caught_signals() -> tuple[signal.Signals, ...]:
 class StopRequest:
     """While open, stop signals only set a flag; a second SIGINT more than 2 s after the first raises KeyboardInterrupt.
 
-    Signals that were blocked are delivered as soon as the handlers stand. Previous handlers and the mask are restored on
-    exit; after a SIGINT, its handler once those 2 s are over. Must be entered on the main thread, as Python requires for
-    handlers.
+    Blocked signals are delivered as soon as the handlers are installed. Previous handlers and the mask are restored on
+    exit; after a SIGINT, its handler is restored once those 2 s are over. Must be entered on the main thread, as Python
+    requires for handlers.
     """
 
     announces: ClassVar[bool] = True
-    """Whether this process answers a Ctrl-C: the launcher does so for the processes that it started."""
+    """Whether this process prints a message at Ctrl-C: the launcher does so for the processes that it started."""
 
     _open: ClassVar["StopRequest | None"] = None
 
@@ -90,7 +90,7 @@ class StopRequest:
         self._save_requested, self._interrupted_at = other._save_requested, other._interrupted_at
 
     def _ignore_repeat(self, previous: Any) -> Callable[[int, FrameType | None], None]:
-        """The previous handler, except that it ignores what a launcher still forwards of a Ctrl-C already handled."""
+        """The previous handler, which ignores further SIGINTs that a launcher forwards for the same Ctrl-C."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._interrupted_at is not None and time.monotonic() - self._interrupted_at <= SECOND_INTERRUPT_S:
@@ -120,13 +120,13 @@ class StopRequest:
 
 
 def answer_interrupt() -> None:
-    """Tells what a Ctrl-C does. Written past Python's streams, which may be in use where the signal arrived."""
+    """Prints what Ctrl-C does, bypassing Python's streams, which may be in use when the signal arrives."""
     with contextlib.suppress(OSError):
         os.write(2, INTERRUPTED)
 
 
 def mute_closed_streams() -> None:
-    """Sends stdout and stderr to /dev/null where the terminal or pipe behind them is gone: every write would fail."""
+    """Redirects stdout and stderr to /dev/null if their terminal or pipe is gone: every write would fail."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)

@@ -1,8 +1,8 @@
 """A rectangular slice of a tensor, as torch.distributed.checkpoint saves and loads it.
 
-DTensor describes equal shards along dimensions. What one process holds of a parameter is not always that: equal shards of a fused
-tensor are unequal shards of the parameters in it. This class describes any rectangle, through the protocol that DTensor
-itself implements for the checkpoint planner.
+DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of
+the parameters in it. This class describes any rectangle, through the protocol that DTensor implements for the checkpoint
+planner.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Output that outlives its terminal: a run whose window was closed saves before it ends instead of failing to print."""
+"""Output that survives its terminal: a run whose window was closed saves before it exits, instead of failing to print."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Checkpoints of weights, tensor by tensor and without a model. Used by conversions from and to other formats."""
+"""Checkpoints of weights only, tensor by tensor and without a model. Used by conversions from and to other formats."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ PREFIX = "model."
 
 
 class _Reader(ShardReader):
-    """Reads the headers of all files once, not at each read."""
+    """Reads the headers of all files once, not for each tensor."""
 
     @functools.cached_property
     def _headers(self) -> Metadata:
@@ -36,9 +36,9 @@ class _Reader(ShardReader):
 
 
 class WeightReader:
-    """Full weights of a checkpoint, one at a time, whatever mesh saved them. Verifies every file first.
+    """Full weights of a checkpoint, one at a time, saved on any mesh. Verifies every file first.
 
-    Raises DamagedCheckpointError if a file is not what was saved.
+    Raises DamagedCheckpointError if a file has changed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -67,7 +67,7 @@ class WeightReader:
 
 
 def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """`state.json` of weights at step 0, before any optimizer update."""
+    """The content of `state.json` for weights at step 0, before any optimizer update."""
     state = CheckpointState(
         step=0, tokens=0, updates=0, next_sample=0, processes=1, data=data, config=config.model_dump()
     )

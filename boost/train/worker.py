@@ -1,4 +1,4 @@
-"""A process that the launcher started: environment, output, signals, and a report for the launcher if it fails."""
+"""A worker process of the launcher: environment, output, signals, and a failure report for the launcher."""
 
 import contextlib
 import faulthandler
@@ -22,7 +22,7 @@ from boost.train.failures import failure_report
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128
-"""Plus a signal number: exit code of a process that the signal stopped, as in a shell."""
+"""Plus the signal number: exit code of a process that a signal stopped, as in a shell."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class LaunchSpec:
     """Process id of the launcher."""
     orphan_grace_s: float
     holds_signals: bool
-    """Whether signals wait until `entry` catches them."""
+    """Whether signals stay blocked until `entry` catches them."""
 
 
 def run_worker(spec: LaunchSpec, rank: int) -> None:
-    """Entry point of a worker process. The launcher blocked the signals that it inherits; never returns with an exception."""
+    """Entry point of a worker process, which inherits blocked signals from the launcher. Never raises."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -62,7 +62,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not spec.holds_signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-    with contextlib.suppress(FileNotFoundError):  # a signal from before this process existed
+    with contextlib.suppress(FileNotFoundError):  # a signal that arrived before this process existed
         os.kill(os.getpid(), int((spec.folder / "stop").read_text(encoding="ascii")))
     try:
         code = spec.entry(*spec.args)
@@ -72,19 +72,19 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         _report_and_leave(spec, rank, error)
     signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # a stop signal after the work is done changes nothing
     if os.getppid() != spec.launcher:
-        shutil.rmtree(spec.folder, ignore_errors=True)  # nobody takes the result or cleans up
+        shutil.rmtree(spec.folder, ignore_errors=True)  # the launcher is gone and cannot clean up
     else:
         (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
     leave(0)
 
 
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
-    """Where SIGQUIT writes the stacks of a process; None: to stderr."""
+    """The file that SIGQUIT writes stacks to; None: stderr."""
     return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
 
 
 def _write_stacks_on_request(path: Path | None) -> None:
-    """Lets SIGQUIT write the stacks of all threads to `path`, and go on."""
+    """On SIGQUIT, writes the stacks of all threads to `path` and continues."""
     stream: Any = sys.stderr
     if path:
         with contextlib.suppress(OSError):  # the main process will report the error
@@ -94,7 +94,7 @@ def _write_stacks_on_request(path: Path | None) -> None:
 
 
 def stay_on_loopback() -> None:
-    """Binds gloo and NCCL to the loopback interface, unless the user has chosen one: nobody else is part of the run."""
+    """Binds gloo and NCCL to the loopback interface, unless the user has set one: the run is on this machine only."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
@@ -103,7 +103,7 @@ def stay_on_loopback() -> None:
 
 
 def leave(code: int) -> None:
-    """Exits without interpreter shutdown, where a broken process group can hang forever."""
+    """Exits without interpreter shutdown, in which a broken process group can hang forever."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -127,7 +127,7 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
 
 
 def _redirect_output(path: Path) -> None:
-    """Appends stdout and stderr, also of C code, to `path`. Where that fails they stay; the main process will report the error."""
+    """Appends stdout and stderr, also of C code, to `path`. If that fails, does nothing: the main process will report the error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
@@ -138,7 +138,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _watch_launcher(spec: LaunchSpec) -> None:
-    """Ends this process when its launcher is gone: SIGTERM first, then by force if it is stuck in a collective."""
+    """Stops this process when its launcher is gone: first with SIGTERM, then forcibly if it is stuck in a collective."""
     while os.getppid() == spec.launcher:
         time.sleep(0.5)
     shutil.rmtree(spec.folder, ignore_errors=True)

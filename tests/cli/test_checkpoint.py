@@ -83,7 +83,7 @@ def test_repair_rebuilds_a_lost_manifest_after_confirmation(
     assert code == 0 and "not of the save" in out
     assert open_checkpoint(path).position.step == 4 and path in complete_checkpoints(run / "checkpoints")
     code, out, _ = say(capsys, "checkpoint", "list", path)
-    assert code == 0 and "digests are of the repair of" in out
+    assert code == 0 and "digests are from the repair at" in out
 
 
 def test_repair_does_not_hide_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
     begin = ["train", "--data.store", str(store), "--run.dir", out, *STEPS]
     for words, expected in (
         (["import", str(llama), "--out", bare], "is not an empty folder"),
-        (["import", str(llama), "--out", out, "--rank", "4"], "--rank is a choice of --family svd"),
+        (["import", str(llama), "--out", out, "--rank", "4"], "--rank requires --family svd"),
         (
             ["import", str(llama), "--out", out, "--family", "svd", "--rank", "4", "--multiple", "8"],
             "--multiple rounds",

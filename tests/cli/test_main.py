@@ -45,7 +45,7 @@ def test_overrides_are_taken_from_anywhere() -> None:
         (["generate", "x", "--max-tokens", "1000000000000"], "nearest valid value: 1048576"),
         (["generate", "x", "--temperature", "1e-40"], "--temperature = 1e-40 must be 0 (greedy) or at least 0.0001"),
         (["generate", "x", "--seed", "99999999999999999999999"], "--seed = 99999999999999999999999 must be"),
-        (["generate", "x", "--prompt", "\udcff"], "is not UTF-8 text"),
+        (["generate", "x", "--prompt", "\udcff"], "is not valid UTF-8"),
         (["eval", "x", "--batch", "-1"], "--batch = -1 is too small"),
         (["eval", "x", "--max-tokens", "-1"], "--max-tokens = -1 is too small"),
         (["config", "demo", "--model.heads", "5"], "nearest valid value: 4"),

@@ -74,7 +74,7 @@ def test_errors_are_one_line_with_exit_code_two(corpus, tmp_path, capsys):
         (tmp_path / "missing",): "no such file or folder",
         (tmp_path / "latin.txt",): "not UTF-8 text at byte 3",
         (corpus, "--tokenizer", "./none.json"): "no such file",
-        (corpus, "--eos", "<x>", "--tokenizer", "train:3"): "the size must be a number from 257",
+        (corpus, "--eos", "<x>", "--tokenizer", "train:3"): "the size must be an integer from 257",
         (corpus, "--heldout", "2"): "--heldout 2.0",
     }
     for arguments, message in cases.items():

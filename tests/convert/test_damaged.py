@@ -48,7 +48,7 @@ SAFETENSORS = {
 @pytest.mark.parametrize("name", SAFETENSORS)
 def test_headers_of_safetensors(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(SAFETENSORS[name])
-    with pytest.raises(BoostError, match=r"model\.safetensors' is damaged or no safetensors file: ") as caught:
+    with pytest.raises(BoostError, match=r"model\.safetensors' is damaged or not a safetensors file: ") as caught:
         TensorFolder(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -62,7 +62,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "deep": (DEEP, "cannot be read"),
     "not UTF-8": (b"\xff\xfe{}", "cannot be read"),
     "5000 digits": (json.dumps(LLAMA).encode().replace(b"64", b"9" * 5000), "cannot be read"),
-    "a list": (b"[]", "no JSON object"),
+    "a list": (b"[]", "not a JSON object"),
     "absurd width": (json.dumps(LLAMA | {"hidden_size": 10**12}).encode(), "model.dim = 1000000000000 is too large"),
     "absurd depth": (json.dumps(LLAMA | {"num_hidden_layers": 10**12}).encode(), "model.layers = 1000000000000 is too"),
     "negative width": (json.dumps(LLAMA | {"hidden_size": -64}).encode(), "model.dim = -64 is too small"),

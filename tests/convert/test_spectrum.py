@@ -92,8 +92,8 @@ def test_factors_of_narrow_weights_are_wide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({}, "needs one of --rank R and --energy SHARE"),
-        ({"rank": 4, "energy": 0.9}, "needs one of --rank R and --energy SHARE"),
+        ({}, "needs either --rank R or --energy SHARE"),
+        ({"rank": 4, "energy": 0.9}, "needs either --rank R or --energy SHARE"),
         ({"rank": 33}, "--rank = 33 .* nearest valid value: 32"),
         ({"rank": 0}, "--rank = 0 .* nearest valid value: 1"),
         ({"energy": 1.5}, "--energy = 1.5 must be in"),
@@ -109,11 +109,11 @@ def test_choices_that_cannot_be(tmp_path: Path, how: dict[str, Any], message: st
 
 def test_only_finite_dense_weights_are_factored(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "c", toy.toy_config("float32"), store / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"factors dense weights, but .* is of model\.family = 'cola'"):
+    with pytest.raises(ConfigError, match=r"factorizes dense weights, but .* has model\.family = 'cola'"):
         factor(path, tmp_path / "svd", rank=4)
     config = toy.toy_config("float32", model={"family": "dense", "init_std": 1e38})
     monkeypatch.setattr("boost.train.checkpoint.write._finite", lambda *_: True)  # as an earlier release saved it
     path = save(tmp_path / "d", config, store / "tokenizer.json")
-    with pytest.raises(BoostError, match="not finite"):
+    with pytest.raises(BoostError, match="non-finite"):
         factor(path, tmp_path / "svd", rank=4)
     assert not (tmp_path / "svd").exists()

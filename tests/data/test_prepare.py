@@ -175,7 +175,7 @@ def test_unknown_tokens_are_reported(corpus, tmp_path):
     unknown = sum(int(store.split(name).token_counts()[0]) for name in ("train", "heldout"))
     assert unknown == 40 * (2 + 5 * 4)
     assert store.report["notes"] == [
-        f"{unknown} tokens are the tokenizer's unknown token: it cannot represent all of this text"
+        f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of this text"
     ]
 
 
@@ -263,7 +263,7 @@ def test_options_are_checked_before_anything_is_read(corpus, change, message):
 def test_limit_of_documents(corpus):
     store = prepare(options(corpus, max_documents=7)).store
     assert sum(store.split(name).n_documents for name in ("train", "heldout")) == 7
-    assert store.report["notes"][-1] == "only the first 7 documents were taken, as --max-documents asked"
+    assert store.report["notes"][-1] == "only the first 7 documents were read (--max-documents)"
 
 
 def test_two_runs_at_once_do_not_meet(corpus):

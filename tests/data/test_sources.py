@@ -86,7 +86,7 @@ def test_hostile_folder(hostile, tmp_path):
         (".hidden", "hidden"): [],
         ("blank.txt", "empty"): [],
         ("broken.txt", "cannot be opened: No such file or directory"): [],
-        ("cut.txt.gz", "damaged gzip file"): ["it ends too early"],
+        ("cut.txt.gz", "damaged gzip file"): ["truncated"],
         ("empty.txt", "empty"): [],
         ("image.png", "binary (holds a NUL byte)"): ["byte 4"],
         ("latin.txt", "not UTF-8 text"): ["byte 3 (0xe9)"],
@@ -210,9 +210,9 @@ def test_parquet_in_row_groups(tmp_path):
 
 def test_parquet_of_the_wrong_shape(tmp_path):
     write_parquet(tmp_path / "x.parquet", body=["a"], n=[1])
-    with pytest.raises(DataError, match="no column 'text'; choose with --text-field among: body, n"):
+    with pytest.raises(DataError, match="no column 'text'; choose one with --text-field: body, n"):
         read(FilesSource(tmp_path))
-    with pytest.raises(DataError, match="column 'n' holds int64, not strings"):
+    with pytest.raises(DataError, match="column 'n' has type int64, not string"):
         read(FilesSource(tmp_path, text_field="n"))
     (tmp_path / "x.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="not a Parquet file"):
@@ -322,7 +322,7 @@ def test_hub_data_set_is_streamed_without_remote_code(local_hub):
     assert documents == [(f"someone/rows:{i}", f"text {i}") for i in range(9) if i != 3]
     assert skips(report) == {("someone/rows", "text field is not a string"): ["row 3: NoneType"]}
     assert local_hub == [("someone/rows", "english", {"split": "validation", "streaming": True})]
-    with pytest.raises(DataError, match="no column 'text'; choose with --text-field among: body"):
+    with pytest.raises(DataError, match="no column 'text'; choose one with --text-field: body"):
         read(hub.HubSource("someone/rows"))
 
 
@@ -335,7 +335,7 @@ def test_hub_failures_are_one_line(monkeypatch, tmp_path):
     ) as caught:
         read(hub.HubSource("someone/never-cached"))
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="this is a path on this machine"):
+    with pytest.raises(DataError, match="this is a local path"):
         hub.HubSource(str(tmp_path))
-    with pytest.raises(DataError, match="not the name of a data set"):
+    with pytest.raises(DataError, match="not a dataset name"):
         hub.HubSource("https://example.com/data")

@@ -83,7 +83,7 @@ def test_a_token_beyond_the_vocabulary_is_named_before_it_is_an_index(store):
         file.seek(14)
         file.write(b"\xff\xff")
     assert split.window(0, 7).max() < 300
-    with pytest.raises(DataError, match=r"train\.tokens holds token 65535 near 4, beyond \d+; rebuild it"):
+    with pytest.raises(DataError, match=r"train\.tokens contains token id 65535 near 4, above \d+; rebuild it"):
         split.window(4, 8)
 
 
@@ -136,20 +136,20 @@ def swap_tokenizer(store):
 
 
 DAMAGES = {
-    "fewer bytes than": (truncate, r"train\.tokens has \d+ bytes, store\.json says \d+"),
-    "other tokenizer": (swap_tokenizer, "not the tokenizer that made the tokens"),
+    "fewer bytes than": (truncate, r"train\.tokens has \d+ bytes, but store\.json says \d+"),
+    "other tokenizer": (swap_tokenizer, "not the tokenizer that produced the tokens"),
     "no offsets": (lambda s: (s.path / "heldout.documents").unlink(), r"heldout\.documents is missing"),
     "no tokenizer": (lambda s: (s.path / "tokenizer.json").unlink(), r"tokenizer\.json cannot be read"),
-    "cut store.json": (lambda s: (s.path / "store.json").write_text('{"format": 1,'), r"store\.json is damaged"),
+    "truncated store.json": (lambda s: (s.path / "store.json").write_text('{"format": 1,'), r"store\.json is damaged"),
     "not an object": (lambda s: (s.path / "store.json").write_text("[]"), r"store\.json is damaged"),
     "no splits": (lambda s: edit_meta(s, splits={}), r"store\.json is damaged"),
-    "wrong dtype": (lambda s: edit_meta(s, dtype="<u4"), "do not fit each other"),
+    "wrong dtype": (lambda s: edit_meta(s, dtype="<u4"), "are inconsistent"),
     "newer format": (lambda s: edit_meta(s, format=99), "has format 99"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_one_line_that_names_the_mending_command(store, name):
+def test_damage_is_one_line_that_names_the_command_that_fixes_it(store, name):
     damage, message = DAMAGES[name]
     damage(store)
     with pytest.raises(DataError, match=message) as caught:
@@ -167,7 +167,7 @@ def test_offsets_that_do_not_span_the_tokens(store):
 
 
 def test_missing_store_and_foreign_folder(tmp_path):
-    with pytest.raises(DataError, match="no token store here; make it with: boost prepare"):
+    with pytest.raises(DataError, match="no token store here; create it with: boost prepare"):
         TokenStore.open(tmp_path / "nowhere")
     with pytest.raises(DataError, match="not a token store"):
         TokenStore.open(tmp_path)
@@ -175,5 +175,5 @@ def test_missing_store_and_foreign_folder(tmp_path):
 
 def test_another_tokenizer_is_refused(store):
     store.require_tokenizer(tokenizer_fingerprint(store.tokenizer()), "the checkpoint")
-    with pytest.raises(DataError, match="is not the one of runs/a"):
+    with pytest.raises(DataError, match="differs from that of runs/a"):
         store.require_tokenizer("0" * 64, "runs/a")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from boost.data import tokenizer as tk
-from boost.data.encode import cut
+from boost.data.encode import split_text
 from boost.errors import DataError
 
 TEXTS = [f"The value of item {i} is {i * 37 % 101}.\n    return x_{i}\n\n" for i in range(200)]
@@ -63,7 +63,7 @@ def test_text_cannot_forge_a_document_end(trained):
 @given(st.lists(st.sampled_from(["word", " and", "\n", "\n\n", "    ", "é", ".", "x=1", "\t"]), max_size=60))
 def test_pieces_join_to_the_text_within_the_limit(parts):
     text = "".join(parts)
-    pieces = list(cut(text, limit=16))
+    pieces = list(split_text(text, limit=16))
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= 16 for piece in pieces) or text == ""
 
@@ -74,7 +74,7 @@ def test_cutting_at_a_clean_line_end_changes_no_token(words):
     tokenizer = tk.train_tokenizer(TEXTS[:50], 320)
     line = "a" + "".join(words) + ".\n"
     text = line * 12 + "\n\n    end"
-    pieces = list(cut(text, limit=len(line) * 3 + 2))
+    pieces = list(split_text(text, limit=len(line) * 3 + 2))
     assert len(pieces) > 2
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     assert [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False).ids] == whole
@@ -82,7 +82,7 @@ def test_cutting_at_a_clean_line_end_changes_no_token(words):
 
 @pytest.mark.parametrize("spec", ["train:", "train:12", "train:x", "train:-5", "train:4e3"])
 def test_bad_training_spec(spec):
-    with pytest.raises(DataError, match="must be a number from 257"):
+    with pytest.raises(DataError, match="must be an integer from 257"):
         tk.parse_training(spec)
 
 
@@ -138,7 +138,7 @@ def test_fingerprint_is_of_the_content_not_the_layout(trained):
 def test_missing_and_wrong_files(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         tk.load_tokenizer(str(tmp_path / "no.json"))
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"contains no tokenizer\.json"):
         tk.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match=r"not a Hugging Face tokenizer\.json") as caught:
@@ -151,6 +151,6 @@ def test_unreachable_hub_is_one_line(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="neither a file here nor reachable on the Hugging Face hub") as caught:
+    with pytest.raises(DataError, match="neither a local file nor reachable on the Hugging Face Hub") as caught:
         tk.load_tokenizer("someone/never-cached-tokenizer")
     assert "\n" not in str(caught.value)

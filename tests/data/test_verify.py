@@ -194,7 +194,7 @@ def test_a_record_that_cannot_be_read_is_no_record(
 
 
 def test_a_store_that_is_written_while_it_is_verified(store: TokenStore) -> None:
-    with pytest.raises(DataError, match="changed while it was verified"):
+    with pytest.raises(DataError, match="changed during verification"):
         verify.verify_once(store, lambda blocks: (os.utime(store.path / "train.tokens") for _ in blocks))
 
 

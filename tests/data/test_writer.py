@@ -88,7 +88,7 @@ def test_a_kill_at_any_file_event_leaves_one_whole_store(
         if store.exists() or exchange:
             assert content(store) in (old, new)
         else:
-            with pytest.raises(DataError, match="its replacement was interrupted; run that 'boost prepare' again"):
+            with pytest.raises(DataError, match="its replacement was interrupted; rerun that 'boost prepare'"):
                 TokenStore.open(store)
         with locked(store):  # what the next `boost prepare` does first
             found = content(store)
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_back_gets_no_name(stores: tuple[Path, Path], tmp_pa
     (damaged / "train.tokens").write_bytes(tokens[:-1] + bytes([tokens[-1] ^ 1]))
     for there in (False, True):
         with pytest.raises(
-            DataError, match=r"cannot be read back \(train\.tokens is damaged .*\); nothing was changed"
+            DataError, match=r"failed verification \(train\.tokens is damaged .*\); nothing was changed"
         ):
             replace(store, damaged)
         assert store.exists() == there and not sibling(store, "tmp").exists()

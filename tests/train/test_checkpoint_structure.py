@@ -75,10 +75,10 @@ def copy(path: Path, to: Path) -> Path:
 
 EMBED = "model.embed"
 HEADERS: dict[str, tuple[Edit, str]] = {
-    "no sharding metadata": (lambda h: h.pop("__metadata__"), "numbers instead of|overlap|leaves"),
+    "no sharding metadata": (lambda h: h.pop("__metadata__"), "numbers instead of|overlap|exceeds"),
     "sharding of other tensors": (edit_offsets(lambda s: s.pop(EMBED)), f"{EMBED} has no valid saved_offsets"),
     "negative offset": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[-1, 0])), "greater than or equal to 0"),
-    "offset outside": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[10**6, 0])), "leaves"),
+    "offset outside": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[10**6, 0])), "exceeds"),
     "offset of the other": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[0, 0])), "overlap"),
     "dimensions missing": (edit_offsets(lambda s: s[EMBED].update(saved_offsets=[0])), "no valid saved_offsets"),
     "absurd dimension": (lambda h: h[EMBED].update(shape=[2**61, 2**61]), "does not fill bytes"),
@@ -133,7 +133,7 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "another step": ({"step": 2, "next_sample": 4}, "says step 2, its folder 1"),
     "negative step": ({"step": -1}, "step: Input should be greater than or equal to 0"),
     "negative tokens": ({"tokens": -5}, "tokens: "),
-    "no tokens": ({"tokens": 0}, "tokens = 0 does not fit step = 1"),
+    "no tokens": ({"tokens": 0}, "tokens = 0 is inconsistent with step = 1"),
     "negative updates": ({"updates": -1}, "updates: "),
     "too many updates": ({"updates": 2}, "updates = 2 is more than step = 1"),
     "another sample": ({"next_sample": 3}, "next_sample = 3 is not step 1 x global batch 2"),
@@ -172,7 +172,7 @@ def test_a_manifest_lists_files_of_its_checkpoint_only(tmp_path: Path, sharded: 
     manifest = json.loads((path / "manifest.json").read_text())
     manifest[name] = {"bytes": 1, "blake2b": "0" * 40}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DamagedCheckpointError, match="no path inside the checkpoint"):
+    with pytest.raises(DamagedCheckpointError, match="not a path inside the checkpoint"):
         ckpt.open_checkpoint(path)
 
 
@@ -187,6 +187,6 @@ def test_an_exact_cover() -> None:
     assert "numbers instead of 16" in str(coverage_problem((4, 4), halves[:2]))
     twice = [shard((2, 4), (0, 0), "a"), shard((2, 4), (1, 0), "b")]
     assert coverage_problem((4, 4), twice) == "shards in a and b overlap"
-    assert "leaves" in str(coverage_problem((4, 4), [shard((4, 4), (1, 0))]))
+    assert "exceeds" in str(coverage_problem((4, 4), [shard((4, 4), (1, 0))]))
     many = [shard((1, 8), (row, 0)) for row in range(512)]
     assert coverage_problem((512, 8), many) is None and math.prod((512, 8)) == 4096

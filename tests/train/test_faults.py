@@ -25,7 +25,7 @@ def test_words() -> None:
         ("kill", r"is not KIND@STEP or KIND@STEP:RANK, such as kill@5:1; kinds: kill, hang"),
         ("kill@x", r"is not KIND@STEP"),
         ("kill@-1", r"is not KIND@STEP"),
-        ("melt@3", r"no fault is called 'melt'; kinds: kill, "),
+        ("melt@3", r"unknown fault 'melt'; kinds: kill, "),
         ("kill@0", r"no step 0; nearest valid step: 1$"),
         ("kill@11", r"no step 11; nearest valid step: 10$"),
         ("kill@3:2", r"no rank 2; largest valid rank: 1$"),
@@ -98,4 +98,4 @@ def test_a_full_disk_costs_one_save(store: Path, tmp_path: Path) -> None:
 def test_every_kind_is_explained() -> None:
     assert set(KINDS) == {"kill", "hang", "nan", "flip", "disk-full", "slow"}
     with pytest.raises(KeyError):
-        FaultInjection([])._strike("melt", None)  # type: ignore[arg-type]
+        FaultInjection([])._inject("melt", None)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train.builtin_hooks import PeriodicCheckpoint
 from boost.train.checkpoint.folders import rotated
-from boost.train.health import FEWEST, RECOVERED, SpikeDetector
+from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
 from boost.train.hooks import Hook, Rollback, StepStart
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook, StepMetrics, read_metrics
@@ -28,7 +28,7 @@ def metrics(loss: float, gradient_norm: float = 1.0, step: int = 1) -> StepMetri
     return StepMetrics(step, loss, RATE, gradient_norm, 1.0, 0.1, 1, 1, 1.0)
 
 
-def detector(steps: int = FEWEST, sigma: float = 6.0) -> SpikeDetector:
+def detector(steps: int = MIN_HEALTHY, sigma: float = 6.0) -> SpikeDetector:
     """After some healthy steps, of losses around 2 with a deviation of 0.1."""
     found = SpikeDetector(sigma, VOCABULARY)
     for step in range(steps):
@@ -47,13 +47,13 @@ def test_what_is_far_above_the_recent_steps_is_a_spike(loss: float, norm: float,
 
 def test_a_spike_is_not_remembered_as_usual() -> None:
     found = detector()
-    for _ in range(2 * FEWEST):
+    for _ in range(2 * MIN_HEALTHY):
         spike = found.judge(metrics(5.0), skipped=False)
         assert spike and spike[0] == "spike"
 
 
 def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence() -> None:
-    for few in (detector(FEWEST - 1), detector(sigma=0.0)):
+    for few in (detector(MIN_HEALTHY - 1), detector(sigma=0.0)):
         assert few.judge(metrics(8.0), skipped=False) is None
         diverged = few.judge(metrics(1.6 * math.log(VOCABULARY)), skipped=False)
         assert diverged and diverged[0] == "diverged"
@@ -61,7 +61,7 @@ def test_few_steps_and_sigma_zero_know_no_spike_but_every_divergence() -> None:
 
 def test_steps_that_are_all_alike_leave_room_for_noise() -> None:
     found = SpikeDetector(6.0, VOCABULARY)
-    for _ in range(FEWEST):
+    for _ in range(MIN_HEALTHY):
         found.judge(metrics(2.0), skipped=False)
     assert found.judge(metrics(2.2), skipped=False) is None
 
@@ -109,7 +109,8 @@ def test_ruined_weights_never_push_out_the_last_good_checkpoint(
         trainer.fit()
     assert 6 in saved(trainer) and max(saved(trainer)) == 7
     assert any(
-        "no periodic checkpoint until this is over" in text and "step-00000006" in text for text in hook.warnings
+        "no periodic checkpoints until training has recovered" in text and "step-00000006" in text
+        for text in hook.warnings
     )
     for _ in range(2):
         again = make_trainer(config, Rates({8: 1e30}))
@@ -136,7 +137,7 @@ def test_a_finite_explosion_is_not_saved_periodically_and_marked_at_the_end(stor
     again = make_trainer(every_step(store, tmp_path, keep=1, steps=13))
     again.start(resume_candidates("auto", again.run))
     assert again.position.step == 5 and again.position.trouble == ""
-    assert any("step-00000012' is newer and was passed over: diverged" in text for text in again.warnings)
+    assert any("step-00000012' is newer but was skipped: diverged" in text for text in again.warnings)
 
 
 class Spike(Hook):

@@ -344,5 +344,5 @@ def test_a_signal_to_one_process_saves_on_all(store: Path, tmp_path: Path) -> No
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.vocab_size = 290, but .* size of its tokenizer, 300"):
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 290, but .* tokenizer's vocabulary size, 300"):
         make_trainer(make_config(store, tmp_path, model={"vocab_size": 290}))

@@ -32,7 +32,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(store: Path, tmp_p
     run.checkpoints.rename(tmp_path / "elsewhere")  # as an unmounted file system leaves it
     run.checkpoints.mkdir()
     with pytest.raises(
-        CheckpointError, match=r"a checkpoint at step 6, and --resume auto finds no .*--restart starts over"
+        CheckpointError, match=r"a checkpoint at step 6, but --resume auto finds no .*--restart starts over"
     ):
         require_nothing_lost(run, candidates(run), restart=False)
     require_nothing_lost(run, candidates(run), restart=True)

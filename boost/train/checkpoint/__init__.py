@@ -3,25 +3,25 @@
     checkpoints/step-00000200/
         state.json                 step, data position, optimizer updates, mesh, configuration, versions
         tokenizer.json             makes the weights usable without the token store
-        tensors/shard-*.safetensors  each process's shards of weights, moments and RNG states
+        tensors/shard-*.safetensors  each process's slices of weights, moments and RNG states
         manifest.json              size and BLAKE2 digest of every file above; written last
 
-Tensors are saved under the names and global shapes of the mathematical parameters, never of fused or sharded storage, so any
-mesh and layout loads what any other saved. Everything is written into `.step-....tmp`, synced to disk, and renamed at the end:
-a folder with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
+Tensors are saved under the names and global shapes of the mathematical parameters, not of fused or sharded storage, so any
+mesh and layout can load a checkpoint of any other. Everything is written to `.step-....tmp`, synced to disk, and renamed at the
+end: a folder with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
-folders.py      names; which checkpoints there are; rotation, setting aside
+folders.py      names, listing, rotation, setting aside
 manifest.py     sizes and digests of files
 state.py        state.json, and an opened checkpoint
-structure.py    headers of the tensor files, validated: shapes, offsets, shards that cover each tensor exactly
+structure.py    validates headers of tensor files: shapes, offsets, shards that cover each tensor exactly once
 slices.py       this process's slices of weights and moments, and RNG states
-snapshot.py     who writes which slice; a copy in host memory that training cannot change
+snapshot.py     which process writes which slice; a copy in host memory that training does not change
 write.py        writes a snapshot, on all processes together
-saver.py        the same in the background, one save at a time
-last_save.py    the last save of a run: retries, another folder
+saver.py        foreground and background saves, one at a time
+last_save.py    the last save of a run: retries, fallback folder
 read.py         verifies and loads
-inspect.py      what `boost checkpoint` shows, verifies and repairs
-agreement.py    a failure on one process is a failure on all
+inspect.py      implementation of `boost checkpoint`
+agreement.py    propagates a failure on one process to all
 """
 
 from boost.train.checkpoint.agreement import run_on_all

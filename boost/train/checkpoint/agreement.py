@@ -1,4 +1,4 @@
-"""A step of a save or load that can fail on one process ends with every process knowing the outcome of all."""
+"""Runs a step of a save or load on every process and exchanges the outcomes: if one process fails, all of them raise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,8 @@ def run_on_all(
 ) -> list[Any]:
     """Runs `action` on every process and returns all results by rank; if it fails on any, raises `failure` on all of them.
 
-    A bug (no OSError or BoostError) is re-raised as it is where it happened, and as `failure` on the others. `group`: the
-    process group of the exchange, by default that of the run; a background thread needs its own.
+    A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`: the
+    process group for the exchange, by default the run's; a background thread needs its own.
     """
     outcome: tuple[str, Any] = ("", None)
     bug: BaseException | None = None

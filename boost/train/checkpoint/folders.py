@@ -1,9 +1,9 @@
-"""Checkpoint folders: their names, which there are, and what becomes of old, superseded and incomplete ones.
+"""Checkpoint folders: names, listing, and handling of old, superseded and incomplete ones.
 
-step-00000200              complete; without a manifest: incomplete, passed over, never overwritten
-superseded-step-00000300   complete, of a branch that a later `--resume PATH` has left
+step-00000200              complete; without a manifest: incomplete, skipped, never overwritten
+superseded-step-00000300   complete, but of a branch that a later `--resume PATH` has abandoned
 incomplete-step-00000300   had no manifest when a save needed its name
-.step-00000200.*.tmp       a save in progress, or what a killed one left
+.step-00000200.*.tmp       a save in progress, or left by a killed one
 .step-00000200.*.old       being removed
 best.json                  names the checkpoint with the lowest held-out loss (train.keep_best)
 """
@@ -38,7 +38,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder is named after, also a superseded or incomplete one; None if it has another name."""
+    """The step in a folder's name, also of a superseded or incomplete one; None for any other name."""
     name = path.name.removeprefix("superseded-").removeprefix("incomplete-").partition(".")[0]
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
@@ -58,8 +58,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
-    """Step folders without a manifest that are newer than every complete checkpoint, oldest first. A save never leaves one
-    under such a name: somebody or something removed the manifest."""
+    """Step folders without a manifest that are newer than every complete checkpoint, oldest first. A save never leaves such a
+    folder: its manifest was removed later."""
     complete = complete_checkpoints(folder)
     newest = step_of(complete[-1]) if complete else None
     return [
@@ -85,8 +85,8 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def fallback_folder(config: Config) -> Path | None:
-    """Where the last checkpoint of a run goes if run.dir cannot be written: `run.fallback_dir`, then the absolute path of
-    run.dir, so that several runs may share it. None if none is configured."""
+    """Where the last checkpoint of a run is saved if run.dir cannot be written: `run.fallback_dir` followed by the absolute path
+    of run.dir, so that several runs can share it. None if not configured."""
     if not config.run.fallback_dir:
         return None
     run = Path(config.run.dir).absolute()
@@ -94,22 +94,22 @@ def fallback_folder(config: Config) -> Path | None:
 
 
 def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
-    """A new, empty folder to write the checkpoint of `step` in, and warnings. Removes what killed saves left.
+    """A new, empty folder for writing the checkpoint of `step`, and warnings. Removes leftovers of killed saves.
 
-    Its name is unique: a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) stands in no one's way.
+    Its name is unique, so a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) does not block a save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     warnings = []
     for leftover in sorted(path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)):
         if problem := remove(leftover):
-            warnings.append(f"'{leftover}', left by an earlier save, cannot be removed: {problem}; remove it by hand")
+            warnings.append(f"'{leftover}', left by an earlier save, cannot be removed: {problem}; remove it manually")
     temporary = folder / f".step-{step:08d}.{uuid.uuid4().hex[:8]}.tmp"
     (temporary / TENSORS).mkdir(parents=True)
     return temporary, warnings
 
 
 def make_room(final: Path) -> tuple[Path | None, list[str]]:
-    """Renames what stands in the place of a new checkpoint. Returns what is to be removed once it is there, and warnings.
+    """Renames an existing folder at the path of a new checkpoint. Returns what to remove after the save, and warnings.
 
     Only an earlier save of the same step, or an empty folder, is removed.
     """
@@ -118,32 +118,32 @@ def make_room(final: Path) -> tuple[Path | None, list[str]]:
     if final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir())):
         return _rename(final, f".{final.name}.{uuid.uuid4().hex[:8]}.old"), []
     aside = _rename(final, _unused(final.with_name(f"incomplete-{final.name}")).name)
-    return None, [f"'{final}' had no {MANIFEST_FILE} and was not overwritten: it is '{aside.name}' now"]
+    return None, [f"'{final}' had no {MANIFEST_FILE} and was not overwritten but renamed to '{aside.name}'"]
 
 
 def remove(path: Path) -> str | None:
-    """Removes as much of a file or folder as can be; returns the first reason if something of it stays."""
+    """Removes as much of a file or folder as possible; returns the first error if anything remains."""
     problems: list[str] = []
 
     def record(_: Any, failed: str, error: Any) -> None:
         if not isinstance(error[1], FileNotFoundError):
             problems.append(f"{error[1].strerror or error[1]} ({Path(failed).name})")
 
-    # `onexc` takes its place from Python 3.12 on.
+    # Replaced by `onexc` in Python 3.12.
     shutil.rmtree(path, onerror=record)
     return problems[0] if problems else None
 
 
 def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int], mesh: Mesh) -> None:
-    """Removes complete checkpoints but the newest `keep` healthy ones, those of every `keep_every` steps (0: of none), and those of
-    the `protected` steps. A checkpoint of ruined weights neither counts nor is removed before a healthy one is newer than it.
+    """Removes complete checkpoints except the newest `keep` healthy ones, those of every `keep_every` steps (0: none), and those of
+    the `protected` steps. A checkpoint with ruined weights does not count, and is only removed once a healthy one is newer.
 
     Raises StorageError on every process.
     """
 
     def remove_oldest() -> None:
         for path in rotated(complete_checkpoints(folder), keep, keep_every, protected):
-            # Renamed first: a folder with a checkpoint's name is complete at all times.
+            # Renamed first, so that a folder with a checkpoint's name is always complete.
             removed = _rename(path, f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             if problem := remove(removed):
                 log.warning("'%s' cannot be removed entirely: %s", removed, problem)
@@ -152,25 +152,21 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
 
 
 def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
-    """Which of these checkpoints, oldest first, go."""
+    """Which of these checkpoints, oldest first, are removed."""
     healthy = [path for path in complete if not trouble_of(path)]
-    kept = set(healthy[-keep:])
-    if healthy:
-        kept |= set(complete[complete.index(healthy[-1]) :])
-    else:
-        kept |= set(complete)
-    stays = set(protected)
+    newest = set(healthy[-keep:])
+    newest |= set(complete[complete.index(healthy[-1]) :]) if healthy else set(complete)
     return [
         path
         for path in complete
-        if path not in kept
-        and (step := step_of(path)) not in stays
+        if path not in newest
+        and (step := step_of(path)) not in protected
         and not (keep_every and (step or 0) % keep_every == 0)
     ]
 
 
 def trouble_of(path: Path) -> str:
-    """Why the weights of a checkpoint are ruined, as it says itself; '' if they are not, or if it cannot be read."""
+    """Why the weights of a checkpoint are ruined, as recorded in it; '' if they are not, or if it cannot be read."""
     try:
         return str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("trouble", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -187,7 +183,7 @@ class BestCheckpoint:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """The best checkpoint of a run; None if none is named, or it is gone."""
+    """The best checkpoint of a run; None if none is recorded, or it is gone."""
     try:
         values = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
         best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
@@ -197,7 +193,7 @@ def read_best(folder: Path) -> BestCheckpoint | None:
 
 
 def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
-    """Names the best checkpoint, atomically. Raises StorageError on every process."""
+    """Records the best checkpoint, atomically. Raises StorageError on every process."""
 
     def write() -> None:
         draft = folder / f".{BEST_FILE}.tmp"
@@ -209,7 +205,7 @@ def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
 
 def supersede(folder: Path, step: int, mesh: Mesh) -> None:
     """Renames checkpoints of later steps to `superseded-step-...`: training branches off at `step`, and the newest
-    checkpoint must be one of this branch. Raises StorageError on every process."""
+    checkpoint must be of this branch. Raises StorageError on every process."""
 
     def set_aside() -> None:
         for path in complete_checkpoints(folder):
@@ -224,7 +220,7 @@ def _rename(path: Path, name: str) -> Path:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the same with .2, .3, ... that does not exist yet."""
+    """The path, with .2, .3, ... appended if it exists."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1
@@ -233,12 +229,12 @@ def _unused(path: Path) -> Path:
 
 
 def incomplete_warnings(folder: Path) -> list[str]:
-    """Warnings about step folders that are newer than the newest complete checkpoint and have no manifest."""
+    """Warnings about step folders without a manifest that are newer than the newest complete checkpoint."""
     warnings = []
     with contextlib.suppress(OSError):
         for path in incomplete_checkpoints(folder):
             warnings.append(
-                f"'{path}' has no {MANIFEST_FILE}, so it is no complete checkpoint and is passed over; if its tensors are "
-                f"whole, 'boost checkpoint repair-metadata {path}' makes it one"
+                f"'{path}' has no {MANIFEST_FILE}, so it is incomplete and was skipped; if its tensors are intact, "
+                f"'boost checkpoint repair-metadata {path}' rebuilds it"
             )
     return warnings

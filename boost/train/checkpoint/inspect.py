@@ -1,4 +1,4 @@
-"""Checkpoints as a person looks at them: what there is and in which state, every byte verified, a lost manifest rebuilt."""
+"""Implementation of `boost checkpoint`: lists checkpoints and their state, verifies every byte, rebuilds a lost manifest."""
 
 import datetime
 import os
@@ -25,15 +25,15 @@ class CheckpointInfo:
     path: Path
     step: int | None
     status: Status
-    """incomplete: it has no manifest; superseded: a later `--resume PATH` has left its branch."""
+    """incomplete: it has no manifest; superseded: a later `--resume PATH` has abandoned its branch."""
     bytes: int
     saved: datetime.datetime
     problem: str | None = None
-    """What is damaged, or why its digests prove less: a manifest that was rebuilt."""
+    """What is damaged; or that the manifest was rebuilt, so its digests are not those of the save."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Every checkpoint folder at a path (a run directory, a checkpoints folder, or one checkpoint), whatever its state,
+    """Every checkpoint folder at a path (a run directory, a checkpoints folder, or one checkpoint), in any state,
     oldest first. Raises CheckpointError if there is none."""
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file() or (path / TENSORS).is_dir():
         return [path]
@@ -47,7 +47,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
 
 def inspect(path: Path) -> CheckpointInfo:
-    """The state of a checkpoint folder by its manifest, sizes, state and headers; digests of tensors are not computed."""
+    """The state of a checkpoint folder, from its manifest, sizes, state and headers; tensor digests are not computed."""
     files = [each for each in path.rglob("*") if each.is_file()]
     newest = max((each.stat().st_mtime for each in files), default=path.stat().st_mtime)
     total = sum(each.stat().st_size for each in files)
@@ -63,12 +63,12 @@ def _status(path: Path) -> tuple[Status, str | None]:
         manifest = _open(path)[1]
     except BoostError as error:
         return "damaged", str(error)
-    note = f"digests are of the repair of {manifest.repaired}" if manifest.repaired else None
+    note = f"digests are from the repair at {manifest.repaired}" if manifest.repaired else None
     return ("superseded" if path.name.startswith("superseded-") else "complete"), note
 
 
 def _open(path: Path) -> tuple[Checkpoint, Manifest]:
-    """Checks everything but the digests of tensors. Raises CheckpointError."""
+    """Checks everything except tensor digests. Raises CheckpointError."""
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     for name in manifest.root:
         check_size(path, name, manifest)
@@ -77,10 +77,10 @@ def _open(path: Path) -> tuple[Checkpoint, Manifest]:
 
 
 class ByteCheck:
-    """Compares every byte of a checkpoint with its manifest: an iterable of megabytes done, with a length, for a progress bar.
+    """Compares every byte of a checkpoint with its manifest: a sized iterable over chunks, for a progress bar.
 
-    Raises CheckpointError when made if anything but a digest is wrong. `problems` has a line per file that has changed, once
-    all of it was iterated.
+    The constructor raises CheckpointError if anything but a digest is wrong. After iteration `problems` has a line per file
+    that has changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class ByteCheck:
 
 
 def require_repairable(path: Path) -> Checkpoint:
-    """Raises CheckpointError unless all that is wrong with a checkpoint is a manifest that is missing or unreadable."""
+    """Raises CheckpointError unless the only problem of a checkpoint is a missing or unreadable manifest."""
     if not (path / STATE_FILE).is_file() or not (path / TENSORS).is_dir():
         raise CheckpointError(
             f"'{path}' has no {STATE_FILE} and {TENSORS}; name the step-... folder whose manifest is lost"
@@ -122,8 +122,8 @@ def require_repairable(path: Path) -> Checkpoint:
                 check_size(path, name, manifest)
                 if entry_of(path / name).blake2b != manifest.root[name].blake2b:
                     raise CheckpointError(
-                        f"'{path}' has a manifest, and {name} is not what was saved: new digests would only hide the damage; "
-                        "use another checkpoint"
+                        f"'{path}' has a manifest, and {name} has changed since it was saved: new digests would only hide the "
+                        "damage; use another checkpoint"
                     )
             raise CheckpointError(f"'{path}' has an intact manifest; nothing to repair")
     checkpoint = read_state(path)
@@ -133,7 +133,7 @@ def require_repairable(path: Path) -> Checkpoint:
 
 
 def rebuild_manifest(path: Path) -> Manifest:
-    """Writes a manifest of the files as they are now, marked as repaired. Raises CheckpointError as `require_repairable`."""
+    """Writes a manifest of the current files, marked as repaired. Raises CheckpointError as `require_repairable`."""
     require_repairable(path)
     today = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     entries = {name: entry_of(path / name).model_copy(update={"repaired": today}) for name in _own_files(path)}
@@ -147,7 +147,7 @@ def rebuild_manifest(path: Path) -> Manifest:
 
 
 def _own_files(path: Path) -> list[str]:
-    """Files that a save writes; hidden ones are not ours."""
+    """Files that a save writes; hidden files are ignored."""
     tensors = [each for each in sorted((path / TENSORS).glob("*.safetensors")) if not each.name.startswith(".")]
     texts = [each for each in sorted(path.glob("*.json")) if each.name != MANIFEST_FILE]
     return [each.relative_to(path).as_posix() for each in (*texts, *tensors)]

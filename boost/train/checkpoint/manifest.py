@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and digest of every file. Nothing that it does not list is ever opened."""
+"""The manifest of a checkpoint: size and digest of every file. Other files are never opened."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ def new_digest() -> hashlib.blake2b:
 
 
 class FileEntry(BaseModel):
-    """What a manifest says of one file."""
+    """The entry of one file."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     bytes: Annotated[int, Field(ge=0)]
     blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     repaired: str | None = None
-    """When 'boost checkpoint repair-metadata' computed the digest, which is then not that of the save."""
+    """When 'boost checkpoint repair-metadata' computed the digest; None: it is from the save."""
 
 
 class Manifest(RootModel[dict[str, FileEntry]]):
@@ -38,7 +38,7 @@ class Manifest(RootModel[dict[str, FileEntry]]):
         for name in root:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or path.as_posix() != name or "\0" in name:
-                raise ValueError(f"{name!r} is no path inside the checkpoint")
+                raise ValueError(f"{name!r} is not a path inside the checkpoint")
         if STATE_FILE not in root:
             raise ValueError(f"{STATE_FILE} is not in its manifest")
         return root
@@ -54,7 +54,7 @@ class Manifest(RootModel[dict[str, FileEntry]]):
         return next((entry.repaired for entry in self.root.values() if entry.repaired), None)
 
     def strays(self, path: Path) -> list[str]:
-        """Files of a checkpoint that the manifest does not list: not ours, never opened."""
+        """Files of a checkpoint that the manifest does not list; they are never opened."""
         present = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()}
         return sorted(present - self.root.keys() - {MANIFEST_FILE})
 

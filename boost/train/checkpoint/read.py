@@ -1,4 +1,4 @@
-"""Verifying and loading checkpoints."""
+"""Verifies and loads checkpoints."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ INIT_ONLY_FIELDS = ("factor_init", "init_std")
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads the tensor files of a manifest, and no other file that happens to be there."""
+    """Reads only the tensor files in a manifest, and no others in the folder."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(str(path / TENSORS))
@@ -48,10 +48,10 @@ class _ListedFiles(FileSystem):
 
 
 def verify(checkpoint: Checkpoint, mesh: Mesh) -> Shards:
-    """Validates the structure of a checkpoint and compares every file with its manifest; the files are divided among the
-    processes. Returns where its tensors are.
+    """Validates the structure of a checkpoint and compares every file with its manifest; the files are distributed over the
+    processes. Returns the shards of its tensors.
 
-    Raises DamagedCheckpointError on every process, naming a file that differs.
+    Raises DamagedCheckpointError on every process, naming a file that has changed.
     """
     path = checkpoint.path
 
@@ -67,7 +67,7 @@ def verify(checkpoint: Checkpoint, mesh: Mesh) -> Shards:
 
 
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
-    """Loads weights into a model on any mesh, in any layout and dtype. Raises CheckpointError."""
+    """Loads weights into a model with any mesh, layout and dtype. Raises CheckpointError."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     _load(checkpoint, named_slices(model, mesh, {}), verify(checkpoint, mesh), mesh)
 
@@ -82,7 +82,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify(checkpoint, mesh)
-    # A process that the saved mesh did not have keeps the state from its own seed.
+    # A process that did not exist in the saved mesh keeps the RNG state from its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     _load(checkpoint, named_slices(model, mesh, optimizer.moments) | states, shards, mesh)
     restore_random_states(states)
@@ -91,7 +91,7 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
 
 
 def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
-    """Raises CheckpointError unless the saved model has the same function and shapes as `wanted`."""
+    """Raises CheckpointError unless the saved model computes the same function with the same shapes as `wanted`."""
     saved = checkpoint.config.model
     for field in type(wanted).model_fields:
         if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):

@@ -1,4 +1,4 @@
-"""What this process holds of a checkpoint's tensors: slices of weights and moments under mathematical names, RNG states."""
+"""This process's slices of a checkpoint's tensors: weights and moments under mathematical names, and RNG states."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ def local_slices(model: Model, mesh: Mesh, state: State) -> list[LocalSlice]:
 
 
 def named_slices(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
-    """The same as torch.distributed.checkpoint takes them, by name."""
+    """The same for torch.distributed.checkpoint, by name."""
     return {s.name: TensorSlice(s.local, s.shape, s.offsets) for s in local_slices(model, mesh, state)}
 
 
@@ -50,7 +50,7 @@ def random_states(mesh: Mesh) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: dict[str, Tensor]) -> None:
-    """Sets what `random_states` returned."""
+    """Restores what `random_states` returned."""
     for key, value in states.items():
         if key.startswith("rng.cpu."):
             torch.set_rng_state(value)

@@ -1,8 +1,8 @@
-"""What one process writes of a checkpoint, at one step: its share of the slices, the state, the tokenizer.
+"""What one process writes for a checkpoint of one step: its share of the slices, the state, the tokenizer.
 
-Replicas hold the same slices; each slice has one writer, chosen once, so that every process writes about as much. A snapshot
-either refers to the weights themselves (the save has ended before the next step) or to copies in a buffer that is reused for
-every save, pinned where the weights are on a GPU: training goes on while the copies are written.
+Replicas hold the same slices. Each slice is assigned to one writer, once, such that all processes write about the same amount.
+A snapshot refers either to the weights themselves (foreground save, which ends before the next step) or to copies in a buffer
+that is reused for every save, pinned if the weights are on a GPU (background save, during which training continues).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Snapshot:
     state: CheckpointState
     tokenizer: bytes
     slices: list[LocalSlice]
-    """In the order of the file: wider dtypes first, so that every tensor is aligned."""
+    """In file order: wider dtypes first, so that every tensor is aligned."""
 
     @property
     def step(self) -> int:
@@ -45,11 +45,11 @@ class HostBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Size in bytes."""
         return self._buffer.nbytes
 
     def reserve(self, slices: list[LocalSlice]) -> None:
-        """Makes room, and touches it: neither the allocation nor its page faults fall into a save."""
+        """Allocates and touches the memory, so that saves are not slowed by allocation and page faults."""
         total = sum(each.local.nbytes for each in slices)
         if self.nbytes != total:
             pinned = any(each.local.is_cuda for each in slices)
@@ -70,7 +70,7 @@ class HostBuffer:
 
 
 class SaveShare:
-    """The slices that this process writes. Collective when made; the same for every save of a run."""
+    """The slices that this process writes, the same for every save of a run. The constructor is collective."""
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
@@ -82,7 +82,7 @@ class SaveShare:
         self._keys = _assign(by_rank)[mesh.rank]
 
     def slices(self) -> list[LocalSlice]:
-        """Views of the weights and moments as they are now, and this process's RNG states."""
+        """Views of the current weights and moments, and this process's RNG states."""
         found = [
             each
             for each in local_slices(self._model, self._mesh, self._optimizer.moments)
@@ -94,7 +94,7 @@ class SaveShare:
 
 
 def _assign(by_rank: list[dict[Key, int]]) -> list[set[Key]]:
-    """The slices that each process writes: every slice once, by the least loaded of those that hold it."""
+    """The slices that each process writes: every slice once, by the least loaded process that holds it."""
     holders: dict[Key, list[int]] = {}
     for rank, held in enumerate(by_rank):
         for key in held:
@@ -117,8 +117,8 @@ def take_snapshot(
     mesh: Mesh,
     buffer: HostBuffer | None = None,
 ) -> Snapshot:
-    """This process's part of a checkpoint of now. Without a `buffer` it refers to the weights themselves: it must be written
-    before they change."""
+    """This process's part of a checkpoint of the current step. Without a `buffer` it refers to the weights themselves and must be
+    written before they change."""
     state = CheckpointState(
         step=position.step,
         tokens=position.tokens,

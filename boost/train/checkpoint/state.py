@@ -1,4 +1,4 @@
-"""state.json of a checkpoint, as a model; and a checkpoint opened: everything but its tensors, read and checked."""
+"""The model of state.json, and opening a checkpoint: everything except its tensors is read and checked."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ Counted = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a run: together with the configuration, enough to resume as if it had never stopped."""
+    """The position of a run: with the configuration, enough to resume exactly."""
 
     step: int
     """Optimizer steps done. The data position (with `skipped`) and the learning rate are functions of it."""
@@ -30,11 +30,11 @@ class Position:
     skipped: int = 0
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
     trouble: str = ""
-    """Not empty: the weights are ruined, and why. Such a checkpoint is not resumed from unless asked for by its path."""
+    """Why the weights are ruined; '' if they are not. Such a checkpoint is only resumed from if given by its path."""
 
 
 class CheckpointState(BaseModel):
-    """state.json. Keys of later releases are ignored."""
+    """The content of state.json. Keys of later releases are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -44,9 +44,9 @@ class CheckpointState(BaseModel):
     step: Counted
     tokens: Counted
     updates: Counted
-    """Optimizer updates: steps without the skipped ones."""
+    """Optimizer updates: steps minus skipped ones."""
     next_sample: Counted
-    """Index of the sequence that training continues with."""
+    """Index of the next training sequence."""
     processes: Annotated[int, Field(ge=1, le=2**31)]
     skipped_steps: Counted = 0
     trouble: str = ""
@@ -58,7 +58,7 @@ class CheckpointState(BaseModel):
         if self.updates > self.step:
             raise ValueError(f"updates = {self.updates} is more than step = {self.step}")
         if (self.tokens > 0) != (self.step > 0):
-            raise ValueError(f"tokens = {self.tokens} does not fit step = {self.step}")
+            raise ValueError(f"tokens = {self.tokens} is inconsistent with step = {self.step}")
         return self
 
 
@@ -71,7 +71,7 @@ class Checkpoint:
     config: Config
     updates: int
     data: dict[str, Any]
-    """Fingerprints of the token store and tokenizer of the run. Imported weights: what came with them."""
+    """Fingerprints of the run's token store and tokenizer; for imported weights, of the tokenizer that came with them."""
 
     @property
     def tokenizer(self) -> Path:
@@ -83,7 +83,7 @@ class Checkpoint:
         if not self.tokenizer.is_file() or not self.data.get("tokenizer"):
             raise CheckpointError(
                 f"'{self.path}' has no tokenizer, so the meaning of its tokens is unknown; import the weights again "
-                "with --tokenizer PATH (a token store will do)"
+                "with --tokenizer PATH (such as a token store)"
             )
         return str(self.data["tokenizer"])
 
@@ -93,7 +93,7 @@ def _position(state: CheckpointState) -> Position:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads and checks everything but the tensors. Raises CheckpointError."""
+    """Reads and checks everything except the tensors. Raises CheckpointError."""
     path = find_checkpoint(path)
     verify_file(path, STATE_FILE, read_manifest(path))
     return read_state(path)

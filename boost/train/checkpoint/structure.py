@@ -1,6 +1,6 @@
-"""The tensor files of a checkpoint as a whole: every header validated before anything is read through it.
+"""Validates the headers of all tensor files of a checkpoint before anything is read.
 
-A digest proves that a file is what its manifest says, not that it makes sense. Here each header is checked against its file
+A digest proves that a file matches its manifest, not that it is valid. Here each header is checked against its file
 (offsets, sizes, dtypes) and all of them against the model: global shapes, and shards that cover each tensor exactly once.
 """
 
@@ -21,11 +21,11 @@ from boost.errors import DamagedCheckpointError
 from boost.train.checkpoint.manifest import Manifest, first_problem
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-"""Dtypes that a checkpoint may hold, by their names in safetensors."""
+"""Dtypes that a checkpoint may contain, by their names in safetensors."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 SHARDING = "DCP_SHARDING_INFO"
-"""Key of the metadata that torch.distributed.checkpoint reads the offsets of shards from: JSON in a string."""
+"""Metadata key from which torch.distributed.checkpoint reads the offsets of shards: JSON in a string."""
 OFFSETS = "saved_offsets"
 
 Index = Annotated[int, Field(ge=0, lt=2**62)]
@@ -119,14 +119,14 @@ def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, 
         kind, _, rest = name.partition(".")
         if kind == "rng":
             if len(found) != 1 or found[0].dtype != "U8" or len(found[0].shape) != 1:
-                raise DamagedCheckpointError(f"'{path}' is damaged: {name} is no single RNG state")
+                raise DamagedCheckpointError(f"'{path}' is damaged: {name} is not a single RNG state")
             continue
         parameter = rest if kind == "model" else rest.partition(".")[2]
         shape = shapes.get(parameter) if kind in ("model", "optim") else None
         if shape is None:
             raise DamagedCheckpointError(f"'{path}' is damaged: the model has no tensor '{name}' ({found[0].file})")
         if len({shard.dtype for shard in found}) != 1 or found[0].dtype == "U8":
-            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} have dtypes that do not fit")
+            raise DamagedCheckpointError(f"'{path}' is damaged: shards of {name} have inconsistent dtypes")
         if problem := coverage_problem(shape, found):
             raise DamagedCheckpointError(f"'{path}' is damaged: {name}: {problem}")
     if missing := {f"model.{name}" for name in shapes} - shards.keys():
@@ -139,7 +139,7 @@ def coverage_problem(shape: tuple[int, ...], shards: list[StoredShard]) -> str |
         if len(shard.shape) != len(shape):
             return f"a shard of shape {list(shard.shape)} in a tensor of shape {list(shape)} ({shard.file})"
         if any(o + s > n for o, s, n in zip(shard.offsets, shard.shape, shape, strict=True)):
-            return f"a shard of shape {list(shard.shape)} at {list(shard.offsets)} leaves {list(shape)} ({shard.file})"
+            return f"a shard of shape {list(shard.shape)} at {list(shard.offsets)} exceeds {list(shape)} ({shard.file})"
     covered = sum(math.prod(shard.shape) for shard in shards)
     if covered != math.prod(shape):
         return f"its shards hold {covered} numbers instead of {math.prod(shape)}"
