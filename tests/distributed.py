@@ -9,6 +9,7 @@ dies, ends the whole pool, and the next call makes a new one. No process outlive
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -105,7 +106,22 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             answer = (False, function(*arguments))
         except BaseException:
             answer = (True, traceback.format_exc())
+        _leave_groups()
         connection.send(answer)
+
+
+def _leave_groups() -> None:
+    """Ends all groups but the default one. gloo has threads for each, which wake a hundred times a second: of hundreds of groups
+    they take more time than the tests."""
+    import torch.distributed as dist
+
+    from tests import toy
+
+    toy.mesh.cache_clear()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 _pools: dict[int, _Pool] = {}

@@ -82,7 +82,7 @@ def toy_mesh(config: Config) -> Mesh:
 
 @functools.cache
 def mesh(tp: int, dp: int = 1, pp: int = 1) -> Mesh:
-    """Process groups are made once for each mesh: pools of processes live across tests."""
+    """Process groups are made once for each mesh and call of a pool (`tests/distributed.py`)."""
     return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp), CPU)
 
 

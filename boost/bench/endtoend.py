@@ -31,7 +31,7 @@ BTP, BTP_SP, VANILLA, PUBLISHED = "btp, online", "btp-sp", "vanilla", "vanilla, 
 MEGATRON, MEGATRON_SP = "megatron", "megatron-sp"
 """Names of contenders."""
 
-_PARALLEL: dict[str, dict[str, Any]] = {c.name: c.parallel for c in (*DENSE, *LOW_RANK)}
+PARALLEL: dict[str, dict[str, Any]] = {c.name: c.parallel for c in (*DENSE, *LOW_RANK)}
 
 _SHARED_TP = (4, 8)
 """TP sizes of single-rank emulation on a CPU; on a GPU 2 as well."""
@@ -143,7 +143,7 @@ class _Builder:
     def bound(self, tp: int, dtype: DType) -> TimingGroup:
         """A communication-bound model."""
         usual = [*_usual(self.device, dtype), *_BOUND]
-        found = {name: self._load([*usual, *cut_flags(_PARALLEL[name], tp)]) for name in (VANILLA, BTP, BTP_SP)}
+        found = {name: self._load([*usual, *cut_flags(PARALLEL[name], tp)]) for name in (VANILLA, BTP, BTP_SP)}
         return TimingGroup(f"{BOUND}, TP {tp}, {dtype}", BOUND, found)
 
     def share(self, tp: int, dtype: DType) -> TimingGroup:
@@ -156,7 +156,7 @@ class _Builder:
     ) -> Config:
         family = "dense" if name in (MEGATRON, MEGATRON_SP) else family
         size = size_flags(self.device, tp, dtype, family, width)
-        return self._load([*size, *more, *cut_flags(_PARALLEL[name], tp)])
+        return self._load([*size, *more, *cut_flags(PARALLEL[name], tp)])
 
     def _load(self, words: Sequence[str]) -> Config:
         return load(self.source, [*words, *self.overrides])

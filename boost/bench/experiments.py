@@ -19,6 +19,7 @@ MODULES = {
     "ideal": "bench.ideal",
     "gemms": "bench.gemms",
     "traffic": "bench.traffic",
+    "wire": "bench.wire",
     "grouping": "bench.grouping",
     "norms": "bench.norms",
     "recompute": "bench.recompute",

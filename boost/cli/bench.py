@@ -11,6 +11,7 @@ EXPERIMENTS = (
     "ideal",
     "gemms",
     "traffic",
+    "wire",
     "grouping",
     "norms",
     "recompute",

@@ -11,7 +11,7 @@ while messages are in flight; `wait_tensor` ends it, as for torch's functional c
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Peers:
 
     def __init__(self, name: str) -> None:
         group = dist.distributed_c10d._resolve_process_group(cast(dist.GroupName, name))
-        self._backend = group._get_backend(torch.device("cpu"))
+        self._backend: Any = group._get_backend(torch.device("cpu"))
         self.rank, self.size = group.rank(), group.size()
         self.others = [other for other in range(self.size) if other != self.rank]
 

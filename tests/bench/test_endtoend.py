@@ -26,7 +26,7 @@ from boost.train.launch import launch
 from tests import toy
 from tests.bench.groups import measured, tiny
 
-LAYOUTS = {name: endtoend._PARALLEL[name] for name in (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)}
+LAYOUTS = {name: endtoend.PARALLEL[name] for name in (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)}
 
 
 def layout(name: str, family: str = "cola", **more: Any) -> Any:

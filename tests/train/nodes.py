@@ -8,10 +8,7 @@ ends everything and takes the namespaces away, whatever happened in between. The
 """
 
 import contextlib
-import functools
 import os
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from boost.measure.hosts import Host, two_hosts
 
 PORT = 29400
 """Free in a namespace that nobody else uses."""
@@ -57,19 +56,10 @@ class Agent:
 
 
 @dataclass
-class Node:
-    """One namespace."""
+class Node(Host):
+    """One host, and what runs on it."""
 
-    name: str
-    wire: str
-    """Its network interface."""
-    address: str
     agents: list[Agent] = field(default_factory=list)
-
-    def received(self) -> int:
-        """Bytes that have come over the wire."""
-        done = _ip("netns", "exec", self.name, "cat", f"/sys/class/net/{self.wire}/statistics/rx_bytes")
-        return int(done.stdout)
 
     def torchrun(
         self, first: "Node", words: list[str], nproc: int, max_restarts: int = 0, own_store: bool = False
@@ -82,7 +72,7 @@ class Node:
         name has to be said: who hosts the meeting, this node's address, and gloo's interface.
         """
         command = [
-            *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
+            *self.command(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "2", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}", "--rdzv-id", "test"),
             *("--rdzv-conf", f"is_host={int(self is first)},read_timeout=600", "--local-addr", self.address),
@@ -98,56 +88,14 @@ class Node:
         return self.agents[-1]
 
 
-@functools.cache
-def why_not() -> str | None:
-    """Why this machine cannot make network namespaces; None if it can."""
-    if sys.platform != "linux":
-        return f"network namespaces are Linux's; this is {sys.platform}"
-    if shutil.which("ip") is None:
-        return "needs `ip` (package iproute2)"
-    if shutil.which("pgrep") is None:
-        return "needs `pgrep` (package procps)"
-    try:
-        with two_nodes():
-            return None
-    except subprocess.CalledProcessError as error:
-        return f"`{' '.join(error.cmd)}` is not permitted here: {' '.join(error.stderr.split())}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"network namespaces do not work here: {error}"
-
-
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Two hosts. Their addresses can meet no others: the wire has no end outside of the two namespaces."""
-    run = secrets.token_hex(3)  # names of interfaces have 15 characters at most
-    nodes = tuple(Node(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(2))
-    try:
-        for node in nodes:
-            _ip("netns", "add", node.name)
-            _ip("-n", node.name, "link", "set", "lo", "up")
-        ends = [("name", node.wire, "netns", node.name) for node in nodes]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for node in nodes:
-            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.wire)
-            _ip("-n", node.name, "link", "set", node.wire, "up")
-        yield nodes[0], nodes[1]
-    finally:
-        for node in nodes:
-            _take_away(node)
-
-
-def _take_away(node: Node) -> None:
-    for agent in node.agents:
-        agent.kill()
-        agent.output.unlink()
-    # A worker whose torchrun was killed alone is nobody's child any more, but is still in the namespace.
-    with contextlib.suppress(subprocess.CalledProcessError):
-        for pid in _ip("netns", "pids", node.name).stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-    with contextlib.suppress(subprocess.CalledProcessError):
-        _ip("netns", "delete", node.name)
-
-
-def _ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=300)
+    """Two hosts, and an end of all that runs on them."""
+    with two_hosts() as hosts:
+        nodes = tuple(Node(host.name, host.wire, host.address) for host in hosts)
+        try:
+            yield nodes[0], nodes[1]
+        finally:
+            for agent in (agent for node in nodes for agent in node.agents):
+                agent.kill()
+                agent.output.unlink()

@@ -105,7 +105,7 @@ def test_a_run_keeps_the_tokenizer_that_it_started_with(store: Path, tmp_path: P
     tokenizer = (ours / "tokenizer.json").read_bytes()
     replace = ThenDo(1, lambda _: (ours / "tokenizer.json").write_text("{}"))
     delete = ThenDo(3, lambda _: shutil.rmtree(ours))
-    config = make_config(ours, tmp_path / "run", train={"save_every": 2, "keep": 3})
+    config = make_config(ours, tmp_path / "run", train={"save_every": 2, "keep": 3, "async_save": False})
     warnings = Warnings()
     trainer = make_trainer(config, replace, delete, warnings)
     fit(trainer)

@@ -13,10 +13,11 @@ import pytest
 from boost.cli.main import main
 from boost.config import load
 from boost.config.architecture import parameter_count
+from boost.measure.hosts import why_no_hosts
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from tests.train.commands import toml
-from tests.train.nodes import Agent, Node, two_nodes, why_not
+from tests.train.nodes import Agent, Node, two_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def alone(config: Path) -> list[float]:
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[Node, Node]]:
-    if reason := why_not():
+    if reason := why_no_hosts():
         pytest.skip(reason)
     with two_nodes() as made:
         yield made

@@ -1,0 +1,35 @@
+"""One process of `boost bench wire`, on its host: `python -m boost.bench.wire_process FOLDER`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from boost.bench.contest import take_turns
+from boost.bench.side_by_side import TimingGroup, measure_group
+from boost.bench.wire import collective_calls
+from boost.config.load import from_tree
+from boost.parallel.mesh import close_mesh, open_mesh
+
+LEAST_S = 0.02
+"""Seconds of a timed sample of a collective."""
+
+
+def main(folder: Path) -> None:
+    """Measures the group of `folder`/group.json into measured.json."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    said = json.loads((folder / "group.json").read_text(encoding="utf-8"))
+    group = TimingGroup("wire", "wire", {name: from_tree(tree) for name, tree in said["contenders"].items()})
+    run = next(iter(group.contenders.values())).run
+    mesh = open_mesh(group.parallel, run.device, run.timeout_s)
+    measured = measure_group(group, mesh, said["rounds"])
+    turns = take_turns(collective_calls(mesh), mesh, said["rounds"], least_s=LEAST_S, words="collectives")
+    if mesh.is_main:
+        (folder / "measured.json").write_text(json.dumps(measured | {"collectives": turns.seconds}), encoding="utf-8")
+    close_mesh()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
