@@ -81,7 +81,7 @@ def wire(source: str, overrides: Sequence[str], rates: Sequence[float], launches
 def marked_rate(free: Facts, fraction: float) -> float:
     """Mbit/s at which the bytes of a btp step take `fraction` of it, if none is hidden. Without a limit they take next to none."""
     seconds = spread(_row(free, BTP)["seconds"]).median
-    return round(_row(free, BTP)["sent_bytes"] * 8e-6 * (1 - fraction) / (fraction * seconds))
+    return max(1, round(_row(free, BTP)["sent_bytes"] * 8e-6 * (1 - fraction) / (fraction * seconds)))
 
 
 def measure(hosts: tuple[Host, Host], mbit: float | None, found: Mapping[str, Config], rounds: int) -> Facts:
