@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from boost.bench import wire
-from boost.bench.endtoend import BTP
+from boost.bench.endtoend import BTP, MEGATRON_SP, VANILLA
 from boost.errors import ConfigError, MeasurementError
 from boost.measure import hosts
 from boost.measure.document import Table
@@ -24,9 +24,8 @@ def joined() -> None:
 def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SIZE", (64, 1, 96, 4))
     monkeypatch.setattr(wire, "MIB", (1,))
-    monkeypatch.setattr(
-        wire, "marked_rate", lambda _, fraction: round(100 / fraction)
-    )  # a tiny step would mark tiny rates
+    monkeypatch.setattr(wire, "marked_rate", lambda *_: 300)  # a tiny step would mark a tiny rate
+    monkeypatch.setattr(wire, "CONTENDERS", (MEGATRON_SP, VANILLA, BTP))
     out = tmp_path / "wire"
     assert wire.wire("demo", TINY, [], 1, 7, out) == 0
     facts = read(out.with_suffix(".json"), "wire")
