@@ -44,7 +44,7 @@ _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """Category of the output, by the role of the weight."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
-_SENT = "all_reduce all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_to_all_single wait_tensor"
+_SENT = "all_reduce all_gather_into_tensor all_gather reduce_scatter_tensor reduce_scatter all_to_all_single all_to_all wait_tensor"
 _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".split())
 """Operations on the residual stream whose output is still the residual stream."""
 
