@@ -239,7 +239,7 @@ def _raise_root_cause(
     error: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":
         error = TrainingError(
-            f"{_process_name(spec, report.rank)} lost another one: {report.message}; {_resume_hint(spec)}"
+            f"{_process_name(spec, report.rank)} lost its connection to another: {report.message}; {_resume_hint(spec)}"
         )
     elif report.kind == "hung":
         error = errors.HangError(f"{report.message}; {_resume_hint(spec)}")

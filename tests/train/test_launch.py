@@ -386,7 +386,7 @@ def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> 
     with pytest.raises(TrainingError) as caught:
         launcher._raise_root_cause(call_of(tmp_path), {0: 3}, [said], launcher._Signals())
     assert str(caught.value) == (
-        "process 1 of 2 (rank 0) lost another one: Read error [127.0.0.1]:33712: Connection reset by peer; "
+        "process 1 of 2 (rank 0) lost its connection to another: Read error [127.0.0.1]:33712: Connection reset by peer; "
         f"resume with --resume auto; logs: {tmp_path}"
     )
 
