@@ -115,12 +115,14 @@ def _leave_groups() -> None:
     they take more time than the tests."""
     import torch.distributed as dist
 
+    from boost.parallel.exchange import last_exchanges
     from tests import toy
 
     toy.mesh.cache_clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    last_exchanges.clear()
     gc.collect()
 
 

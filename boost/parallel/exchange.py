@@ -9,7 +9,9 @@ Each is one operation of `torch.ops.boost`, so that whoever counts collectives s
 while messages are in flight; `wait_tensor` ends it, as for torch's functional collectives. Legend: p processes, n rows of each.
 """
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -36,11 +38,32 @@ class _Exchange(Work):
         return True
 
 
-class Peers:
-    """The other processes of a group, as senders and receivers."""
+@dataclass(frozen=True)
+class LastExchange:
+    """The latest exchange of a group: c10d's flight recorder does not see messages of gloo."""
 
-    def __init__(self, name: str) -> None:
+    operation: str
+    sequence: int
+    """Number within the group, the same on all its processes."""
+    group: str
+    """Its description."""
+    bytes: int
+    """Of the tensor that this process passed in."""
+    time_ns: int
+    """When it began, since the epoch."""
+
+
+last_exchanges: dict[str, LastExchange] = {}
+"""By name of the group."""
+
+
+class Peers:
+    """The other processes of a group, as senders and receivers, for one `operation` on `x`."""
+
+    def __init__(self, name: str, operation: str, x: Tensor) -> None:
         group = dist.distributed_c10d._resolve_process_group(cast(dist.GroupName, name))
+        sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
+        last_exchanges[name] = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self.rank, self.size = group.rank(), group.size()
         self.others = [other for other in range(self.size) if other != self.rank]
@@ -65,7 +88,7 @@ def _end(result: Tensor, exchange: _Exchange, at_once: bool) -> Tensor:
 @torch.library.custom_op("boost::all_reduce", mutates_args=())
 def _all_reduce(x: Tensor, at_once: bool, group: str) -> Tensor:
     """Sum over two processes. Both add the same two terms: equal to the bit."""
-    peers = Peers(group)
+    peers = Peers(group, "all_reduce", x)
     theirs, result = torch.empty_like(x), torch.empty_like(x)
     exchange = peers.exchange(lambda _: theirs, lambda _: x, lambda: torch.add(x, theirs, out=result))
     return _end(result, exchange, at_once)
@@ -74,7 +97,7 @@ def _all_reduce(x: Tensor, at_once: bool, group: str) -> Tensor:
 @torch.library.custom_op("boost::all_gather", mutates_args=())
 def _all_gather(x: Tensor, processes: int, at_once: bool, group: str) -> Tensor:
     """[n, ...] of every process -> [p n, ...]."""
-    peers = Peers(group)
+    peers = Peers(group, "all_gather", x)
     result = x.new_empty(processes * x.shape[0], *x.shape[1:])
     parts = result.view(processes, *x.shape)
     exchange = peers.exchange(parts.__getitem__, lambda _: x, lambda: None)
@@ -85,7 +108,7 @@ def _all_gather(x: Tensor, processes: int, at_once: bool, group: str) -> Tensor:
 @torch.library.custom_op("boost::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, processes: int, at_once: bool, group: str) -> Tensor:
     """[p n, ...] -> [n, ...], this process's rows of the sum. They go straight to who sums them: a sum of bf16 is rounded once."""
-    peers = Peers(group)
+    peers = Peers(group, "reduce_scatter", x)
     mine = x.view(processes, x.shape[0] // processes, *x.shape[1:])
     received = torch.empty_like(mine)
     result = torch.empty_like(mine[0])
@@ -103,7 +126,7 @@ def _reduce_scatter(x: Tensor, processes: int, at_once: bool, group: str) -> Ten
 @torch.library.custom_op("boost::all_to_all", mutates_args=())
 def _all_to_all(x: Tensor, processes: int, at_once: bool, group: str) -> Tensor:
     """[p n, ...], the j-th n rows for process j -> [p n, ...], the j-th n rows from process j."""
-    peers = Peers(group)
+    peers = Peers(group, "all_to_all", x)
     shape = (processes, x.shape[0] // processes, *x.shape[1:])
     result = torch.empty_like(x)
     sent, received = x.view(shape), result.view(shape)

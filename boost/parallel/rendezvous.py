@@ -116,6 +116,7 @@ def _ask(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Sto
     attempt = wait_for(f"answer/{ours}")
     store.set(f"{attempt}/knows/{rank}", "")
     if name := wait_for(f"{attempt}/go"):
+        store.set(f"{attempt}/stops/{rank}", "")
         raise StoppedError(name)
     return attempt
 
@@ -148,9 +149,11 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
     store.set(f"{ours}/go", stop)
     if not stop:
         return ours
-    deadline = time.monotonic() + _GOODBYE_S
-    while waiting and time.monotonic() < deadline:
+    # The store may be this process's own: it stays until the others have read what they are told.
+    deadline, reading = time.monotonic() + _GOODBYE_S, set(range(1, size))
+    while reading and time.monotonic() < deadline:
         waiting = answer(waiting)
+        reading = {other for other in reading if not store.check([f"{ours}/stops/{other}"])}
         time.sleep(0.02)
     raise StoppedError(stop)
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config.schema import RunConfig
+from boost.parallel.exchange import last_exchanges
 from boost.parallel.mesh import Mesh, set_timeout
 from boost.parallel.rendezvous import launch_dir
 
@@ -372,11 +373,21 @@ def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
             kind = entry["profiling_name"].rpartition(":")[2]
             peer_to_peer = bool(entry["is_p2p"])
             sequence = entry["p2p_seq_id" if peer_to_peer else "collective_seq_id"]
-            label = f"{description.removeprefix('mesh_')}" if description not in ("", "undefined") else name
-            found[name] = Issued(kind, sequence, "all" if label == "default_pg" else label, _bytes(entry), peer_to_peer)
+            found[name] = Issued(kind, sequence, _label(name, description), _bytes(entry), peer_to_peer)
             if entry["time_created_ns"] >= newest:
                 last, newest = name, entry["time_created_ns"]
+    for name, each in list(last_exchanges.items()):
+        key = f"{name}, exchanges"  # numbered apart from what gloo itself does in the group
+        found[key] = Issued(each.operation, each.sequence, _label(name, each.group), each.bytes)
+        if each.time_ns >= newest:
+            last, newest = key, each.time_ns
     return last, found
+
+
+def _label(name: str, description: str) -> str:
+    """How messages call a group."""
+    label = description.removeprefix("mesh_") if description not in ("", "undefined") else name
+    return "all" if label == "default_pg" else label
 
 
 def _bytes(entry: dict[str, object]) -> int:
