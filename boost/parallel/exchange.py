@@ -61,7 +61,7 @@ class Peers:
     """The other processes of a group, as senders and receivers, for one `operation` on `x`."""
 
     def __init__(self, name: str, operation: str, x: Tensor) -> None:
-        group = dist.distributed_c10d._resolve_process_group(cast(dist.GroupName, name))
+        group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
         sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
         last_exchanges[name] = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
         self._backend: Any = group._get_backend(torch.device("cpu"))
