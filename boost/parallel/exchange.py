@@ -2,8 +2,7 @@
 
 gloo puts payloads and "ready to receive" notices of a pair of processes on one connection, first in, first out. Its all-gather,
 reduce-scatter and all-to-all post the send first, so that the notice queues behind the payload and the two directions of the wire
-take turns: 16 MiB gathered by two processes over 1 Gbit/s take 140 ms, and 71 ms if each posts its receive first. More in
-docs/wire.md.
+take turns. Posting every receive first lets them overlap. More in docs/wire.md.
 
 Each is one operation of `torch.ops.boost`, so that whoever counts collectives sees one, and torch.compile traces one. It returns
 while messages are in flight; `wait_tensor` ends it, as for torch's functional collectives. Legend: p processes, n rows of each.
