@@ -187,7 +187,7 @@ class BlockRun:
 
     def forward(self) -> list[Tensor]:
         """[y], as in training: with activations saved for the backward pass."""
-        return [self.block(self.layout, Stream(self.x_TD), self.context).x]
+        return [self.block(self.layout, [Stream(self.x_TD)], [self.context])[0].x]
 
     def both(self) -> list[Tensor]:
         """[y, dx, gradients of the weights]: forward and backward pass."""
@@ -208,7 +208,7 @@ class BlockRun:
         return recorder.products
 
     def _both(self, layout: Layout, observers: Sequence[CollectiveCounter | GemmRecorder]) -> list[Tensor]:
-        y_TD = self.block(layout, Stream(self.x_TD), self.context).x
+        y_TD = self.block(layout, [Stream(self.x_TD)], [self.context])[0].x
         for observer in observers:
             observer.phase = "backward"
         return [y_TD, *torch.autograd.grad(y_TD, [self.x_TD, *self.weights], self.dy_TD)]

@@ -39,10 +39,10 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.interface import local_slice
-from boost.parallel.collectives import sum_both, sum_forward
+from boost.parallel.collectives import sum_both
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
-from boost.parallel.norms import SumWithStatistic, inverse_rms, scale, sum_of_squares
+from boost.parallel.norms import OnlineSum, inverse_rms, scale, sum_of_squares
 from boost.plan.published import NORM_MS
 from boost.train.model import build_decoder
 
@@ -133,16 +133,16 @@ class NormPart:
         return run
 
     def _bare(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
-        return [sum_forward(u_TR, self.axis)]
+        return [sum_both(u_TR, self.axis)]
 
     def _sync(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
         """The statistic has its own all-reduce, forward and backward; x is scaled."""
         s_T = sum_both(sum_of_squares(x_TD), self.axis)
-        return [scale(x_TD, inverse_rms(s_T, self.width, self.eps)), sum_forward(u_TR, self.axis)]
+        return [scale(x_TD, inverse_rms(s_T, self.width, self.eps)), sum_both(u_TR, self.axis)]
 
     def _online(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
         """The statistic is all-reduced with the latents, which are then scaled."""
-        u_TR, s_T = SumWithStatistic(u_TR, sum_of_squares(x_TD), self.axis).wait()
+        u_TR, s_T = OnlineSum([u_TR], sum_of_squares(x_TD), self.axis, self.width, self.eps).wait()
         return [scale(u_TR, inverse_rms(s_T, self.width, self.eps))]
 
 

@@ -109,7 +109,32 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"{_either(layouts_of(model))}, or model.family = {families}"
         )
     yield from _indivisible(config)
+    yield from _overlap_problems(config)
     yield from parallel.problems(config)
+
+
+def _overlap_problems(config: Config) -> Iterator[str]:
+    """Whether a micro-batch has two equal halves."""
+    parallel, train = config.parallel, config.train
+    if parallel.overlap == "none":
+        return
+    if train.micro_batch % 2:
+        yield (
+            f"train.micro_batch = {train.micro_batch} has no two halves for parallel.overlap = '{parallel.overlap}'; nearest "
+            f"valid value: {train.micro_batch + 1}, or take overlap = 'none'"
+        )
+    if layout_spec(parallel.layout).residual == "tokens" and train.seq_len % parallel.tp:
+        best = nearest(train.seq_len, 2 * max(train.seq_len, parallel.tp), lambda length: length % parallel.tp == 0)
+        yield (
+            f"train.seq_len = {train.seq_len} must be divisible by parallel.tp = {parallel.tp}, so that parallel.layout = "
+            f"'{parallel.layout}' can shard the tokens of either half (parallel.overlap = '{parallel.overlap}'); nearest valid "
+            f"value: {best}"
+        )
+    if parallel.schedule == "zero-bubble" and parallel.pp > 1:
+        yield (
+            f"parallel.overlap = '{parallel.overlap}' orders the nodes of one backward pass, and parallel.schedule = 'zero-bubble' "
+            "makes two; take 'interleaved-1f1b', or overlap = 'none'"
+        )
 
 
 def _either(names: Sequence[str]) -> str:

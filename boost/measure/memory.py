@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from boost.config import Config
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
+from boost.models.interface import Pending
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role
@@ -164,7 +165,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
     hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in params]
     usual = decoder.layout.loss
 
-    def loss(*arguments: Any) -> Tensor:
+    def loss(*arguments: Any) -> Pending[Tensor]:
         tracker.scope = LOGITS
         return usual(*arguments)
 

@@ -4,7 +4,8 @@ Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in th
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,18 @@ from boost.config.stages import Stage, whole
 from boost.models.attention import Context, KVCache, attend, make_context
 from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup
-from boost.models.interface import NO_RECOMPUTE, Latents, Layout, RecomputePolicy, Saved, Stream, local_kv_heads
+from boost.models.interface import (
+    NO_RECOMPUTE,
+    Latents,
+    Layout,
+    Pending,
+    RecomputePolicy,
+    Saved,
+    Stream,
+    call,
+    interleave,
+    local_kv_heads,
+)
 
 
 class TransformerBlock(FusedModule):
@@ -41,19 +53,35 @@ class TransformerBlock(FusedModule):
         shapes = architecture.groups(model, layer)
         self.qkv, self.o, self.gate_up, self.down = (LinearGroup(model, shape, layer, layout) for shape in shapes)
 
-    def forward(self, layout: Layout, stream: Stream, context: Context) -> Stream:
-        """The stream after this block, run under `layout.policy`."""
-        after: Stream = layout.policy.block(self._run, layout, stream, context)
+    def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
+        """The streams of parts of a micro-batch after this block, interleaved, run under `layout.policy`."""
+        after: list[Stream] = layout.policy.block(self._run, layout, streams, contexts)
         return after
 
-    def _run(self, layout: Layout, stream: Stream, context: Context) -> Stream:
-        saved, stream = layout.in_proj_comm(stream, self.attn_norm, self.qkv).wait()
+    def start(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
+        """The stream after this block, up to its first collective."""
+        entered = layout.in_proj_comm(stream, self.attn_norm, self.qkv)
+        attended: Pending[Stream] = entered.then(lambda found: self._run_attention(layout, context, *found))
+        entered = attended.then(lambda stream: layout.in_proj_comm(stream, self.mlp_norm, self.gate_up))
+        after: Pending[Stream] = entered.then(lambda found: self._run_mlp(layout, *found))
+        return after.then(Stream.next_block)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `forward` does no more than `start`: the block is neither compiled nor sharded over replicas."""
+        return self._compiled_call_impl is None and not self._forward_pre_hooks and not self._forward_hooks
+
+    def _run(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
+        runs = [self.start(layout, *each) for each in zip(streams, contexts, strict=True)]
+        return interleave(runs, layout.lag)
+
+    def _run_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
         partial, latents = layout.policy.attention(self._attention, layout, context, saved)
-        stream = layout.out_proj_comm(stream.put(latents), partial, self.o).wait()
-        saved, stream = layout.in_proj_comm(stream, self.mlp_norm, self.gate_up).wait()
+        return layout.out_proj_comm(stream.put(latents), partial, self.o)
+
+    def _run_mlp(self, layout: Layout, saved: Saved, stream: Stream) -> Pending[Stream]:
         partial, latents = layout.policy.local(self._gated_product, layout, saved)
-        stream = layout.out_proj_comm(stream.put(latents), partial, self.down).wait()
-        return stream.next_block()
+        return layout.out_proj_comm(stream.put(latents), partial, self.down)
 
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
@@ -117,12 +145,17 @@ class Decoder(FusedModule):
         With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. A pipeline stage takes the
         outputs of the previous stage as `received`; if it is not the last, it returns (residual stream, *latents).
         """
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        context = self._context(tokens_BS, positions_S, document_ids_BS)
-        stream = self._run_blocks(self.layout, tokens_BS, context, received)
+        halves = self.layout.halves and tokens_BS.shape[0] > 1
+        layout = self.layout.with_options(split=True) if halves else self.layout
+        parts = self._parts(tokens_BS, document_ids_BS, received, 2 if halves else 1)
+        streams = self._run_blocks(layout, parts)
         if not self.stage.has_head:
-            return stream.x, *stream.prev_latents
-        return self.layout.loss(stream.x, self.final_norm, self.head, targets_BS.reshape(-1))
+            sent = [(stream.x, *stream.prev_latents) for stream in streams]
+            return tuple(torch.cat(each) for each in zip(*sent, strict=True)) if halves else sent[0]
+        targets = [each.reshape(-1) for each in targets_BS.split([part.context.batch for part in parts])]
+        each = zip(streams, targets, strict=True)
+        first, *rest = interleave([layout.loss(s.x, self.final_norm, self.head, t) for s, t in each])
+        return first + rest[0] if rest else first
 
     @torch.no_grad()
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()) -> Any:
@@ -133,9 +166,8 @@ class Decoder(FusedModule):
         batch, length = tokens_BS.shape
         layout = self.layout.with_options(inference=True)
         positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
-        context = self._context(tokens_BS, positions_S)
-        context = Context(batch, context.cos, context.sin, caches=caches)
-        stream = self._run_blocks(layout, tokens_BS, context, received)
+        context = replace(self._context(tokens_BS, positions_S), caches=caches)
+        (stream,) = self._run_blocks(layout, [_Part(tokens_BS, context, received)])
         if not self.stage.has_head:
             return stream.x, *stream.prev_latents
         last_B = torch.arange(1, batch + 1, device=stream.x.device) * length - 1
@@ -172,11 +204,58 @@ class Decoder(FusedModule):
             tokens_BS.shape[0], positions_S, model.head_dim, model.rope_theta, self.compute_dtype, document_ids_BS
         )
 
-    def _run_blocks(self, layout: Layout, tokens_BS: Tensor, context: Context, received: tuple[Tensor, ...]) -> Stream:
+    def _parts(
+        self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], count: int
+    ) -> "list[_Part]":
+        """A micro-batch as `count` parts of whole sequences."""
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        context = self._context(tokens_BS, positions_S, document_ids_BS)
+        if count == 1:
+            return [_Part(tokens_BS, context, received)]
+        tokens = tokens_BS.tensor_split(count)
+        sizes = [each.shape[0] for each in tokens]
+        masks = [None] * count if context.mask is None else context.mask.split(sizes)
+        contexts = [replace(context, batch=size, mask=mask) for size, mask in zip(sizes, masks, strict=True)]
+        rows = [self.layout.residual_shape(each.numel())[0] for each in tokens]
+        arrived = zip(*(x.split(rows) for x in received), strict=True) if received else [()] * count
+        return [_Part(*each) for each in zip(tokens, contexts, arrived, strict=True)]
+
+    def _run_blocks(self, layout: Layout, parts: "Sequence[_Part]") -> list[Stream]:
         if self.stage.has_embedding:
-            received = (layout.embed(tokens_BS.reshape(-1), self.embed, self.compute_dtype),)
-        stream = Stream(received[0], received[1:])
-        for block in self.blocks:
-            policy = cast(TransformerBlock, block).policy if torch.is_grad_enabled() else NO_RECOMPUTE
-            stream = block(layout.with_options(policy=policy), stream, context)
-        return stream
+            tokens = [part.tokens_BS.reshape(-1) for part in parts]
+            rows = interleave([layout.embed(each, self.embed, self.compute_dtype) for each in tokens])
+            streams = [Stream(x) for x in rows]
+        else:
+            streams = [Stream(part.received[0], part.received[1:]) for part in parts]
+        contexts = [part.context for part in parts]
+        policies = [block.policy if torch.is_grad_enabled() else NO_RECOMPUTE for block in self._blocks]
+        if len(parts) > 1 and all(b.is_plain and p.block is call for b, p in zip(self._blocks, policies, strict=True)):
+            each = zip(streams, contexts, strict=True)
+            runs = [self._start_blocks(0, layout, policies, context, stream) for stream, context in each]
+            return interleave(runs, layout.lag)
+        for block, policy in zip(self.blocks, policies, strict=True):
+            streams = block(layout.with_options(policy=policy), streams, contexts)
+        return streams
+
+    def _start_blocks(
+        self, first: int, layout: Layout, policies: Sequence[RecomputePolicy], context: Context, stream: Stream
+    ) -> Pending[Stream]:
+        """One half through all blocks from `first` on: the other half also computes while a collective at the end of a block
+        is in flight."""
+        started = self._blocks[first].start(layout.with_options(policy=policies[first]), stream, context)
+        if first + 1 == len(policies):
+            return started
+        return started.then(lambda stream: self._start_blocks(first + 1, layout, policies, context, stream))
+
+    @property
+    def _blocks(self) -> Sequence[TransformerBlock]:
+        return cast(Sequence[TransformerBlock], self.blocks)
+
+
+class _Part(NamedTuple):
+    """Some sequences of a micro-batch."""
+
+    tokens_BS: Tensor
+    context: Context
+    received: tuple[Tensor, ...]
+    """From the previous pipeline stage."""

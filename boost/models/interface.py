@@ -3,13 +3,14 @@
 A block is two pairs of linears: qkv and gate_up project from the residual stream to heads or channels, o and down project back.
 Each pair runs as
 
-    saved, stream = layout.in_proj_comm(stream, gamma, group).wait()    norm, local work, the collective (started, waited for)
-    outputs, latents = layout.in_proj_local(saved, group)               no collective
-    partial = layout.out_proj_local(hidden, group)                      no collective
-    stream = layout.out_proj_comm(stream, partial, group).wait()        the collective, local work, the residual update
+    layout.in_proj_comm(stream, gamma, group)                norm, local work, the collective: pending (saved, stream)
+    outputs, latents = layout.in_proj_local(saved, group)    no collective
+    partial = layout.out_proj_local(hidden, group)           no collective
+    layout.out_proj_comm(stream, partial, group)             the collective, local work, the residual update: pending stream
 
 What lies between two collectives is a segment: it can be recomputed without communication. Because a collective is started
-by one call and waited for by another, two halves of a micro-batch can be interleaved: start(a), start(b), wait(a), ...
+by one call and waited for by another, two halves of a micro-batch can be interleaved (`interleave`): start(a), start(b),
+wait(a), ... What follows a collective is a continuation (`Pending.then`), which torch.compile traces as it does not generators.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ Latents = tuple[Tensor, ...]
 """Latents passed from one block to the next, one tensor per group or per slot; empty for families without latent gates."""
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Stream(NamedTuple):
@@ -69,12 +71,36 @@ class Saved(NamedTuple):
 
 
 class Pending(Generic[T]):
-    """A started collective and the work after it: `wait` finishes both and returns the result."""
+    """A started collective and the work after it: `wait` finishes both, and returns the result or what is pending next."""
 
     __slots__ = ("wait",)
 
-    def __init__(self, wait: Callable[[], T]) -> None:
+    def __init__(self, wait: "Callable[[], T | Pending[T]]") -> None:
         self.wait = wait
+
+    def then(self, work: "Callable[[T], U | Pending[U]]") -> "Pending[U]":
+        """This and then work on its result, which may start a collective too."""
+
+        def wait() -> "U | Pending[U]":
+            found = self.wait()
+            return found.then(work) if isinstance(found, Pending) else work(found)
+
+        return Pending(wait)
+
+
+def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
+    """The results. Each in turn waits once and runs until it has started its next collective; each is `lag` such steps behind
+    the one before it.
+
+    Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.
+    """
+    found: list[Any] = list(runs)
+    for number in range(len(found)):
+        for _ in range(lag * (len(found) - 1 - number)):
+            found[number] = found[number].wait() if isinstance(found[number], Pending) else found[number]
+    while any(isinstance(each, Pending) for each in found):
+        found = [each.wait() if isinstance(each, Pending) else each for each in found]
+    return found
 
 
 class SegmentRunner(Protocol):
@@ -127,6 +153,10 @@ class Layout(Protocol):
     """Whether linears of one input share one GEMM and one collective, and so one tensor of latents."""
     policy: RecomputePolicy
     """How segments run."""
+    halves: bool
+    """Whether a micro-batch runs as two halves, one of which computes while the other's collectives are in flight."""
+    lag: int
+    """Steps (`interleave`) by which the second half follows the first through the blocks."""
 
     def with_options(self, *, policy: RecomputePolicy = ..., inference: bool = ..., split: bool = ...) -> "Layout":
         """The same function on the same weights: its segments run under a policy, for any number of tokens without
@@ -145,7 +175,7 @@ class Layout(Protocol):
         """Shape of latents of whole width `rank`, as they cross to the next block, on one process."""
         ...
 
-    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
         """The residual stream of tokens (int64), in `dtype`: that of activations, so nothing wider is sent."""
         ...
 
@@ -165,7 +195,7 @@ class Layout(Protocol):
         """The rest of the group, and its update of the residual stream."""
         ...
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
+    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
         """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process."""
         ...
 

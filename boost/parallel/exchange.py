@@ -89,7 +89,8 @@ def _all_reduce(x: Tensor, at_once: bool, group: str) -> Tensor:
     """Sum over two processes. Both add the same two terms: equal to the bit."""
     peers = Peers(group, "all_reduce", x)
     theirs, result = torch.empty_like(x), torch.empty_like(x)
-    exchange = peers.exchange(lambda _: theirs, lambda _: x, lambda: torch.add(x, theirs, out=result))
+    # `.data`: a node that has saved the result did so before it was there, and finds nothing changed in place.
+    exchange = peers.exchange(lambda _: theirs, lambda _: x, lambda: torch.add(x, theirs, out=result.data))
     return _end(result, exchange, at_once)
 
 
@@ -114,10 +115,10 @@ def _reduce_scatter(x: Tensor, processes: int, at_once: bool, group: str) -> Ten
 
     def add() -> None:
         if processes == 2:
-            torch.add(mine[peers.rank], received[1 - peers.rank], out=result)
+            torch.add(mine[peers.rank], received[1 - peers.rank], out=result.data)
         else:
             received[peers.rank].copy_(mine[peers.rank])
-            torch.sum(received, 0, out=result)
+            torch.sum(received, 0, out=result.data)
 
     return _end(result, peers.exchange(received.__getitem__, mine.__getitem__, add), at_once)
 

@@ -4,6 +4,7 @@ Legend: T tokens, D = d/p hidden width held here, R latent width. The statistic 
 with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so its terms can travel with the partial sums A x.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,39 +103,77 @@ class _ProjectAndMeasure(torch.autograd.Function):
         return dx_TD, da_RD, dgamma_D, None
 
 
-class _SumWithStatistic(torch.autograd.Function):
-    """forward: (u, s) of this process and what `_pack` made of them, summed over processes -> their sums, no collective of its
-    own; dgrad: identity for both, no collective."""
+class _StartSum(torch.autograd.Function):
+    """forward: starts the sum over processes of latents u [T, R], and of the statistic s [T] unless that is already on its way
+    in `carrier` -> (u, what was started); one all-reduce. dgrad: waits for du, summed, of which `_WaitForSum` started the sum;
+    ds = -c^2 / 2d <u, du>, c = (s/d + eps)^(-1/2), u, s and du complete: exact for whatever acts on c u, and local.
+
+    u is returned for the graph only: its gradient has its shape, which what was started has not.
+    """
 
     @staticmethod
-    def forward(ctx: Any, u_TR: Tensor, s_T: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
-        u_sum, statistic_sum = summed.split((u_TR.numel(), summed.numel() - u_TR.numel()))
-        if u_TR.dtype != s_T.dtype:
-            statistic_sum = statistic_sum.view(-1, s_T.numel()).to(s_T.dtype).sum(0)
-        return u_sum.view_as(u_TR), statistic_sum
+    def forward(
+        ctx: Any, u_TR: Tensor, s_T: Tensor, carrier: Tensor | None, axis: Axis, width: int, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        payload = u_TR if carrier is not None else torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis)))
+        started = begin_all_reduce(payload, axis)
+        ctx.save_for_backward(started, carrier)
+        ctx.tokens, ctx.axis, ctx.width, ctx.eps = s_T.numel(), axis, width, eps
+        ctx.mark_non_differentiable(started)
+        return u_TR.view_as(u_TR), started
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, ds_T: Tensor) -> tuple[Tensor, Tensor, None]:
-        return du_TR, ds_T, None
+    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+        started, carrier = ctx.saved_tensors
+        du_TR = wait(du_TR)
+        u, s_T = _unpacked(started if carrier is None else carrier, ctx.tokens, ctx.axis)
+        u_TR = (u if carrier is None else started).view_as(du_TR)
+        product_T = (u_TR * du_TR.to(s_T.dtype)).sum(-1)
+        ds_T = product_T.mul_(inverse_rms(s_T, ctx.width, ctx.eps).squeeze(-1).square_()).mul_(-0.5 / ctx.width)
+        return du_TR, ds_T, None, None, None, None
 
 
-class SumWithStatistic:
-    """Partial latents and statistics on their way: ONE all-reduce, started; `wait` returns the differentiable sums.
+class _WaitForSum(torch.autograd.Function):
+    """forward: waits for what `_StartSum` started -> (u [T, R], s [T]), summed, views where they can be;
+    dgrad: starts the sum of du over processes, one all-reduce. s has no gradient: `_StartSum` makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, u_TR: Tensor, started: Tensor, tokens: int, axis: Axis) -> tuple[Tensor, Tensor | None]:
+        ctx.axis = axis
+        summed = wait(started)
+        if not tokens:
+            return summed.view_as(u_TR), None
+        u, s_T = _unpacked(summed, tokens, axis)
+        ctx.mark_non_differentiable(s_T)
+        return u.view_as(u_TR), s_T
+
+    @staticmethod
+    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+        return begin_all_reduce(du_TR, ctx.axis), None, None, None
+
+
+class OnlineSum:
+    """Partial latents of a group and the statistic by which their sums will be scaled, on their way: one all-reduce of each
+    tensor of latents in either pass, of which the first carries the statistic forward.
 
     The payload is flat: u's elements, then s. In fp32 and fp64, s is T more elements. In bf16 a sum of rounded statistics
     would lose what fp32 had, so each process writes its s_i into a slot of its own as three bf16 terms that hold all 24
     bits; the others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
     """
 
-    def __init__(self, u_TR: Tensor, s_T: Tensor, axis: Axis) -> None:
-        self._parts = u_TR, s_T
-        with torch.no_grad():
-            statistic = s_T if u_TR.dtype == s_T.dtype else _split_exactly(s_T, u_TR.dtype, axis)
-            self._started = begin_all_reduce(torch.cat((u_TR.reshape(-1), statistic)), axis)
+    def __init__(self, latents: Sequence[Tensor], s_T: Tensor, axis: Axis, width: int, eps: float) -> None:
+        """`width`, `eps`: of the norm (`inverse_rms`). The latents have to be multiplied by it, and used for nothing else."""
+        self._axis, self._tokens = axis, s_T.numel()
+        self._started: list[tuple[Tensor, Tensor]] = []
+        for u_TR in latents:
+            carrier = self._started[0][1] if self._started else None
+            self._started.append(_StartSum.apply(u_TR, s_T, carrier, axis, width, eps))
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """(u, s), summed over processes."""
-        return _SumWithStatistic.apply(*self._parts, wait(self._started))
+    def wait(self) -> tuple[Tensor, ...]:
+        """(u, s, other latents), summed over processes."""
+        (u_TR, started), *others = self._started
+        first = _WaitForSum.apply(u_TR, started, self._tokens, self._axis)
+        return *first, *(_WaitForSum.apply(*each, 0, self._axis)[0] for each in others)
 
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
@@ -169,11 +208,22 @@ def _sum_of_squares(x_TD: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square_()
 
 
-def _split_exactly(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
-    """fp32 [T] -> [p, 3, T] flat in `dtype`, zero but for this process's slot, whose three terms sum to s exactly."""
+def _packed(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
+    """fp32 [T] -> [p, 3, T] flat in `dtype`, zero but for this process's slot, whose three terms sum to s exactly; or s itself."""
+    if s_T.dtype == dtype:
+        return s_T
     slots = torch.zeros(axis.size, STATISTIC_TERMS, s_T.numel(), dtype=dtype, device=s_T.device)
     rest = s_T
     for term in range(STATISTIC_TERMS):
         slots[axis.rank, term] = rest.to(dtype)
         rest = rest - slots[axis.rank, term].to(s_T.dtype)
     return slots.view(-1)
+
+
+def _unpacked(summed: Tensor, tokens: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """A summed payload -> (latents, flat, and the statistic [T])."""
+    wide = statistic_dtype(summed.dtype)
+    slots = 1 if summed.dtype == wide else axis.size * STATISTIC_TERMS
+    latents = summed.numel() - slots * tokens
+    u, statistic = summed.split((latents, slots * tokens))
+    return u, statistic if slots == 1 else statistic.view(slots, tokens).to(wide).sum(0)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
-from boost.models.interface import NO_RECOMPUTE, RecomputePolicy, SegmentRunner
+from boost.models.interface import NO_RECOMPUTE, Layout, RecomputePolicy, SegmentRunner
 
 _aten = torch.ops.aten
 _ATTENTION = {
@@ -40,18 +40,25 @@ def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) ->
     )
 
 
-def policies(all_of_it: SegmentRunner, all_but_attention: SegmentRunner) -> dict[RecomputeName, RecomputePolicy]:
-    """What each policy recomputes, by what recomputes a segment."""
+def recompute_block(function: Callable[..., Any], /, layout: Layout, *arguments: Any) -> Any:
+    """As `recompute`, of a function that communicates: of two halves to its end, so that no collective is left in flight."""
+    return _checkpoint(function, layout, *arguments, early_stop=not layout.halves)
+
+
+def policies(
+    all_of_it: SegmentRunner, all_but_attention: SegmentRunner, whole_block: SegmentRunner
+) -> dict[RecomputeName, RecomputePolicy]:
+    """What each policy recomputes, by what recomputes a segment or a whole block."""
     return {
         "none": NO_RECOMPUTE,
         "low-rank": RecomputePolicy(local=all_of_it, attention=all_of_it),
         "low-rank+attention-output": RecomputePolicy(local=all_of_it, attention=all_but_attention),
         "low-rank-sharded": RecomputePolicy(local=all_of_it, attention=all_of_it, sharded_latents=True),
-        "full-block": RecomputePolicy(block=all_of_it),
+        "full-block": RecomputePolicy(block=whole_block),
     }
 
 
-POLICIES = policies(recompute, recompute_but_attention)
+POLICIES = policies(recompute, recompute_but_attention, recompute_block)
 
 
 def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:

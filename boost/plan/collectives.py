@@ -73,13 +73,20 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 def _forward(
     model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    if parallel.tp > 1:
+    for part in _parts(parallel, tokens):
         for place in _places(model, parallel, dtype, stage):
-            yield from _issued("forward", place, tokens, dtype, parallel.tp)
+            yield from _issued("forward", place, part, dtype, parallel.tp)
         if stage.has_head:
-            yield from _loss(model, parallel, tokens, dtype)
+            yield from _loss(model, parallel, part, dtype)
     if not stage.has_head:
         yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
+
+
+def _parts(parallel: ParallelConfig, tokens: int) -> list[int]:
+    """Tokens of each part of a micro-batch that has TP collectives of its own. Parts interleave; here, one follows the other."""
+    if parallel.tp == 1:
+        return []
+    return [tokens] if parallel.overlap == "none" else [tokens // 2] * 2
 
 
 def boundary_sends(
@@ -100,15 +107,15 @@ def _backward_of(
     recompute: Sequence[RecomputeName],
     stage: Stage,
 ) -> Iterator[Collective]:
-    if parallel.tp > 1:
+    for part in _parts(parallel, tokens):
         embed, *blocks, head_place = _places(model, parallel, dtype, stage)
-        yield from _issued("backward", head_place[::-1], tokens, dtype, parallel.tp)
+        yield from _issued("backward", head_place[::-1], part, dtype, parallel.tp)
         policies: list[RecomputeName] = [recompute[n] if recompute else "none" for n in stage.numbers]
         spec = layout_spec(parallel.layout)
         for comms, policy in zip(blocks[::-1], policies[::-1], strict=True):
-            for phase, comm in spec.backward(comms, policy):
-                yield from _issued(phase, [comm], tokens, dtype, parallel.tp)
-        yield from _issued("backward", embed[::-1], tokens, dtype, parallel.tp)
+            for phase, comm in spec.backward(comms, policy, to_the_end=parallel.overlap == "halves"):
+                yield from _issued(phase, [comm], part, dtype, parallel.tp)
+        yield from _issued("backward", embed[::-1], part, dtype, parallel.tp)
     if not stage.has_embedding:
         yield from stage_sends("backward", model, parallel, tokens, dtype, stage.numbers[0] - 1)
 

@@ -12,7 +12,9 @@ from boost.plan.shape_tensor import Shape, ShapeTensor, make, rule
 def _sent(kind: str, payload: Shape, made: Shape, x: ShapeTensor, processes: int) -> ShapeTensor:
     x.tape.record_collective(kind, payload, x.dtype, processes)
     operation = {ALL_GATHER: "all_gather_into_tensor", REDUCE_SCATTER: "reduce_scatter"}.get(kind, "all_reduce")
-    return make(x, made, operation)
+    result = make(x, made, operation)
+    x.tape.in_flight(result)
+    return result
 
 
 _ops = torch.ops._c10d_functional
@@ -70,4 +72,5 @@ def exchange_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -
 @rule(_ops.wait_tensor)
 def wait_tensor(x: ShapeTensor) -> ShapeTensor:
     """In place."""
+    x.tape.arrived(x)
     return x

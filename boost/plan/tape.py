@@ -22,6 +22,7 @@ from boost.config.traffic import STATISTIC_TERMS, Collective
 from boost.plan.work import Counted, Work
 
 if TYPE_CHECKING:
+    from boost.models.interface import Layout
     from boost.plan.shape_tensor import ShapeTensor
 
 Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -41,6 +42,17 @@ class Operation(NamedTuple):
     place: str
     phase: str
     times: int
+
+
+class Flight(NamedTuple):
+    """A collective is started, or waited for."""
+
+    before: int
+    """Operations in the log before it."""
+    number: int
+    """Of the collective; of the first where it runs several times."""
+    times: int
+    waited: bool
 
 
 def work_of(log: Iterable[Operation]) -> Counted:
@@ -104,10 +116,14 @@ class GraphNode:
 class CheckpointFrame:
     """One call of a checkpointed function."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool, place: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool, to_the_end: bool, place: str
+    ) -> None:
         self.function, self.arguments, self.place = function, arguments, place
         self.selective = selective
         """Whether outputs of attention are saved rather than recomputed."""
+        self.to_the_end = to_the_end
+        """Whether it is recomputed to its end, and not up to the last saved tensor only."""
         self.count = 0
         self.recomputed: dict[int, Any] | None = None
         self.outputs: list[Any] = []
@@ -148,6 +164,10 @@ class Tape:
         """Gradients of the pass's inputs."""
         self.log: list[Operation] = []
         """All operations, in order."""
+        self.flights: list[Flight] = []
+        """Where collectives are started and waited for, in order."""
+        self._in_flight: dict[int, int] = {}
+        """Numbers of collectives by the memory of their results."""
         self._number = itertools.count()
         self._frame: CheckpointFrame | None = None
         self._recomputing = False
@@ -158,7 +178,21 @@ class Tape:
 
     def record_collective(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int) -> None:
         """Records a collective."""
+        self.flights.append(Flight(len(self.log), len(self.collectives), self.times, waited=False))
         self.collectives += [Collective(self.phase, kind, shape, name_of(dtype), processes, self.place)] * self.times
+
+    def record(self) -> tuple[tuple[Operation, ...], tuple[Collective, ...], tuple[Flight, ...]]:
+        """All operations and collectives so far, and when each collective was in flight."""
+        return tuple(self.log), tuple(self.collectives), tuple(self.flights)
+
+    def in_flight(self, result: Any) -> None:
+        """The latest collective makes `result`."""
+        self._in_flight[id(result.storage)] = self.flights[-1].number
+
+    def arrived(self, result: Any) -> None:
+        """The collective that makes `result` is waited for."""
+        number = self._in_flight.pop(id(result.storage))
+        self.flights.append(Flight(len(self.log), number, self.times, waited=True))
 
     def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> GraphNode:
         """A new node, after all others."""
@@ -168,15 +202,25 @@ class Tape:
 
     def checkpoint(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Calls a function; only its arguments are saved."""
-        return self._checkpoint(function, arguments, selective=False)
+        return self._checkpoint(function, arguments)
 
     def checkpoint_but_attention(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
         """Calls a function; only its arguments and the outputs of attention are saved."""
         return self._checkpoint(function, arguments, selective=True)
 
-    def _checkpoint(self, function: Callable[..., Any], arguments: Sequence[Any], selective: bool) -> Any:
+    def checkpoint_block(self, function: Callable[..., Any], /, layout: "Layout", *arguments: Any) -> Any:
+        """Calls a function that communicates; only its arguments are saved."""
+        return self._checkpoint(function, (layout, *arguments), to_the_end=layout.halves)
+
+    def _checkpoint(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        selective: bool = False,
+        to_the_end: bool = False,
+    ) -> Any:
         assert self._frame is None, "one checkpointed function in another"
-        self._frame = CheckpointFrame(function, arguments, selective, self.place)
+        self._frame = CheckpointFrame(function, arguments, selective, to_the_end, self.place)
         try:
             return function(*arguments)
         finally:
@@ -207,7 +251,7 @@ class Tape:
             for x in bare:
                 frame.recomputed[frame.replayed] = x
                 frame.replayed += 1
-            if frame.replayed == frame.count:
+            if frame.replayed == frame.count and not frame.to_the_end:
                 raise _StopRecompute
             return
         node.frame = frame

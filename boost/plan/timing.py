@@ -1,8 +1,8 @@
 """Predicts the time of an optimizer step on given hardware, by part.
 
-The time of a micro-batch is that of its operations, each by a roofline that depends on the shape, and of its TP collectives,
-which are never overlapped. A step adds the pipeline bubble, the part of DP collectives that computation does not hide, and
-the optimizer.
+The time of a micro-batch is that of its operations, each by a roofline that depends on the shape, and of its TP collectives.
+These are waited for one by one, or, where a micro-batch runs as two halves, from their start to the wait in the order of the
+trace. A step adds the pipeline bubble, the part of DP collectives that computation does not hide, and the optimizer.
 """
 
 from collections import Counter, defaultdict
@@ -22,6 +22,7 @@ from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step import as_stored, kinds_of_blocks, step_work
+from boost.plan.tape import Operation, work_of
 from boost.plan.trace import PassOps, block_ops, trace_embedding, trace_loss, traced_values
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
@@ -43,7 +44,7 @@ PARTS = {
     OTHER: "norms, activations, rotary, residual, loss, casts",
     RECOMPUTED: "operations recomputed in the backward pass",
     HOST: "devices wait for kernel launches",
-    TENSOR: "over TP processes, not overlapped",
+    TENSOR: "over TP processes, the exposed part",
     PIPELINE: "to and from neighboring stages",
     BUBBLE: "stages wait for each other",
     REPLICAS: "gradients and sharded weights, the exposed part",
@@ -69,6 +70,8 @@ class PassTime:
     """Part of the backward pass that no other stage waits for."""
     calls: int = 0
     """Operations that the host launches."""
+    hidden: float = 0.0
+    """Of TP collectives, overlapped with computation."""
 
     @property
     def total(self) -> float:
@@ -83,6 +86,7 @@ class PassTime:
         self.backward += times * other.backward
         self.weight_gradients += times * other.weight_gradients
         self.calls += times * other.calls
+        self.hidden += times * other.hidden
 
     def wait(self, seconds: float) -> None:
         """Adds time waiting for the host, a third of it in the forward pass."""
@@ -106,7 +110,7 @@ class StepTime:
     peak_flops: float
     """Peak FLOP/s of one device."""
     hidden: float
-    """Seconds of DP collectives overlapped with computation."""
+    """Seconds of DP and TP collectives overlapped with computation."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -159,7 +163,7 @@ class Predictor:
             devices=parallel.world_size,
             flops=float(tokens * self._per_micro_batch(config, "flops", flops_per_token, config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
-            hidden=hidden,
+            hidden=hidden + count * worst.hidden,
         )
 
     def passes(self, config: Config) -> list[PassTime]:
@@ -246,11 +250,15 @@ class Predictor:
         return result
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
-        """Operations and collectives in sequence."""
+        """Operations, and collectives or what of them is exposed, in sequence."""
         work = sum((run.work for run in runs), Counter[Work]())
         seconds = busy(work, self._speeds(config))
         sent = self._sums(config, (each for run in runs for each in run.collectives))
         result = PassTime(calls=work.total())
+        if config.parallel.overlap != "none":
+            result.hidden = sum(sent.values())
+            sent = self._exposed(config, runs)
+            result.hidden -= sum(sent.values())
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
@@ -264,8 +272,30 @@ class Predictor:
         """Seconds by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
         for each in collectives:
-            direction = "forward" if each.phase == "forward" else "backward"
-            result[f"{each.axis} {direction}"] += collective_seconds(each, config.parallel, self.hardware)
+            result[_name(each)] += collective_seconds(each, config.parallel, self.hardware)
+        return result
+
+    def _exposed(self, config: Config, runs: Sequence[PassOps]) -> Seconds:
+        """Seconds by axis and phase in which computation waits for collectives; one is on the wire at a time, in the order of
+        their starts, and the wire advances by the fraction `hardware.overlap` of the time in which the device computes."""
+        speeds, result = self._speeds(config), defaultdict[str, float](float)
+        seconds: dict[Operation, float] = {}
+        for run in runs:
+            now = busy_until = 0.0  # on the wire
+            position, arrivals = 0, dict[int, float]()
+            for flight in run.flights:
+                for each in run.log[position : flight.before]:
+                    if each not in seconds:
+                        seconds[each] = sum(n * speeds.seconds(work) for work, n in work_of([each]).items())
+                    now += self.hardware.overlap * seconds[each]
+                position = flight.before
+                if flight.waited:
+                    gap = max(arrivals.pop(flight.number) - now, 0.0)
+                    now += gap
+                    result[_name(run.collectives[flight.number])] += gap
+                else:
+                    took = collective_seconds(run.collectives[flight.number], config.parallel, self.hardware)
+                    arrivals[flight.number] = busy_until = max(now, busy_until) + flight.times * took
         return result
 
     def _replicas(self, config: Config, held: Sequence[Stage], worst: PassTime, count: int) -> tuple[float, float]:
@@ -340,6 +370,11 @@ def busy(work: Counted, speeds: Speeds) -> Seconds:
         result[each.phase] += seconds
         result[f"{each.phase} {_part(each.kernel)}"] += seconds
     return result
+
+
+def _name(sent: Collective) -> str:
+    """'<axis> <pass>'; re-communication belongs to the backward pass."""
+    return f"{sent.axis} {'forward' if sent.phase == 'forward' else 'backward'}"
 
 
 def _part(kernel: str) -> str:

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +19,11 @@ from boost.config.stages import Stage
 from boost.config.traffic import Collective
 from boost.models.attention import Context
 from boost.models.decoder import Decoder, TransformerBlock
-from boost.models.interface import NO_RECOMPUTE, Stream
+from boost.models.interface import NO_RECOMPUTE, Stream, interleave
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
-from boost.plan.tape import Held, Operation, Tape, work_of
+from boost.plan.tape import Flight, Held, Operation, Tape, work_of
 from boost.plan.tracer import TracedLayout, Tracer
 from boost.plan.work import Counted
 
@@ -44,6 +44,8 @@ class PassOps:
 
     log: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
+    flights: tuple[Flight, ...]
+    """Where collectives are started and waited for."""
 
     @functools.cached_property
     def work(self) -> Counted:
@@ -134,6 +136,12 @@ TRACED_MICRO_BATCHES = (2, 4)
 """Two traces show how operations scale. Not 1: a dimension of size 1 avoids copies that all others need."""
 
 
+def traced_micro_batches(config: Config) -> tuple[int, ...]:
+    """TRACED_MICRO_BATCHES of this configuration: of each half where there are two."""
+    parts = 1 if config.parallel.overlap == "none" else 2
+    return tuple(parts * n for n in TRACED_MICRO_BATCHES)
+
+
 def block_ops(config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False) -> PassOps:
     """Operations of block `layer` under a policy, without a trace for each micro-batch size.
 
@@ -141,14 +149,13 @@ def block_ops(config: Config, layer: int, policy: RecomputeName, fused_norm: boo
     micro-batch is traced. Memory does not scale like this, since the peak may move to another operation.
     """
     micro_batch = config.train.micro_batch
-    if micro_batch <= max(TRACED_MICRO_BATCHES):
+    traced = traced_micro_batches(config)
+    if micro_batch <= max(traced):
         return trace_block(config, layer, policy, fused_norm)
 
     def compute(bare: Config, gathered: bool) -> PassOps:
-        small, large = (
-            trace_block(with_micro_batch(config, n), layer, policy, fused_norm) for n in TRACED_MICRO_BATCHES
-        )
-        return _scaled(small, large, micro_batch) or trace_block(config, layer, policy, fused_norm)
+        small, large = (trace_block(with_micro_batch(config, n), layer, policy, fused_norm) for n in traced)
+        return _scaled(small, large, micro_batch // traced[0]) or trace_block(config, layer, policy, fused_norm)
 
     found: PassOps = cached_trace(config, ("ops", layer, policy, fused_norm))(compute)
     return found
@@ -160,7 +167,7 @@ def min_block_bytes(config: Config, layer: int, policy: RecomputeName, fused_nor
     At each operation, memory is a linear function of the micro-batch. The peak is the maximum of these lines, so it is convex,
     and lies above the line through two of its points everywhere except between them.
     """
-    low, high = TRACED_MICRO_BATCHES
+    low, high = traced_micro_batches(config)
     micro_batch = config.train.micro_batch
     if micro_batch <= high:
         return _block_bytes(trace_block(config, layer, policy, fused_norm))
@@ -179,16 +186,16 @@ def with_micro_batch(config: Config, micro_batch: int) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
 
 
-def _scaled(small: TracedPass, large: TracedPass, micro_batch: int) -> PassOps | None:
-    """Extrapolates two traces to another micro-batch; None if they differ in more than proportional sizes."""
+def _scaled(small: TracedPass, large: TracedPass, times: int) -> PassOps | None:
+    """Extrapolates two traces to `times` the smaller micro-batch; None if they differ in more than proportional sizes."""
     low, high = TRACED_MICRO_BATCHES
-    if len(small.log) != len(large.log) or len(small.collectives) != len(large.collectives):
+    if len(small.log) != len(large.log) or small.flights != large.flights:
         return None
 
     def scaled(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
         if len(a) != len(b) or any(y != x and y * low != x * high for x, y in zip(a, b, strict=True)):
             return None
-        return tuple(x if x == y else x * micro_batch // low for x, y in zip(a, b, strict=True))
+        return tuple(x if x == y else x * times for x, y in zip(a, b, strict=True))
 
     log, collectives = list[Operation](), list[Collective]()
     for of_small, of_large in zip(small.log, large.log, strict=True):
@@ -201,7 +208,7 @@ def _scaled(small: TracedPass, large: TracedPass, micro_batch: int) -> PassOps |
         if shape is None or replace(sent, shape=sent_more.shape) != sent_more:
             return None
         collectives.append(replace(sent, shape=shape))
-    return PassOps(tuple(log), tuple(collectives))
+    return PassOps(tuple(log), tuple(collectives), small.flights)
 
 
 # Cache.
@@ -269,26 +276,42 @@ def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[Transform
             _BLOCKS[key] = TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
     block = _BLOCKS[key]
     tracer.attach_weights(block)
-    runs = policies(tape.checkpoint, tape.checkpoint_but_attention)[policy]
+    runs = policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy]
     return block, TracedLayout(tracer.layout, tape).with_options(policy=runs)
 
 
-def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[list[Any], list[Any], Any, int]:
-    """(previous latents, their memory, the residual stream after the block, input bytes)."""
-    tape, train = tracer.tape, tracer.config.train
+class _Entered(NamedTuple):
+    """What entered a block. Of the parts of a micro-batch, one follows the other."""
+
+    prev_bytes: list[int]
+    """Of latents of the previous block."""
+    prev_memory: list[Any]
+    """Weak references to their memory."""
+    bytes: int
+    """Of all inputs."""
+
+
+def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entered, list[Any]]:
+    """(what entered, the residual stream and the latents for the next block of each part)."""
+    tape, parts = tracer.tape, tracer.parts
     block, layout = _block(tracer, layer, policy)
-    context = Context(train.micro_batch, _angles(tracer), _angles(tracer))
+    context = Context(tracer.config.train.micro_batch // parts, _angles(tracer), _angles(tracer))
     before = tape.live
-    x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
-    prev = []
-    for group in block.groups:
-        for shape in group.latent_shapes(tracer.layout, tracer.tokens) if group.latent_gate is not None else ():
-            prev.append(tracer.new_input(shape, LATENTS))
+    streams = []
+    for _ in range(parts):
+        x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
+        prev = [
+            tracer.new_input(shape, LATENTS)
+            for group in block.groups
+            for shape in (group.latent_shapes(tracer.layout, tracer.tokens) if group.latent_gate is not None else ())
+        ]
+        streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before
     tape.peak = tape.live
-    memory = [each.storage for each in prev]
-    stream = block(layout, Stream(x, tuple(prev)), context)
-    return prev, memory, stream, input_bytes
+    latents = [h for stream in streams for h in stream.prev_latents]
+    entered = _Entered([h.nbytes for h in latents], [weakref.ref(h.storage) for h in latents], input_bytes)
+    after = block(layout, streams, [context] * parts)
+    return entered, [y for stream in after for y in (stream.x, *stream.prev_latents)]
 
 
 def _angles(tracer: Tracer) -> Any:
@@ -300,27 +323,25 @@ def _angles(tracer: Tracer) -> Any:
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        prev, memory, stream, input_bytes = _forward(tracer, layer, policy)
-        forward = tape.peak - input_bytes
-        entered = [weakref.ref(each) for each in memory]
-        bytes_of = [each.nbytes for each in prev]
-        results = [stream.x, *stream.prev_latents]
+        entered, results = _forward(tracer, layer, policy)
+        forward = tape.peak - entered.bytes
         sent = [weakref.ref(each.storage) for each in results]
-        del prev, memory, stream
         gradients = tracer.gradients(results)
         output_bytes = sum(each.nbytes for each in gradients)
         for_next = {id(each.storage) for each in gradients}
         results = [each.without_storage() for each in results]  # owned by the next block
-        own = {id(ref()) for ref in entered if ref() is not None}
+        own = {id(ref()) for ref in entered.prev_memory if ref() is not None}
         saved = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
-        latents_saved = tuple(ref() is not None for ref in sent[1:])
-        prev_saved = tuple(size if ref() is not None else 0 for ref, size in zip(entered, bytes_of, strict=True))
+        outputs = len(sent) // tracer.parts  # the residual stream and latents of one part
+        latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
+        held = zip(entered.prev_memory, entered.prev_bytes, strict=True)
+        prev_saved = tuple(size if ref() is not None else 0 for ref, size in held)
         live_before = tape.live
         _restart(tape)
         tape.backward(results, gradients)
         backward, first, new_gradients = tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients
     return TracedPass(
-        tuple(tape.log), tuple(tape.collectives), saved, input_bytes, output_bytes, forward, backward, first, new_gradients,
+        *tape.record(), saved, entered.bytes, output_bytes, forward, backward, first, new_gradients,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
 
@@ -333,9 +354,7 @@ def _restart(tape: Tape) -> None:
 def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        _, _, stream, _ = _forward(tracer, layer, policy)
-        results = [stream.x, *stream.prev_latents]
-        del stream
+        _, results = _forward(tracer, layer, policy)
         gradients = tracer.gradients(results)
         results = [each.without_storage() for each in results]
         live_before = tape.live
@@ -357,25 +376,29 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
         decoder = _ends(tracer, Stage(1, 2))
-        x = tracer.new_input(tracer.layout.residual_shape(tracer.tokens), RESIDUAL)
+        each = tracer.layout.residual_shape(tracer.tokens)
+        parts = [tracer.new_input(each, RESIDUAL) for _ in range(tracer.parts)]
         input_bytes = tape.peak = tape.live
         targets: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
+        layout, norm, head = tracer.layout, decoder.final_norm, decoder.head
         tape.scope, tape.place = LOGITS, "loss"
         # The input is the residual stream, even if the loss saves it.
-        value: Any = tracer.layout.loss(x, decoder.final_norm, decoder.head, targets)
+        values: list[Any] = interleave([layout.loss(x, norm, head, targets) for x in parts])
+        while len(values) > 1:
+            values.append(values.pop(0) + values.pop(0))
         tape.scope = ""
         forward = tape.peak - input_bytes
-        del x
-        total = [value.without_storage()]
+        parts.clear()
+        total = [values[0].without_storage()]
         saved = tuple(tape.alive.values())
-        own = value.nbytes
+        own = values[0].nbytes
         live_before = tape.live
         _restart(tape)
-        gradients = tracer.gradients([value])
-        del value
+        gradients = tracer.gradients(values)
+        values.clear()
         tape.backward(total, gradients)
     return TracedPass(
-        tuple(tape.log), tuple(tape.collectives), saved, input_bytes, own, forward,
+        *tape.record(), saved, input_bytes, own, forward,
         tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients,
     )  # fmt: skip
 
@@ -386,16 +409,17 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
         decoder = _ends(tracer, Stage(0, 2))
         tokens: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         tape.place = "embed"
-        rows: Any = tracer.layout.embed(tokens, decoder.embed, tracer.dtype)
+        embed, parts = tracer.layout.embed, range(tracer.parts)
+        rows: list[Any] = interleave([embed(tokens, decoder.embed, tracer.dtype) for _ in parts])
         forward = tape.peak
-        results = [rows.without_storage()]
-        gradients = tracer.gradients([rows])
-        output_bytes = rows.nbytes
-        del rows
+        results = [x.without_storage() for x in rows]
+        gradients = tracer.gradients(rows)
+        output_bytes = sum(x.nbytes for x in rows)
+        rows.clear()
         live_before = tape.live
         _restart(tape)
         tape.backward(results, gradients)
     return TracedPass(
-        tuple(tape.log), tuple(tape.collectives), (), 0, output_bytes, forward,
+        *tape.record(), (), 0, output_bytes, forward,
         tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients,
     )  # fmt: skip

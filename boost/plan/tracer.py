@@ -38,11 +38,15 @@ class Tracer:
         self.gathered = gathered
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
         self.device = torch.device("cuda" if fused_norm else "cpu")
-        self.tokens = train.micro_batch * train.seq_len
+        self.parts = 2 if self.parallel.overlap == "halves" and p > 1 else 1
+        """Parts of a micro-batch that run interleaved."""
+        self.tokens = train.micro_batch * train.seq_len // self.parts
+        """Of one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
         axis = Axis(0, p, _Group(str(p)) if p > 1 else None)  # type: ignore[arg-type]
         self.layout = layout_for(model, config.parallel, Mesh(self.device, {"tp": axis}))
+        self.layout = self.layout.with_options(split=self.parts > 1)
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
         """Allocates a tensor."""
@@ -115,9 +119,13 @@ class _Ctx:
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(isinstance(x, ShapeTensor) and x.node is not None for x in inputs)
         self.saved_tensors: Any = ()
+        self.without_gradient: Any = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.without_gradient = tensors
 
 
 _USUAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
@@ -151,9 +159,12 @@ def _apply(cls: Any, *inputs: Any) -> Any:
 
     node = tape.node([x if isinstance(x, ShapeTensor) else None for x in inputs], len(made), backward)
     outputs = [
-        x if x is None else ShapeTensor(tape, x.storage, x.shape, x.strides, x.dtype, x.device, node, i)
+        x
+        if x is None or any(x is each for each in ctx.without_gradient)
+        else ShapeTensor(tape, x.storage, x.shape, x.strides, x.dtype, x.device, node, i)
         for i, x in enumerate(made)
     ]
+    ctx.without_gradient = ()
     del made, results
     tape.save(node, saved)
     tape.place = place
@@ -192,9 +203,13 @@ class TracedLayout:
         self._tape.place = place
         pending = function(*arguments)
 
+        return self._wrapped(place, pending)
+
+    def _wrapped(self, place: str, pending: Pending[Any]) -> Pending[Any]:
         def wait() -> Any:
             self._tape.place = place
-            return pending.wait()
+            found = pending.wait()
+            return self._wrapped(place, found) if isinstance(found, Pending) else found
 
         return Pending(wait)
 

@@ -37,9 +37,10 @@ def measured() -> tuple[Facts, dict[str, list[int]]]:
 def test_the_experiment(tmp_path: Path) -> None:
     facts, counts = run_distributed(2, measured)[0]
     tokens, r = 16, 8
-    assert counts[norms.BARE] == [3 * r * tokens, 2 * r * tokens]
-    assert counts["online"] == [(3 * r + 1) * tokens, (2 * r + 1) * tokens]
-    assert counts["sync"] == [tokens, 3 * r * tokens, tokens, tokens, 2 * r * tokens, tokens]  # forward and back
+    qkv, gate_up = 3 * r * tokens, 2 * r * tokens  # each forward and back
+    assert counts[norms.BARE] == [qkv, qkv, gate_up, gate_up]
+    assert counts["online"] == [qkv + tokens, qkv, gate_up + tokens, gate_up]
+    assert counts["sync"] == [tokens, qkv, qkv, tokens, tokens, gate_up, gate_up, tokens]
     found = {(row["what"], row["form"], row["passes"]): row for row in facts["rows"]}
     assert [found["block", norm, "forward"]["collectives"] for norm in norms.NORMS] == [6, 4]
     assert [found["block", norm, "forward and backward"]["collectives"] for norm in norms.NORMS] == [12, 8]

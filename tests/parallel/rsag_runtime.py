@@ -14,15 +14,16 @@ from boost.parallel.mesh import Axis
 
 
 class _Sum(torch.autograd.Function):
-    """forward: [T, R] summed over processes, by a reduce-scatter and an all-gather; dgrad: identity."""
+    """forward: [T, R] summed over processes, by a reduce-scatter and an all-gather; dgrad: summed by an all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return collectives.all_gather(collectives.reduce_scatter(x, axis), axis)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+        return collectives.all_reduce(dy, ctx.axis), None
 
 
 class RSAG(BTP):

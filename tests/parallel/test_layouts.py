@@ -163,6 +163,8 @@ def configurations(draw: st.DrawFn) -> Config:
         "recompute": draw(st.sampled_from(policies + ["low-rank-sharded"] * (parallel["layout"] == "btp-sp"))),
         "recompute_every": draw(st.integers(1, model["layers"])),
     }
+    halves = train["micro_batch"] == 2 and train["seq_len"] % tp == 0
+    parallel = {**parallel, "overlap": draw(st.sampled_from(("none", "halves") if halves else ("none",)))}
     return config_of(model, parallel, tp, "float64", train=train)
 
 

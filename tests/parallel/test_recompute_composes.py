@@ -61,7 +61,7 @@ class Stage(nn.Module):
         stream = Stream(x_BSD.reshape(-1, model.dim))
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
-            stream = block(self.layout.with_options(policy=block.policy), stream, context)
+            (stream,) = block(self.layout.with_options(policy=block.policy), [stream], [context])
         return stream.x.view(
             x_BSD.shape
         ).clone()  # a stage is detached from its output in place, which a view does not allow

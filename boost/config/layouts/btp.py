@@ -11,10 +11,7 @@ from typing import ClassVar, Literal
 from boost.config.layouts.spec import (
     GATHER,
     PARTIAL,
-    SUM_BACKWARD,
     SUM_BOTH,
-    SUM_FORWARD,
-    WHOLE,
     GroupContext,
     LayoutSpec,
     Placement,
@@ -48,8 +45,8 @@ class BTPSpec(LayoutSpec):
         "kv.B": Placement(0),
         "leave.A": Placement(1),
         "leave.B": Placement(0),
-        "latent.rows": WHOLE,
-        "latent.whole": WHOLE,
+        "latent.rows": PARTIAL,  # gradients of latents are summed behind the gates
+        "latent.whole": PARTIAL,
     }
     head_comms = (GATHER,)
 
@@ -60,12 +57,11 @@ class BTPSpec(LayoutSpec):
         elif context.group.side == "enter":
             statistic = statistic_columns(context.dtype, context.parallel.tp)
         yield from self.latent_sums(context, statistic)
-        yield from context.merged(SUM_BACKWARD, list(context.group.ranks))
 
     def latent_sums(self, context: GroupContext, statistic: int) -> Iterator[PlannedComm]:
-        """Sums of partial latents; the first one carries the statistic."""
-        for comm in context.merged(SUM_FORWARD, list(context.group.ranks)):
-            yield PlannedComm(SUM_FORWARD, comm.width, forward_only=statistic)
+        """Sums of partial latents, and of their gradients; the first one carries the statistic."""
+        for comm in context.merged(SUM_BOTH, list(context.group.ranks)):
+            yield PlannedComm(SUM_BOTH, comm.width, forward_only=statistic)
             statistic = 0
 
     def norm_note(self, parallel: ParallelConfig) -> str:

@@ -203,15 +203,17 @@ class LayoutSpec:
         """`group_comms` with the place that they belong to."""
         return [replace(each, place=context.group.name) for each in self.group_comms(context)]
 
-    def backward(self, comms: Sequence[PlannedComm], policy: str) -> Iterator[tuple[str, PlannedComm]]:
+    def backward(
+        self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False
+    ) -> Iterator[tuple[str, PlannedComm]]:
         """(phase, collective) of one block in the order in which its backward pass meets them, with those that it repeats.
 
         A whole block is repeated when the backward pass first needs something of it, up to the last thing that it needs: a
-        collective at its very end comes before that in the backward pass, and is not repeated.
+        collective at its very end comes before that in the backward pass, and is not repeated unless it goes `to_the_end`.
         """
         rest = list(comms)
         if policy == "full-block":
-            if self.ends_with_comm:
+            if self.ends_with_comm and not to_the_end:
                 yield "backward", rest.pop()
             yield from (("recompute", comm) for comm in rest)
         for _, alike in itertools.groupby(rest[::-1], lambda comm: comm.place):

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from boost.config.layouts import LayoutSpec, Placement
-from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD, Comm
+from boost.config.layouts.spec import (
+    EXCHANGE,
+    GATHER,
+    GATHER_REPLICATED,
+    SCATTER_SUM,
+    SUM_BACKWARD,
+    SUM_FORWARD,
+    Comm,
+)
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream
@@ -36,12 +44,17 @@ class Options(NamedTuple):
 class BaseLayout:
     """The facts that every layout has."""
 
+    lag = 0
+    """Steps by which the second half follows the first. None where one half has as much to compute between any two collectives
+    of the other."""
+
     def __init__(self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> None:
         self.spec, self.model, self.parallel, self.mesh = spec, model, parallel, mesh
         self.axis = mesh.tp
         self.rank, self.size = self.axis.rank, self.axis.size
         self.num_shards = spec.num_shards(parallel)
         self.grouping = parallel.grouping
+        self.halves = parallel.overlap == "halves" and self.size > 1
         self.options = Options()
         self._variants: dict[Options, Any] = {}
 
@@ -94,12 +107,7 @@ class BaseLayout:
 
     # A method: torch.compile does not trace a nested function that is annotated with a tuple.
     def _activate_and_up(self, group: LinearGroup, u_TR: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
-        h, new = group.activate([u_TR], prev)
-        return group.up_proj([self.before_up_proj(h_TR) for h_TR in h]), new
-
-    def before_up_proj(self, h_TR: Tensor) -> Tensor:
-        """What stands between activated latents and B: nothing, unless B is sharded and its input is not."""
-        return h_TR
+        return group.activate_and_project([u_TR], prev)
 
 
 class Replicated(BaseLayout):
@@ -110,15 +118,15 @@ class Replicated(BaseLayout):
     from_shards: Comm = SUM_FORWARD
     """From partial sums to the residual stream's rows."""
 
-    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
         """Each process looks up its own columns; one all-gather of D forward, nothing backward."""
-        rows = collectives.gather_replicated(lookup(tokens_T, table, dtype), self.axis)
-        return collectives.rows_to_features(rows, self.axis)
+        rows = self.start(GATHER_REPLICATED, lookup(tokens_T, table, dtype))
+        return Pending(lambda: collectives.rows_to_features(rows.wait(), self.axis))
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
+    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
         """This process's part of the vocabulary, of the normed tokens; their partial gradients are summed backward."""
-        normed_TD = self.start(self.to_shards, self.norm(x, gamma)).wait()
-        return cross_entropy(normed_TD, head.to(x.dtype), targets_T, self.axis)
+        normed = self.start(self.to_shards, self.norm(x, gamma))
+        return Pending(lambda: cross_entropy(normed.wait(), head.to(x.dtype), targets_T, self.axis))
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return self.gathered_logits(self.norm(x[tokens_N], gamma), head)
@@ -136,7 +144,7 @@ class TokenSharded(Replicated):
 
     def start(self, comm: Comm, x: Tensor) -> InFlight:
         if self.options.inference:
-            comm = {GATHER: SUM_BACKWARD, SCATTER_SUM: SUM_FORWARD}[comm]
+            comm = {GATHER: SUM_BACKWARD, SCATTER_SUM: SUM_FORWARD}.get(comm, comm)
         return super().start(comm, x)
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
@@ -145,9 +153,9 @@ class TokenSharded(Replicated):
     def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
         return (tokens, rank) if self.options.inference else super().latent_shape(rank, tokens)
 
-    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
         """Each process looks up its own columns of all tokens; one all-to-all of T D/p forward, the same backward."""
         if self.options.inference:
             return super().embed(tokens_T, table, dtype)
-        columns = collectives.exchange(lookup(tokens_T, table, dtype), self.axis)
-        return collectives.rows_to_features(columns, self.axis)
+        columns = self.start(EXCHANGE, lookup(tokens_T, table, dtype))
+        return Pending(lambda: collectives.rows_to_features(columns.wait(), self.axis))

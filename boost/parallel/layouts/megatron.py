@@ -13,7 +13,13 @@ from boost.parallel.layouts.base import Replicated
 
 
 class Megatron(Replicated):
-    """Columns of W, then rows of W; the residual stream's kind says what stands before and after."""
+    """Columns of W, then rows of W; the residual stream's kind says what stands before and after.
+
+    Between two groups there are two collectives, at least in one of the two passes, and only a norm between them. Halves hide
+    both: rows of W are a step of their own, and the second half is one step behind, so that it computes in either.
+    """
+
+    lag = 1
 
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """norm(x) of all tokens; once if its gradients may meet in one collective, else once a slot."""
@@ -26,10 +32,14 @@ class Megatron(Replicated):
         return group.dense(saved, self.grouping), ()
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """Rows of W, a term of a sum."""
-        return group.dense_out(hidden)
+        """Rows of W, a term of a sum; of halves, not yet."""
+        return hidden if self.options.split else group.dense_out(hidden)
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum over processes."""
-        update = self.start(self.from_shards, partial)
-        return Pending(lambda: stream.add(update.wait()))
+        if not self.options.split:
+            update = self.start(self.from_shards, partial)
+            return Pending(lambda: stream.add(update.wait()))
+        return Pending(lambda: self.start(self.from_shards, group.dense_out(partial))).then(
+            lambda update: Pending(lambda: stream.add(update.wait()))
+        )

@@ -20,8 +20,8 @@ from boost.parallel.loss import cross_entropy
 class Single(BaseLayout):
     """The whole function in one process."""
 
-    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-        return lookup(tokens_T, table, dtype)
+    def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
+        return Pending(lambda: lookup(tokens_T, table, dtype))
 
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """norm(x), and A of it where linears are low-rank."""
@@ -50,8 +50,8 @@ class Single(BaseLayout):
             return Pending(lambda: stream.add(partial))
         return self.finish_out_proj(stream, InFlight(lambda: partial), group)
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Tensor:
-        return cross_entropy(self.norm(x, gamma), head.to(x.dtype), targets_T, self.axis)
+    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
+        return Pending(lambda: cross_entropy(self.norm(x, gamma), head.to(x.dtype), targets_T, self.axis))
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return linear(self.norm(x[tokens_N], gamma), head)

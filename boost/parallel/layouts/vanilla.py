@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from boost.config.architecture import Slot
-from boost.config.layouts.spec import SCATTER_SUM, SUM_FORWARD
+from boost.config.layouts.spec import GATHER, SCATTER_SUM, SUM_BACKWARD, SUM_FORWARD
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.latent_gate import LatentGate
@@ -24,15 +24,35 @@ from boost.parallel.layouts.base import Replicated
 class Vanilla(Replicated):
     """Replicated residual, latents sharded along the rank, sums of full width."""
 
+    lag = 3
+    """Found by trying: two in three bytes are sent behind a matrix product (docs/overlap.md)."""
+
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
         """A's rows of this process, B's columns, and the sum of the whole outputs, onto heads or channels if they are sharded."""
 
+        def weights() -> Sequence[Tensor]:
+            return group.down_weights(group.A.to(stream.x.dtype), self.grouping)
+
         def down(x: Tensor) -> list[Tensor]:
             normed_TD = self.norm(x, gamma)
-            weights = group.down_weights(group.A.to(x.dtype), self.grouping)
-            return [linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights]
+            return [linear(collectives.sum_backward(normed_TD, self.axis), a_RD) for a_RD in weights()]
 
-        outputs, stream = self._activate_and_project(self.policy.local(down, stream.x), group, stream, self.grouping)
+        if not self.options.split:
+            return self._start_outputs(self.policy.local(down, stream.x), stream, group)
+        # Its gradient's sum needs a node before other work and one after it, so the normed input is kept.
+        normed_TD = self.norm(stream.x, gamma)
+        copies = [self.start(SUM_BACKWARD, normed_TD) for _ in group.shape.slots[: 1 if self.grouping else None]]
+
+        def latents() -> list[Tensor]:
+            return [linear(copy.wait(), a_RD) for copy, a_RD in zip(copies, weights(), strict=True)]
+
+        return Pending(latents).then(lambda found: self._start_outputs(found, stream, group))
+
+    def _start_outputs(
+        self, latents: Sequence[Tensor], stream: Stream, group: LinearGroup
+    ) -> Pending[tuple[Saved, Stream]]:
+        """act and B's columns of this process, and the sum of the whole outputs."""
+        outputs, stream = self._activate_and_project(latents, group, stream, self.grouping)
         if self.num_shards == 1:
             sums = [self.start(SUM_FORWARD, y_TO) for y_TO in outputs]
             return Pending(lambda: (Saved(tuple(each.wait() for each in sums)), stream))
@@ -49,15 +69,29 @@ class Vanilla(Replicated):
         return saved.tensors, ()
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """A's rows of this process where all heads or channels are here; nothing where they are to be gathered first."""
-        return linear(collectives.sum_backward(hidden, self.axis), group.A) if self.num_shards == 1 else hidden
+        """A's rows of this process where all heads or channels are here; nothing where a collective comes first."""
+        if self.num_shards > 1 or self.options.split:
+            return hidden
+        return linear(collectives.sum_backward(hidden, self.axis), group.A)
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """All heads or channels, through A's rows and B's columns of this process, summed over processes."""
+
+        def down(whole: Tensor) -> Tensor:
+            return linear(whole, group.A)
+
         if self.num_shards > 1:
-            whole = collectives.rows_to_features(collectives.gather(partial, self.axis), self.axis)
-            partial = self.policy.local(lambda whole: linear(whole, group.A), whole)
-        (update,), stream = self._activate_and_project([partial], group, stream, True)
+            parts = self.start(GATHER, partial)
+            whole = Pending(lambda: collectives.rows_to_features(parts.wait(), self.axis))
+            return whole.then(lambda x: self._start_update(self.policy.local(down, x), stream, group))
+        if self.options.split:
+            copied = self.start(SUM_BACKWARD, partial)
+            return Pending(lambda: self._start_update(down(copied.wait()), stream, group))
+        return self._start_update(partial, stream, group)
+
+    def _start_update(self, u_TR: Tensor, stream: Stream, group: LinearGroup) -> Pending[Stream]:
+        """act and B's columns of this process, and the sum of the whole update."""
+        (update,), stream = self._activate_and_project([u_TR], group, stream, True)
         summed = self.start(SUM_FORWARD, update)
         return Pending(lambda: stream.add(summed.wait()))
 

@@ -1,0 +1,227 @@
+"""Two halves of a micro-batch, interleaved: the same function, twice as many collectives, and work between start and wait."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from boost.config import Config
+from boost.errors import ConfigError
+from boost.measure.memory import measure
+from boost.models.interface import Pending, interleave
+from boost.parallel.counting import KINDS
+from boost.plan.collectives import step_collectives
+from boost.plan.memory import memory
+from boost.plan.peak import peak
+from boost.plan.timing import Predictor
+from boost.plan.trace import trace_block
+from tests import toy
+from tests.distributed import run_distributed
+from tests.matrices import (
+    DENSE_LAYOUTS,
+    GROUPING,
+    LOW_RANK_LAYOUTS,
+    ONE_EACH,
+    Row,
+    config_of,
+    ids,
+    memory_config,
+    pairwise,
+    policies,
+)
+from tests.plan.toys import hardware
+from tests.trained import Trained, compare, errors_of, keeps_table
+
+HALVES = {"overlap": "halves"}
+
+
+def is_legal(row: Row) -> bool:
+    dense = row["family"] == "dense"
+    return dense == (row["layout"] in DENSE_LAYOUTS) and row["policy"] in (
+        "none",
+        *policies(row["family"], row["layout"]),
+    )
+
+
+def cell(row: Row) -> tuple[Row, Row, str]:
+    """(model, parallel, recompute)."""
+    tp, kv_heads = row["heads"]
+    model = {"family": row["family"], "kv_heads": kv_heads, "layers": 2}
+    if row["family"] == "lax":
+        model |= {"gate": "dense", "rank": 16}
+    return model, {**row["layout"], **HALVES, "grouping": row["grouping"], "tp": tp}, row["policy"]
+
+
+CELLS = [
+    cell(row)
+    for row in pairwise(
+        {
+            "layout": (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS),
+            "family": ("cola", "lax", "dense"),
+            "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
+            "grouping": GROUPING,
+            "heads": ((2, 2), (2, 1), (4, 2)),
+        },
+        is_legal,
+    )
+]
+
+
+def compare_with_single(config: Config) -> dict[str, float]:
+    """As of a layout without overlap."""
+    actual = Trained(config, 2)
+    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 2)}
+
+
+@pytest.mark.parametrize(("model", "parallel", "recompute"), CELLS, ids=ids(CELLS))
+@pytest.mark.slow
+def test_halves_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
+    config = config_of(model, parallel, parallel["tp"], "float64", train={"recompute": recompute})
+    for errors in run_distributed(config.parallel.tp, compare_with_single, config):
+        assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
+
+
+COMBINED = [
+    ({"pp": 2, "tp": 2, "layout": "btp"}, {"family": "lax", "gate": "tensor"}, {}),
+    ({"pp": 2, "tp": 2, "layout": "btp-sp", "schedule": "interleaved-1f1b"}, {}, {"train": {"recompute": "low-rank"}}),
+    ({"dp": 2, "tp": 2, "layout": "btp", "shard": "full"}, {}, {"train": {"recompute": "full-block"}}),
+    ({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True}, {}, {}),
+    ({"dp": 2, "tp": 2, "layout": "megatron-sp", "shard": "optimizer"}, {"family": "dense"}, {}),
+    ({"tp": 2, "layout": "btp"}, {}, {"data": {"isolate_documents": True}}),
+    ({"tp": 2, "layout": "vanilla"}, {}, {"data": {"isolate_documents": True}, "train": {"recompute": "low-rank"}}),
+]
+"""(parallel, model, other sections)."""
+
+
+@pytest.mark.parametrize(("parallel", "model", "sections"), COMBINED, ids=ids(COMBINED))
+@pytest.mark.slow
+def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[str, Any]) -> None:
+    train = {"micro_batch": 2, "global_batch": 8, **sections.get("train", {})}
+    config = toy.toy_config(
+        model={"layers": 4, **model}, parallel={**parallel, **HALVES}, **{**sections, "train": train}
+    )
+    for errors in run_distributed(config.parallel.world_size, compare, config):
+        assert max(errors.values()) <= 1e-10, errors
+
+
+class Timeline(TorchDispatchMode):
+    """For each collective, in the order of starts: what it sends, and the matrix products between its start and its wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.started: dict[int, tuple[int, int]] = {}
+        """By the address of the result: (number of the collective, products before it)."""
+        self.sent: list[int] = []
+        self.behind: list[int] = []
+        self._results: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "_c10d_functional::wait_tensor" and args[0].data_ptr() in self.started:
+            number, before = self.started.pop(args[0].data_ptr())
+            self.behind[number] = self.products - before
+        result = func(*args, **(kwargs or {}))
+        if name in KINDS:
+            self.started[result.data_ptr()] = len(self.behind), self.products
+            self.behind.append(0)
+            whole = 2 * args[0].numel() if KINDS[name] == "all-reduce" else max(args[0].numel(), result.numel())
+            self.sent.append(whole)
+            self._results.append(result)  # so that no other one takes its address
+        self.products += name in ("aten::mm", "aten::addmm", "aten::bmm") or "scaled_dot_product" in name
+        return result
+
+
+def hidden_share(config: Config) -> tuple[float, float]:
+    """(forward, backward): the share of what is sent that has matrix products behind it."""
+    decoder, _ = toy.toy_decoder(config)
+    with Timeline() as forward:
+        loss = decoder(*toy.toy_tokens(config, batch=config.train.micro_batch))
+    with Timeline() as backward:
+        loss.backward()
+    shares = []
+    for seen in (forward, backward):
+        assert not seen.started
+        shares.append(sum(n for n, k in zip(seen.sent, seen.behind, strict=True) if k) / sum(seen.sent))
+    return shares[0], shares[1]
+
+
+WIDE = {"dim": 64, "ffn_dim": 128, "vocab_size": 32, "layers": 6}
+"""So that what the embedding and the loss send is little."""
+
+
+@pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
+def test_work_runs_behind_collectives_in_both_passes(model: Row, parallel: Row) -> None:
+    least = 0.6 if parallel["layout"] == "vanilla" else 0.85  # it has no product between some of its collectives
+    rank = {} if model["family"] == "dense" else {"rank": 32}
+    for overlap in ("none", "halves"):
+        config = config_of({**model, **WIDE, **rank}, {**parallel, "overlap": overlap}, 2, "float64")
+        for shares in run_distributed(2, hidden_share, config):
+            assert max(shares) == 0 if overlap == "none" else min(shares) >= least, shares
+
+
+def test_the_order_of_two_halves() -> None:
+    seen = []
+
+    def collective(name: str, result: int) -> Pending[int]:
+        seen.append(f"start {name}")
+        return Pending(lambda: seen.append(f"wait {name}") or result)  # type: ignore[func-returns-value]
+
+    def run(half: str) -> Pending[int]:
+        first = collective(f"{half}1", 1)
+        return first.then(lambda x: collective(f"{half}2", x + 1)).then(lambda x: x * 10)
+
+    assert interleave([run("a"), run("b")]) == [20, 20]
+    assert seen == ["start a1", "start b1", "wait a1", "start a2", "wait b1", "start b2", "wait a2", "wait b2"]
+    seen.clear()
+    assert interleave([run("a"), run("b")], lag=1) == [20, 20]
+    assert seen == ["start a1", "start b1", "wait a1", "start a2", "wait a2", "wait b1", "start b2", "wait b2"]
+
+
+@pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
+@pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, DENSE_LAYOUTS[1]], ids=str)
+def test_memory_of_halves_is_predicted(layout: Row, policy: str) -> None:
+    dense = layout in DENSE_LAYOUTS
+    if dense and policy == "low-rank":
+        return
+    config = memory_config("dense" if dense else "cola", {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
+    seen, predicted = measure(config), memory(config)
+    assert {c: n for c, n in predicted.by_category.items() if c in seen.activations} == seen.activations
+    if layout["layout"] != "btp-sp":  # its peak is where gradients are reduced, which is not measured
+        assert peak(config).total == pytest.approx(sum(seen.peak.values()), rel=0.05)
+
+
+def every(layout: Row) -> Iterator[str]:
+    yield from ("none", *policies("dense" if layout in DENSE_LAYOUTS else "cola", layout))
+
+
+@pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS], ids=str)
+def test_the_trace_sends_what_the_table_says(layout: Row) -> None:
+    family = "dense" if layout in DENSE_LAYOUTS else "cola"
+    for policy in every(layout):
+        config = memory_config(family, {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
+        table = [c for c in step_collectives(config) if c.layer == 1]
+        traced = trace_block(config, 1, config.train.recompute)
+        assert sorted(c.on_the_wire for c in traced.collectives) == sorted(c.on_the_wire for c in table)
+        waited = [flight.number for flight in traced.flights if flight.waited]
+        assert sorted(waited) == list(range(len(traced.collectives)))
+
+
+def test_a_predicted_step_hides_communication() -> None:
+    plain = memory_config("cola", {"layout": "btp"}, "none", "bfloat16", kv_heads=2, layers=4)
+    halved = plain.model_copy(update={"parallel": plain.parallel.model_copy(update=HALVES)})
+    without, hidden = (Predictor(hardware()).predict(config) for config in (plain, halved))
+    assert without.hidden < hidden.hidden
+    assert hidden.parts["TP collectives"] < without.parts["TP collectives"]
+
+
+def test_what_halves_need() -> None:
+    with pytest.raises(ConfigError, match=r"train.micro_batch = 3 has no two halves .*nearest valid value: 4"):
+        toy.toy_config(parallel={"tp": 2, **HALVES}, train={"micro_batch": 3, "global_batch": 3})
+    with pytest.raises(ConfigError, match=r"train.seq_len = 15 must be divisible by parallel.tp = 2"):
+        toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", **HALVES}, train={"seq_len": 15})
+    with pytest.raises(ConfigError, match=r"parallel.overlap = 'halves' orders .*'zero-bubble'"):
+        toy.toy_config(parallel={"tp": 2, "pp": 2, "schedule": "zero-bubble", **HALVES}, train={"global_batch": 8})
