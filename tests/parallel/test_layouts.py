@@ -118,10 +118,9 @@ def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel
         assert max(errors.values()) <= 1e-10, errors
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
-def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any], tp: int) -> None:
-    for errors in run_distributed(tp, compare_with_single, config_of(model, parallel, tp, "float32")):
+def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any]) -> None:
+    for errors in run_distributed(2, compare_with_single, config_of(model, parallel, 2, "float32")):
         assert errors["initial"] == errors["table"] == 0
         assert max(errors["loss and norm"], errors["first gradients"]) <= 1e-5, errors
 

@@ -29,23 +29,37 @@ def toml(store: Path, *, tp: int = 2, micro_batch: int = 4, **train: int | str) 
     return "\n".join((toy.TOML, *sections, f'[data]\nstore = "{store}"', '[run]\ndevice = "cpu"\npeak_tflops = 1\n'))
 
 
+ENDLESS = {
+    "steps": 100000,
+    "save_every": 20,
+    "eval_every": 30,
+    "eval_tokens": 6400,
+    "log_every": 1000,
+    "keep": 100000,
+}
+"""[train] of a run that others end."""
+
+
+def training(folder: Path, store: Path, *words: str) -> list[str]:
+    """The command of an endless run in `folder`/run, and its configuration."""
+    config = folder / "run.toml"
+    config.write_text(f'{toml(store, **ENDLESS)}dir = "{folder / "run"}"\n')
+    return [sys.executable, "-m", "boost.cli.main", "train", str(config), *words]
+
+
+def phases_in(shared: Path) -> set[str]:
+    """Phases of the processes that beat, by the folder in which their launcher makes its own."""
+    folders = list(shared.glob("boost-launch-*"))
+    return {beat.phase for beat in read_beats(folders[0])} if folders else set()
+
+
 class Command:
     """`boost train` on two processes, with its launcher's folder in sight."""
 
     def __init__(self, folder: Path, store: Path, *words: str, **variables: str) -> None:
         self.run, self.shared = folder / "run", folder / "shared"
         self.shared.mkdir(exist_ok=True)
-        config = folder / "run.toml"
-        endless = {
-            "steps": 100000,
-            "save_every": 20,
-            "eval_every": 30,
-            "eval_tokens": 6400,
-            "log_every": 1000,
-            "keep": 100000,
-        }
-        config.write_text(f'{toml(store, **endless)}dir = "{self.run}"\n')
-        command = [sys.executable, "-m", "boost.cli.main", "train", str(config), *words]
+        command = training(folder, store, *words)
         environment = os.environ | {"TMPDIR": str(self.shared), "OMP_NUM_THREADS": "1"} | variables
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -53,8 +67,7 @@ class Command:
 
     def phases(self) -> set[str]:
         """Of the processes that beat."""
-        folders = list(self.shared.glob("boost-launch-*"))
-        return {beat.phase for beat in read_beats(folders[0])} if folders else set()
+        return phases_in(self.shared)
 
     def processes(self) -> list[int]:
         """The launcher and the processes of the run; multiprocessing has a helper beside them."""

@@ -5,7 +5,6 @@ import pty
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from boost.train.heartbeat import Phase
-from tests.train.commands import LIMIT_S, QUIET, Command, saved_steps
+from tests.train.commands import LIMIT_S, QUIET, Command, phases_in, saved_steps, training
 
 pytestmark = pytest.mark.slow
 
@@ -133,17 +132,14 @@ def test_a_missing_process_is_one_line(store: Path, tmp_path: Path) -> None:
 
 def test_a_closed_terminal_saves(store: Path, tmp_path: Path) -> None:
     """Its processes can print no more, and the launcher gets SIGHUP."""
-    with Command(tmp_path, store) as scout:  # writes the configuration
-        os.killpg(scout.process.pid, signal.SIGKILL)
-        scout.process.communicate()
-    words = [sys.executable, "-m", "boost.cli.main", "train", str(tmp_path / "run.toml"), *QUIET]
+    words, shared = training(tmp_path, store, *QUIET), tmp_path / "shared"
+    shared.mkdir()
     pid, terminal = pty.fork()
     if pid == 0:
-        os.environ |= {"TMPDIR": str(tmp_path / "shared"), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
+        os.environ |= {"TMPDIR": str(shared), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
         os.execv(sys.executable, words)
-    scout.process = subprocess.Popen(["true"])
     deadline = time.monotonic() + LIMIT_S
-    while Phase.STEP not in scout.phases() and time.monotonic() < deadline:
+    while Phase.STEP not in phases_in(shared) and time.monotonic() < deadline:
         os.set_blocking(terminal, False)
         try:
             os.read(terminal, 65536)
@@ -151,6 +147,5 @@ def test_a_closed_terminal_saves(store: Path, tmp_path: Path) -> None:
             time.sleep(0.05)
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
-    scout.process.wait()
     assert os.waitstatus_to_exitcode(status) == 0
     assert len(saved_steps(tmp_path / "run")) == 1

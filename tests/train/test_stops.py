@@ -239,18 +239,6 @@ def test_one_process_gets_a_signal_at_a_random_moment(store: Path, tmp_path: Pat
         assert time.monotonic() - begin <= 30, "a cluster kills then"
 
 
-@pytest.mark.slow
-def test_ctrl_c_is_answered_at_once_and_stops_within_a_step(store: Path, tmp_path: Path) -> None:
-    with Command(tmp_path, store, *QUIET) as command:
-        command.wait_for(lambda: Phase.STEP in command.phases())
-        os.killpg(command.process.pid, signal.SIGINT)
-        code, out, err = command.finish()
-    assert code == 0, err
-    assert err.count("stopping after this step, Ctrl-C again to abort") == 1
-    assert "stopped by SIGINT" in out and "everything is saved" in out
-    assert len(saved_steps(command.run)) == 1
-
-
 def listening(pids: list[int]) -> set[str]:
     """Addresses, in hexadecimal, on which these processes accept TCP connections or datagrams."""
     sockets = set()
@@ -276,7 +264,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_machine_listens_on_loopback_only_and_saves_on_request(store: Path, tmp_path: Path) -> None:
+def test_one_machine_listens_on_loopback_only_saves_on_request_and_answers_ctrl_c(store: Path, tmp_path: Path) -> None:
     with Command(tmp_path, store, *QUIET) as command:
         command.wait_for(lambda: command.shared.glob("boost-launch-*"))
         seen: set[str] = set()
@@ -291,5 +279,11 @@ def test_one_machine_listens_on_loopback_only_and_saves_on_request(store: Path, 
         command.wait_for(lambda: saved_steps(command.run))
         (step,) = saved_steps(command.run)
         command.wait_for(lambda: read_metrics(command.run / "metrics.jsonl")[-1]["step"] > step)
+        os.killpg(command.process.pid, signal.SIGINT)
+        code, out, err = command.finish()
     assert seen, "gloo listens somewhere"
     assert seen <= LOOPBACK
+    assert code == 0, err
+    assert err.count("stopping after this step, Ctrl-C again to abort") == 1
+    assert "stopped by SIGINT" in out and "everything is saved" in out
+    assert len(saved_steps(command.run)) == 2
