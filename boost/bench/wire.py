@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from boost.bench.contest import Ratio, in_words, ratio, spread
+from boost.bench.contest import Ratio, bootstrap, in_words, ratio, spread
 from boost.bench.endtoend import BTP, BTP_SP, MEGATRON, MEGATRON_SP, PARALLEL, PUBLISHED, VANILLA, cut_flags
 from boost.bench.side_by_side import in_ms, shape_of
 from boost.bench.traffic import ISSUE
@@ -29,7 +30,18 @@ from boost.measure.results import Facts, facts_of, save_section
 from boost.measure.steps import flags, shape
 from boost.parallel.mesh import Mesh
 
-CONTENDERS = (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
+LAYOUTS = (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
+CONTENDERS = tuple(
+    (layout, overlap)
+    for layout in LAYOUTS
+    for overlap in ("none", "halves")
+    if (layout, overlap) != (PUBLISHED, "halves")
+)
+"""(layout, parallel.overlap). The published baseline is without overlap, as published."""
+
+BEST = ((BTP, "none"), (BTP, "halves"), (BTP_SP, "none"), (BTP_SP, "halves"))
+"""Of which the fastest is compared with the baselines."""
+
 MARKED = {"share-matched": 0.17, "slow": 0.5}
 """Fraction of a btp step that its bytes take on the marked wires. The first is that of the paper's 7B row on A100s."""
 
@@ -40,23 +52,31 @@ BATCH = flags(vocab_size=4096, seq_len=512, micro_batch=2, global_batch=2)
 MIB = (1, 4, 16)
 """Payloads of bare collectives, MiB of the gathered or summed tensor."""
 
+HIDDEN = 0.65
+"""Least share of TP communication that overlap hides on the slow wire."""
+
 PORT = 29400
 """Free in a namespace that nobody else uses."""
 
 
+def name_of(layout: str, overlap: str) -> str:
+    """Of a contender."""
+    return layout if overlap == "none" else f"{layout}, {overlap}"
+
+
 def contenders(source: str, overrides: Sequence[str]) -> dict[str, Config]:
-    """Every layout at TP 2, the dense model for megatron's. Raises ConfigError."""
+    """Every layout at TP 2, with and without overlap, the dense model for megatron's. Raises ConfigError."""
     found = {}
-    for name in CONTENDERS:
-        family = "dense" if name in (MEGATRON, MEGATRON_SP) else "cola"
+    for layout, overlap in CONTENDERS:
+        family = "dense" if layout in (MEGATRON, MEGATRON_SP) else "cola"
         words = [
             "--run.device=cpu",
             "--optim.lr=1e-6",
             *shape(*SIZE, family=family),
             *BATCH,
-            *cut_flags(PARALLEL[name], 2),
+            *cut_flags({**PARALLEL[layout], "overlap": overlap}, 2),
         ]
-        found[name] = load(source, [*words, *overrides])
+        found[name_of(layout, overlap)] = load(source, [*words, *overrides])
     return found
 
 
@@ -126,12 +146,65 @@ def collective_calls(mesh: Mesh) -> dict[str, Any]:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None yet: the figures of the Performance table for wires come with overlap."""
-    return []
+    """Ratios on the marked wires, and the share of communication that is hidden on the slow one."""
+    matched, slow = (float(facts["marked"][name]) for name in MARKED)
+    found = [
+        _ratio_goal(facts, matched, "share-matched wire", "published vanilla", (PUBLISHED, "none"), 2.3),
+        _ratio_goal(facts, matched, "share-matched wire", "strong vanilla", (VANILLA, "none"), 1.8),
+        _ratio_goal(facts, matched, "share-matched wire", "megatron-sp", (MEGATRON_SP, "none"), 1.95),
+        _ratio_goal(facts, slow, "slow wire", "strong vanilla", (VANILLA, "halves"), 3.0),
+        _ratio_goal(facts, slow, "slow wire", "megatron-sp", (MEGATRON_SP, "halves"), 2.0),
+    ]
+    halved = [
+        layout for layout in LAYOUTS if (layout, "halves") in CONTENDERS and _has(facts, name_of(layout, "halves"))
+    ]
+    shares = {layout: hidden(facts, slow, layout) for layout in halved}
+    words = ", ".join(f"{layout} {in_words(share)}" for layout, share in shares.items())
+    met = all(share.low >= HIDDEN for share in shares.values())
+    found.append(Goal("communication of TP hidden", f">= {HIDDEN:.2f}", _where(facts, slow), words, met))
+    against = _faster(facts, slow, (BTP_SP, "halves"), (BTP, "halves"))
+    found.append(
+        Goal(
+            "slow wire: btp-sp against btp",
+            ">= 1.5x",
+            _where(facts, slow),
+            f"{in_words(against)} x",
+            against.low >= 1.5,
+        )
+    )
+    return found
+
+
+def _ratio_goal(facts: Facts, rate: float, wire: str, words: str, baseline: tuple[str, str], least: float) -> Goal:
+    best = min(BEST, key=lambda each: spread(_seconds(facts, rate, name_of(*each))).median)
+    found, what = _faster(facts, rate, best, baseline), f"{wire}: best low-rank layout against {words}"
+    shown = f"{in_words(found)} x ({name_of(*best)})"
+    return Goal(what, f">= {least:g}x", _where(facts, rate), shown, found.low >= least)
+
+
+def _faster(facts: Facts, rate: float, ours: tuple[str, str], theirs: tuple[str, str]) -> Ratio:
+    return ratio(_seconds(facts, rate, name_of(*theirs)), _seconds(facts, rate, name_of(*ours)))
+
+
+def hidden(facts: Facts, rate: float, layout: str) -> Ratio:
+    """The share of what the wire adds to a step that overlap takes away again: (t - t_halves) / (t - t_0), with t_0 the step
+    on a wire without a limit, the shorter one of the two forms."""
+    free = [_seconds(facts, None, name_of(layout, overlap)) for overlap in ("none", "halves")]
+    floor = min(spread(seconds).median for seconds in free)
+    plain, halved = (_seconds(facts, rate, name_of(layout, overlap)) for overlap in ("none", "halves"))
+    return bootstrap(lambda t, t_halves: np.median((t - t_halves) / (t - floor), axis=-1), plain, halved)
+
+
+def _has(facts: Facts, name: str) -> bool:
+    return any(row["name"] == name for row in facts["groups"][0]["rows"])
+
+
+def _where(facts: Facts, rate: float) -> str:
+    return f"{shape_of(facts['groups'][0])}; {rate:g} Mbit/s"
 
 
 def section(facts: Facts) -> Section:
-    """Steps and bare collectives by rate."""
+    """Steps, what of communication is hidden, and bare collectives, by rate."""
     rates = _rates(facts)
     lead = (
         f"{shape_of(facts['groups'][0])}. One process on each of two hosts, which are network namespaces; whole steps, medians and "
@@ -142,13 +215,24 @@ def section(facts: Facts) -> Section:
     steps = tuple(
         (_name(facts, rate), name, in_ms(spread(_seconds(facts, rate, name))), in_words(_against(facts, rate, name)))
         for rate in rates
-        for name in CONTENDERS
+        for name in _names(facts)
     )
+    shares = [
+        (_name(facts, rate), layout, in_words(hidden(facts, rate, layout)))
+        for rate in rates
+        for layout in LAYOUTS
+        if rate and _has(facts, layout) and _has(facts, name_of(layout, "halves"))
+    ]
     return Section(
         "Whole steps over a wire",
         (
             lead,
             Table("Step time by rate (measured).", ("wire", "layout", "ms:", "time / btp:"), steps),
+            Table(
+                "What overlap hides of what the wire adds to a step (measured).",
+                ("wire", "layout", "share:"),
+                tuple(shares),
+            ),
             _collective_table(facts, rates),
             Figure("wire", "Step time by the rate of the wire (measured; medians)", lambda path: _draw(facts, path)),
         ),
@@ -176,8 +260,12 @@ def _draw(facts: Facts, path: Path) -> None:
     plot = pyplot()
     figure, axis = plot.subplots(figsize=(7, 4), layout="constrained")
     rates = [rate for rate in _rates(facts) if rate]
-    for name in CONTENDERS:
-        axis.plot(rates, [spread(_seconds(facts, rate, name)).median for rate in rates], "o-", label=name)
+    colors: dict[str, str] = {}
+    for name in _names(facts):
+        layout = name.removesuffix(", halves")
+        medians = [spread(_seconds(facts, rate, name)).median for rate in rates]
+        color = colors.setdefault(layout, f"C{len(colors)}")
+        axis.plot(rates, medians, "o-" if name == layout else "o--", color=color, label=name)
     for name, rate in facts["marked"].items():
         axis.axvline(rate, color="grey", linestyle=":")
         axis.annotate(f" {name}", (rate, axis.get_ylim()[1]), va="top")
@@ -196,6 +284,11 @@ def _rates(facts: Facts) -> list[float | None]:
 def _name(facts: Facts, rate: float | None) -> str:
     marked = next((f", {name}" for name, mbit in facts["marked"].items() if mbit == rate), "")
     return f"{rate:g} Mbit/s{marked}" if rate else "no limit"
+
+
+def _names(facts: Facts) -> list[str]:
+    """Of the contenders, in order."""
+    return [row["name"] for row in facts["groups"][0]["rows"]]
 
 
 def _row(group: Facts, name: str) -> Facts:

@@ -29,7 +29,7 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
     out.print(f"\ntime of a step{where}", style="bold")
     _print_parts(out, plan.time.parts, {part: human_seconds(s) for part, s in plan.time.parts.items()}, PARTS)
     if plan.time.hidden > 0:
-        out.print(f"DP collectives overlapped with computation: {human_seconds(plan.time.hidden)}", style="dim")
+        out.print(f"DP and TP collectives overlapped with computation: {human_seconds(plan.time.hidden)}", style="dim")
     _print_products(out, plan, hardware, rank)
     _print_sent(out, plan, hardware, rank)
     where = f", pipeline rank {plan.pp_rank} (the highest)" if plan.config.parallel.pp > 1 else ""

@@ -1,11 +1,11 @@
 """Every legal way to train a model on so many GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Three choices are left out, because another one
-is never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight; ungrouped linears, which
-do the same work in more and smaller operations; and `btp`'s sync RMSNorm, which sends the same data as online RMSNorm in
-extra collectives. A test checks this. Choices that the user fixed are kept.
+The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Two choices are left out, because another one
+is never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight, and ungrouped linears, which do the
+same work in more and smaller operations. A test checks this. Choices that the user fixed are kept.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,18 @@ def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]
         for shard, outer in _sharding(request, mesh, layout):
             for schedule, virtual in _schedules(request, mesh):
                 changes: dict[str, Any] = {**mesh.axes, "shard": shard, "shard_outer": outer}
-                yield of_layout.model_copy(update={**changes, "schedule": schedule, "virtual": virtual})
+                changes |= {"schedule": schedule, "virtual": virtual}
+                for overlap in request.choices("parallel.overlap", ("none", "halves") if mesh.tp > 1 else ("none",)):
+                    for options in _options(request, layout):
+                        yield of_layout.model_copy(update={**changes, "overlap": overlap, **options})
+
+
+def _options(request: Request, layout: str) -> Iterator[dict[str, Any]]:
+    """Values of the options that only this layout has."""
+    searched = layout_spec(layout).searched
+    every = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
+    for values in itertools.product(*every):
+        yield dict(zip(searched, values, strict=True))
 
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:

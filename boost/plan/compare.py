@@ -151,10 +151,11 @@ def mesh(parallel: ParallelConfig) -> str:
 
 
 def choices(config: Config) -> str:
-    """The other choices: 'btp-sp, shard = full, 1f1b, micro-batch 2, low-rank'."""
+    """The other choices: 'btp-sp, overlapped halves, shard = full, 1f1b, micro-batch 2, low-rank'."""
     parallel, train = config.parallel, config.train
     words: list[str] = [parallel.layout] if parallel.tp > 1 else []
     words += ["sync norm"] * (parallel.norm == "sync" and parallel.tp > 1)
+    words += ["overlapped halves"] * (parallel.overlap == "halves" and parallel.tp > 1)
     if parallel.sharded:
         words.append(f"shard = {parallel.shard}" + (" (outer factors too)" if parallel.shard_outer else ""))
     if parallel.pp > 1:

@@ -295,6 +295,8 @@ class Search:
 
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Lower bound of the bytes that some rank needs in addition to training state: for the loss, or for one block."""
+        if parallel.overlap != "none":  # two halves hold at least what one does
+            parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
         config, fused_norm = self._one_tp_group(parallel, micro_batch), self.predictor.fused_norm
         loss = trace_loss(config, fused_norm)
         loss_bytes = loss.input_bytes + loss.forward

@@ -172,18 +172,22 @@ class Predictor:
         return [self._pass(config, every[rank :: config.parallel.pp]) for rank in range(config.parallel.pp)]
 
     def lower_bound(self, config: Config) -> float:
-        """A cheap lower bound of `predict` without recomputation: assumes equal stages and ignores DP collectives and the
-        optimizer."""
+        """A cheap lower bound of `predict` without recomputation: assumes equal stages, and ignores DP collectives, the
+        optimizer, and TP collectives that may be hidden (two halves take no less time to compute than one whole)."""
         parallel, train, model = config.parallel, config.train, config.model
+        hides = parallel.overlap != "none"
+        if hides:
+            config = config.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "none"})})
         kinds = self._per_step(config, "kinds", lambda: kinds_of_blocks(model, range(model.layers)))
-        total = sum(
-            count * self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none").total
+        passes = [
+            (self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)
             for layer, count in kinds.items()
-        )
+        ]
         ends = (Stage(0, 2), Stage(1, 2)) if parallel.pp > 1 else (Stage(),)
         for stage in ends:
             key = (stage.has_embedding, stage.has_head)
-            total += self._per_micro_batch(config, key, self._ends, config, stage).total
+            passes.append((self._per_micro_batch(config, key, self._ends, config, stage), 1))
+        total = sum(count * (each.total - hides * each.parts[TENSOR]) for each, count in passes)
         count = train.global_batch // (parallel.dp * train.micro_batch)
         if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
             return count * total / parallel.pp

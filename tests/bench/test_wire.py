@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from boost.bench import wire
-from boost.bench.endtoend import BTP, MEGATRON_SP, VANILLA
+from boost.bench.endtoend import BTP, BTP_SP, MEGATRON_SP, VANILLA
+from boost.bench.goals import target_of
 from boost.errors import ConfigError, MeasurementError
 from boost.measure import hosts
 from boost.measure.document import Table
 from boost.measure.hosts import Host, two_hosts, why_no_hosts
-from boost.measure.results import figures, read
+from boost.measure.results import Facts, figures, read
 
 TINY = ["--model.vocab_size=32", "--train.seq_len=16"]
 
@@ -25,7 +26,8 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(wire, "SIZE", (64, 1, 96, 4))
     monkeypatch.setattr(wire, "MIB", (1,))
     monkeypatch.setattr(wire, "marked_rate", lambda *_: 300)  # a tiny step would mark a tiny rate
-    monkeypatch.setattr(wire, "CONTENDERS", (MEGATRON_SP, VANILLA, BTP))
+    names = ((MEGATRON_SP, "none"), (VANILLA, "none"), (BTP, "none"), (BTP, "halves"))
+    monkeypatch.setattr(wire, "CONTENDERS", names)
     out = tmp_path / "wire"
     assert wire.wire("demo", TINY, [], 1, 7, out) == 0
     facts = read(out.with_suffix(".json"), "wire")
@@ -37,11 +39,40 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
             "half of it crosses, at 300 Mbit/s"
         )
     assert min(limited["collectives"]["all-reduce, 1 MiB"]) > 0.8 * 2**20 * 8 / 300e6
-    assert {row["name"] for row in limited["rows"]} == set(wire.CONTENDERS)
+    assert {row["name"] for row in limited["rows"]} == {MEGATRON_SP, VANILLA, BTP, f"{BTP}, halves"}
     section = wire.section(facts)
     tables = [part for part in section.parts if isinstance(part, Table)]
     assert len(tables[0].rows) == len(set(rates)) * len(wire.CONTENDERS)
+    assert [row[1] for row in tables[1].rows] == [BTP]
     assert [figure.name for figure in figures(section)] == ["wire"]
+
+
+def made_up(seconds: dict[str, float]) -> Facts:
+    """A result of seven rounds; a limit of 100 Mbit/s adds a second to every step, and half of one where halves overlap."""
+    groups = []
+    for mbit in (None, 100.0):
+        rows = [
+            {
+                "name": name,
+                "seconds": [(s + (0.5 if "halves" in name else 1.0) * bool(mbit)) * (1 + n / 1e3) for n in range(7)],
+            }
+            for name, s in seconds.items()
+        ]
+        groups.append({"mbit": mbit, "rows": rows, "cores": 2, "threads": 1, "parallel": "", "name": "wire"})
+    return {"groups": groups, "marked": {"share-matched": 100.0, "slow": 100.0}, "rounds": 7, "launches": 1}
+
+
+def test_goals_are_read_at_the_worse_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "shape_of", lambda group: "made up")
+    seconds = {wire.name_of(*each): 2.0 if each[0] in (BTP, BTP_SP) else 3.0 for each in wire.CONTENDERS}
+    found = {goal.what: goal for goal in wire.goals(made_up(seconds))}
+    assert all(target_of(what).experiment == "wire" for what in found)
+    assert found["communication of TP hidden"].met is False  # half of what the wire adds
+    assert found["communication of TP hidden"].found.startswith("megatron 0.5")
+    assert found["share-matched wire: best low-rank layout against strong vanilla"].found.startswith(
+        "1.60 (1.60 to 1.60) x (btp, online, halves)"
+    )
+    assert found["slow wire: btp-sp against btp"].found.startswith("1.00")
 
 
 def test_the_marked_rate_is_that_of_its_share() -> None:

@@ -82,8 +82,8 @@ def loaded(path: Path) -> tuple[Decoder, Checkpoint]:
 def all_logits(decoder: Decoder, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of every position."""
     batch, length = tokens_BS.shape
-    context = decoder._context(tokens_BS, torch.arange(length))
-    x = decoder._run_blocks(decoder.layout, tokens_BS, context, ()).x
+    (stream,) = decoder._run_blocks(decoder.layout, decoder._parts(tokens_BS, None, (), 1))
+    x = stream.x
     logits = decoder.layout.logits(x, decoder.final_norm, decoder.head, torch.arange(batch * length))
     return logits.view(batch, length, -1)
 

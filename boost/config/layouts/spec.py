@@ -111,6 +111,8 @@ class LayoutSpec:
     """Of width d, after the embedding."""
     head_comms: ClassVar[tuple[Comm, ...]] = ()
     """Of width d, before the head."""
+    searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Options of its own that the planner chooses, with their values; it leaves the others as they are."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are gathered (train.recompute = "low-rank-sharded")."""
     single_process: ClassVar[bool] = False
