@@ -278,6 +278,9 @@ def _train_problems(config: Config) -> Iterator[str]:
             f"train.global_batch = {train.global_batch} must be divisible by parallel.dp x train.micro_batch = "
             f"{dp} x {train.micro_batch} = {chunk}; nearest valid value: {best}"
         )
+    if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
+        first, last = min(train.profile), max(train.profile)
+        yield f"train.profile = {list(train.profile)} must be a first and a last step; nearest valid value: [{first}, {last}]"
     if train.keep_best and not train.eval_every:
         yield "train.keep_best = true needs periodic evaluations, and train.eval_every = 0; set train.eval_every, such as to 100"
     yield from _recompute_problems(config)

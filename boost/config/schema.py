@@ -183,6 +183,10 @@ class TrainConfig(Section):
     """Steps between checks that all replicas hold the same weights, bit for bit, and only finite ones; also made before the first
     step and before each checkpoint. Reads the weights three times and exchanges 32 bytes per process. 0: never."""
 
+    profile: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    """First and last step of a timeline of every process, such as [10, 13]: run.dir/profile/rank<R>.json, which ui.perfetto.dev
+    shows. Recorded steps are slower. Empty: none."""
+
     log_every: Count = 10
     """Steps between log lines when stdout is not a terminal. metrics.jsonl has every step."""
 

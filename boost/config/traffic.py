@@ -14,7 +14,11 @@ STATISTIC_TERMS = 3
 """bf16 numbers that hold one fp32 number exactly: 3 x 8 bits of significand."""
 
 CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk of the loss, on one process: 32 MiB of fp32, whatever the vocabulary."""
+"""Logits of one chunk of the loss, on one process: 32 MiB of fp32."""
+
+CHUNK_TOKENS = 512
+"""Least tokens of a chunk, whatever the vocabulary. A chunk of N tokens does 6 N operations for each number of the head's gradient,
+which it reads and writes (8 bytes or more): fewer tokens make it slower than the memory of a GPU."""
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of at least this size but for the last: few launches, and a copy of one bucket at a time."""
@@ -72,7 +76,7 @@ def statistic_columns(dtype: str, processes: int) -> int:
 
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens per chunk of logits over `vocabulary` local rows."""
-    return max(CHUNK_ELEMENTS // vocabulary, 1)
+    return max(CHUNK_ELEMENTS // vocabulary, CHUNK_TOKENS)
 
 
 def bucket_lengths(sizes: Sequence[int], full: int | None = None) -> list[int]:

@@ -17,6 +17,7 @@ from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
+from boost.models.up_proj import Begin, is_separate, up_project
 
 
 class LinearGroup(FusedModule):
@@ -82,11 +83,28 @@ class LinearGroup(FusedModule):
         return [linear(h_Tr, b) for h_Tr, b in zip(h, self.outer_weights(h[0].dtype), strict=True)]
 
     def activate_and_project(
-        self, latents: Sequence[Tensor], prev_latents: Latents = ()
+        self, latents: Sequence[Tensor], prev_latents: Latents = (), begin: Begin | None = None
     ) -> tuple[list[Tensor], Latents]:
-        """Latents A x -> B act(A x), one [T, O] a slot, and those that the next block takes."""
+        """Latents A x -> B act(A x), one [T, O] a slot, and those that the next block takes. `begin`: only of private latents."""
+        if self.has_private_latents:
+            return self.scale_act_and_project(latents, None, begin), ()
         h, new_latents = self.activate(latents, prev_latents)
         return self.up_proj(h), new_latents
+
+    @property
+    def has_private_latents(self) -> bool:
+        """Whether latents neither come from the previous block nor go to the next one, so that one node may take them."""
+        return self.latent_gate is None and not self.feeds_next and not is_separate()
+
+    def scale_act_and_project(
+        self, latents: Sequence[Tensor], scale_T1: Tensor | None, begin: Begin | None = None
+    ) -> list[Tensor]:
+        """B act(c u) of private latents, one [T, O] a slot (`boost.models.up_proj`)."""
+        weights, silu = self.outer_weights(None), self.latent_act == "silu"
+        if len(latents) == 1:
+            return up_project(latents[0], scale_T1, silu, weights, begin)
+        each = zip(latents, weights, strict=True)
+        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], begin)]
 
     def take_latents(self, stream: Stream, grouped: bool) -> tuple[Latents, Stream]:
         """The previous block's latents for this group, and the stream without them."""
@@ -120,13 +138,15 @@ class LinearGroup(FusedModule):
         (y_TO,) = self.dense(Saved((hidden,)), grouped=True)
         return y_TO
 
-    def outer_weights(self, dtype: torch.dtype) -> list[Tensor]:
-        """The weights that make this process's heads or channels (B, or W of a dense group), one a slot, in `dtype`."""
+    def outer_weights(self, dtype: torch.dtype | None) -> list[Tensor]:
+        """The weights that make this process's heads or channels (B, or W of a dense group), one a slot, in `dtype` (None: as
+        they are stored)."""
         whole = [
-            (param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else getattr(self, name)).to(dtype)
+            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else getattr(self, name)
             for name in self._outer
             for param_slice in self.slices[name]
         ]
+        whole = whole if dtype is None else [w.to(dtype) for w in whole]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(whole, self._own_heads, strict=True)]
 
     def _store_outer(self, factor: str, parameters: Sequence[Parameter], layout: Layout) -> str:

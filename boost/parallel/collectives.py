@@ -152,15 +152,15 @@ class _Comm(torch.autograd.Function):
     """forward: the forward collective of `comm`, waited for; dgrad: its backward collective, waited for. Shapes: the table."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis) -> Tensor:
-        ctx.comm, ctx.axis = comm, axis
+    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, begun: bool = False) -> Tensor:
+        ctx.comm, ctx.axis, ctx.begun = comm, axis, begun
         y = _forward(comm, x, axis)
         return y if comm.forward is None else wait(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        dx = _backward(ctx.comm, dy, ctx.axis)
-        return dx if ctx.comm.backward is None else wait(dx), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = dy if ctx.begun else _backward(ctx.comm, dy, ctx.axis)
+        return dx if ctx.comm.backward is None else wait(dx), None, None, None
 
 
 class _Start(torch.autograd.Function):
@@ -185,14 +185,14 @@ class _Wait(torch.autograd.Function):
     """forward: waits; dgrad: starts the backward collective of what `_Start` sent. The result is a view of what was started."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis) -> Tensor:
-        ctx.comm, ctx.axis = comm, axis
+    def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis, begun: bool) -> Tensor:
+        ctx.comm, ctx.axis, ctx.begun = comm, axis, begun
         y = started if comm.forward is None else wait(started)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _backward(ctx.comm, dy, ctx.axis), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return dy if ctx.begun else _backward(ctx.comm, dy, ctx.axis), None, None, None, None
 
 
 class InFlight:
@@ -204,15 +204,17 @@ class InFlight:
         self.wait = wait
 
 
-def start(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
-    """Starts a differentiable collective of the table, to be waited for later, in both passes."""
+def start(comm: Comm, x: Tensor, axis: Axis, begun: bool = False) -> InFlight:
+    """Starts a differentiable collective of the table, to be waited for later, in both passes. `begun`: whoever takes the result
+    starts the backward collective itself, and hands the gradient over in flight."""
     sent, started = _Start.apply(x, comm, axis)
-    return InFlight(lambda: _Wait.apply(sent, started, comm, axis))
+    return InFlight(lambda: _Wait.apply(sent, started, comm, axis, begun))
 
 
-def run(comm: Comm, x: Tensor, axis: Axis) -> InFlight:
-    """A differentiable collective of the table, waited for immediately in both passes: one autograd node instead of two."""
-    y = _Comm.apply(x, comm, axis)
+def run(comm: Comm, x: Tensor, axis: Axis, begun: bool = False) -> InFlight:
+    """A differentiable collective of the table, waited for immediately in both passes: one autograd node instead of two.
+    `begun`: as of `start`."""
+    y = _Comm.apply(x, comm, axis, begun)
     return InFlight(lambda: y)
 
 

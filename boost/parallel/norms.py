@@ -13,6 +13,7 @@ from torch import Tensor
 
 from boost.config.traffic import STATISTIC_TERMS
 from boost.models.linear import gemm
+from boost.models.up_proj import is_separate, scaled
 from boost.parallel.collectives import begin_all_reduce, wait
 from boost.parallel.mesh import Axis
 
@@ -27,9 +28,31 @@ def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
     return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
 
 
+class _Scale(torch.autograd.Function):
+    """forward: x [T, D], c [T, 1] -> x c, rounded to x's dtype once; dgrad: dx = c dy, dc = <dy, x>. No collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, c_T1: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, c_T1)
+        return scaled(x_TD, c_T1)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, c_T1 = ctx.saved_tensors
+        dc_T1 = _row_dot(dy_TD, x_TD, c_T1.dtype).unsqueeze(-1) if ctx.needs_input_grad[1] else None
+        return scaled(dy_TD, c_T1) if ctx.needs_input_grad[0] else None, dc_T1
+
+
 def scale(x: Tensor, c_T1: Tensor) -> Tensor:
-    """x * c, rounded to x's dtype once."""
-    return (x * c_T1).to(x.dtype)
+    """Differentiable x c, rounded to x's dtype once."""
+    return _Scale.apply(x, c_T1)
+
+
+def _row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """<x, y> of each row, [T]: products in the operands' dtype, their sum in `dtype`."""
+    if is_separate():
+        return (x * y.to(dtype)).sum(-1)
+    return (x * y).sum(-1, dtype=dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -128,18 +151,20 @@ class _StartSum(torch.autograd.Function):
         du_TR = wait(du_TR)
         u, s_T = _unpacked(started if carrier is None else carrier, ctx.tokens, ctx.axis)
         u_TR = (u if carrier is None else started).view_as(du_TR)
-        product_T = (u_TR * du_TR.to(s_T.dtype)).sum(-1)
+        product_T = _row_dot(u_TR, du_TR, s_T.dtype)
         ds_T = product_T.mul_(inverse_rms(s_T, ctx.width, ctx.eps).squeeze(-1).square_()).mul_(-0.5 / ctx.width)
         return du_TR, ds_T, None, None, None, None
 
 
 class _WaitForSum(torch.autograd.Function):
     """forward: waits for what `_StartSum` started -> (u [T, R], s [T]), summed, views where they can be;
-    dgrad: starts the sum of du over processes, one all-reduce. s has no gradient: `_StartSum` makes it."""
+    dgrad: starts the sum of du over processes, one all-reduce, unless it is `begun`. s has no gradient: `_StartSum` makes it."""
 
     @staticmethod
-    def forward(ctx: Any, u_TR: Tensor, started: Tensor, tokens: int, axis: Axis) -> tuple[Tensor, Tensor | None]:
-        ctx.axis = axis
+    def forward(
+        ctx: Any, u_TR: Tensor, started: Tensor, tokens: int, axis: Axis, begun: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.axis, ctx.begun = axis, begun
         summed = wait(started)
         if not tokens:
             return summed.view_as(u_TR), None
@@ -148,8 +173,8 @@ class _WaitForSum(torch.autograd.Function):
         return u.view_as(u_TR), s_T
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-        return begin_all_reduce(du_TR, ctx.axis), None, None, None
+    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
+        return du_TR if ctx.begun else begin_all_reduce(du_TR, ctx.axis), None, None, None, None
 
 
 class OnlineSum:
@@ -161,9 +186,12 @@ class OnlineSum:
     bits; the others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
     """
 
-    def __init__(self, latents: Sequence[Tensor], s_T: Tensor, axis: Axis, width: int, eps: float) -> None:
-        """`width`, `eps`: of the norm (`inverse_rms`). The latents have to be multiplied by it, and used for nothing else."""
-        self._axis, self._tokens = axis, s_T.numel()
+    def __init__(
+        self, latents: Sequence[Tensor], s_T: Tensor, axis: Axis, width: int, eps: float, begun: bool = False
+    ) -> None:
+        """`width`, `eps`: of the norm (`inverse_rms`). The latents have to be multiplied by it, and used for nothing else.
+        `begun`: whoever takes the sums starts those of their gradients itself."""
+        self._axis, self._tokens, self._begun = axis, s_T.numel(), begun
         self._started: list[tuple[Tensor, Tensor]] = []
         for u_TR in latents:
             carrier = self._started[0][1] if self._started else None
@@ -172,8 +200,8 @@ class OnlineSum:
     def wait(self) -> tuple[Tensor, ...]:
         """(u, s, other latents), summed over processes."""
         (u_TR, started), *others = self._started
-        first = _WaitForSum.apply(u_TR, started, self._tokens, self._axis)
-        return *first, *(_WaitForSum.apply(*each, 0, self._axis)[0] for each in others)
+        first = _WaitForSum.apply(u_TR, started, self._tokens, self._axis, self._begun)
+        return *first, *(_WaitForSum.apply(*each, 0, self._axis, self._begun)[0] for each in others)
 
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:

@@ -136,8 +136,12 @@ def add(x: ShapeTensor, y: Any) -> ShapeTensor:
 
 
 @rule("mul", torch.mul)
-def mul(x: ShapeTensor, y: Any) -> ShapeTensor:
+def mul(x: ShapeTensor, y: Any, out: ShapeTensor | None = None) -> ShapeTensor:
     """x * y; saves each operand that the other's gradient needs."""
+    if out is not None:
+        _require_no_graph("mul", (x, y))
+        out.tape.record_op(STREAM, (out.numel_,), out.dtype, _moved([x, y], out.numel_, out.dtype))
+        return out
     if not isinstance(y, ShapeTensor):
         return record(lambda: _made("mul", [x]), [x], lambda g, s: [_made("mul", [g[0]])])
     for_x, for_y = x.node is not None, y.node is not None
@@ -182,6 +186,13 @@ def silu(x: ShapeTensor, inplace: bool = False) -> ShapeTensor:
     return record(
         lambda: _made("silu", [x], SILU), [x], lambda g, s: [_made("silu_backward", [g[0], s[0]], SILU_BACKWARD)], [x]
     )
+
+
+@rule(torch.ops.aten.silu_backward)
+def silu_backward(dy: ShapeTensor, x: ShapeTensor) -> ShapeTensor:
+    """Outside autograd only."""
+    _require_no_graph("silu_backward", (dy, x))
+    return _made("silu_backward", [dy, x], SILU_BACKWARD)
 
 
 @rule(torch.addcmul)

@@ -319,8 +319,8 @@ class ShapeTensor:
     def addmm_(self, a: "ShapeTensor", b: "ShapeTensor") -> "ShapeTensor":
         return RULES["addmm_"](self, a, b)
 
-    def sum(self, dim: int | None = None) -> "ShapeTensor":
-        return RULES["reduce"](self, dim)
+    def sum(self, dim: int | None = None, dtype: torch.dtype | None = None) -> "ShapeTensor":
+        return RULES["reduce"](self, dim, dtype=dtype)
 
     def logsumexp(self, dim: int) -> "ShapeTensor":
         return RULES["logsumexp"](self, dim)

@@ -1,8 +1,8 @@
 """Predicts the time of an optimizer step on given hardware, by part.
 
-The time of a micro-batch is that of its operations, each by a roofline that depends on the shape, and of its TP collectives.
-These are waited for one by one, or, where a micro-batch runs as two halves, from their start to the wait in the order of the
-trace. A step adds the pipeline bubble, the part of DP collectives that computation does not hide, and the optimizer.
+The time of a micro-batch is that of its operations, each by a roofline that depends on the shape, and that in which they wait for
+TP collectives: the trace says where each is started and waited for, at once or (parallel.overlap) behind other work. A step adds
+the pipeline bubble, the part of DP collectives that computation does not hide, and the optimizer.
 """
 
 from collections import Counter, defaultdict
@@ -172,8 +172,8 @@ class Predictor:
         return [self._pass(config, every[rank :: config.parallel.pp]) for rank in range(config.parallel.pp)]
 
     def lower_bound(self, config: Config) -> float:
-        """A cheap lower bound of `predict` without recomputation: assumes equal stages, and ignores DP collectives, the
-        optimizer, and TP collectives that may be hidden (two halves take no less time to compute than one whole)."""
+        """A cheap lower bound of `predict` without recomputation: assumes equal stages, and ignores DP collectives, TP collectives
+        that may be hidden (two halves take no less time to compute than one whole), and, with a pipeline, the optimizer."""
         parallel, train, model = config.parallel, config.train, config.model
         hides = parallel.overlap != "none"
         if hides:
@@ -189,6 +189,8 @@ class Predictor:
             passes.append((self._per_micro_batch(config, key, self._ends, config, stage), 1))
         total = sum(count * (each.total - hides * each.parts[TENSOR]) for each, count in passes)
         count = train.global_batch // (parallel.dp * train.micro_batch)
+        if parallel.pp == 1:
+            return count * total + self._step_end(config, stages(config))
         if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
@@ -254,21 +256,18 @@ class Predictor:
         return result
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
-        """Operations, and collectives or what of them is exposed, in sequence."""
+        """Operations in sequence, and what they wait for collectives."""
         work = sum((run.work for run in runs), Counter[Work]())
         seconds = busy(work, self._speeds(config))
         sent = self._sums(config, (each for run in runs for each in run.collectives))
-        result = PassTime(calls=work.total())
-        if config.parallel.overlap != "none":
-            result.hidden = sum(sent.values())
-            sent = self._exposed(config, runs)
-            result.hidden -= sum(sent.values())
+        exposed = self._exposed(config, runs)
+        result = PassTime(calls=work.total(), hidden=sum(sent.values()) - sum(exposed.values()))
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
-        result.parts[TENSOR] = sent["tp forward"] + sent["tp backward"]
-        result.forward = seconds["forward"] + sent["tp forward"]
-        result.backward = seconds["recompute"] + seconds["backward"] + sent["tp backward"]
+        result.parts[TENSOR] = exposed["tp forward"] + exposed["tp backward"]
+        result.forward = seconds["forward"] + exposed["tp forward"]
+        result.backward = seconds["recompute"] + seconds["backward"] + exposed["tp backward"]
         result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
         return result
 

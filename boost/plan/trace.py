@@ -20,6 +20,7 @@ from boost.config.traffic import Collective
 from boost.models.attention import Context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream, interleave
+from boost.models.up_proj import is_separate
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.shape_tensor import ShapeTensor, contiguous
@@ -32,7 +33,7 @@ IGNORED_FIELDS = {
     "train": (
         "steps", "seed", "global_batch", "deterministic", "compile", "recompute", "recompute_every", "eval_every",
         "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best", "spike_sigma", "on_spike",
-        "check_replicas_every", "log_every",
+        "check_replicas_every", "log_every", "profile",
     ),
 }  # fmt: skip
 """Fields that do not affect a micro-batch on one TP group; traces are cached without them."""
@@ -227,7 +228,14 @@ def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool],
     """Caches a computation on a configuration; configurations that differ only in IGNORED_FIELDS share the result."""
     model, gathered = config.model, config.parallel.sharded
     _MODELS.setdefault(id(model), model)
-    whole = id(model), gathered, *traced_values(config.parallel, "parallel"), *traced_values(config.train, "train"), key
+    whole = (
+        id(model),
+        gathered,
+        is_separate(),
+        *traced_values(config.parallel, "parallel"),
+        *traced_values(config.train, "train"),
+        key,
+    )
 
     def once(compute: Callable[[Config, bool], Any]) -> Any:
         if whole not in _TRACES:

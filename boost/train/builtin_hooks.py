@@ -13,6 +13,7 @@ from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
 from boost.train.health import HealthMonitor, SpikeDetector
 from boost.train.hooks import BadStep, EvaluationEnd, Hook, SaveEnd, StepEnd, StepStart, TrainStart
+from boost.train.profile import ProfileHook
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer
@@ -33,6 +34,7 @@ def builtin_hooks(config: Config) -> list[Hook]:
         HealthMonitor(SpikeDetector(train.spike_sigma, config.model.vocab_size), train.on_spike == "rollback"),
         PeriodicEvaluation(train.eval_every, train.eval_tokens or None),
         PeriodicCheckpoint(train),
+        *([ProfileHook(*train.profile)] if train.profile else []),
     ]
 
 

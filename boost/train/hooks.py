@@ -18,8 +18,8 @@ from anywhere.
 A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
 
 **Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
-`StoreCheck`, `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`. A given hook therefore sees a step before that step is
-evaluated and saved.
+`StoreCheck`, `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `ProfileHook`. A given hook therefore sees a step before
+that step is evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
 call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. If there are

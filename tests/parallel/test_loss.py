@@ -27,6 +27,7 @@ class Products(TorchDispatchMode):
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 7 * 30)  # seven tokens a chunk
+    monkeypatch.setattr(traffic, "CHUNK_TOKENS", 1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, dtype=torch.double, generator=generator).requires_grad_()
     head = torch.randn(30, 8, dtype=torch.double, generator=generator).requires_grad_()

@@ -160,7 +160,12 @@ def test_work_runs_behind_collectives_in_both_passes(model: Row, parallel: Row) 
     for overlap in ("none", "halves"):
         config = config_of({**model, **WIDE, **rank}, {**parallel, "overlap": overlap}, 2, "float64")
         for shares in run_distributed(2, hidden_share, config):
-            assert max(shares) == 0 if overlap == "none" else min(shares) >= least, shares
+            if overlap == "halves":
+                assert min(shares) >= least, shares
+            elif parallel["layout"] == "btp":  # the gradients of B run behind the sums of the latents' gradients
+                assert shares[0] == 0 and shares[1] >= 0.8, shares
+            else:
+                assert max(shares) == 0, shares
 
 
 def test_the_order_of_two_halves() -> None:

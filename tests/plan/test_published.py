@@ -107,13 +107,14 @@ def test_other_hardware_is_found_out(wrong: Hardware) -> None:
     assert not all(each.holds for each in Comparison(wrong).all())
 
 
-def test_what_only_its_code_sends_slows_boost_down() -> None:
-    """By little, and only where there is TP."""
+def test_the_papers_code_is_slower_than_ours() -> None:
+    """BOOST by what only it sends and by operations that are one here; the dense model not at all."""
     compared = Comparison(A100)
-    for with_it, without in zip(compared.steps(), compared.steps(as_published=False), strict=True):
-        for way in WAYS:
-            added = with_it.seconds[way] / without.seconds[way] - 1
-            assert (0.003 < added < 0.03) if way == "BOOST" and with_it.row.tp > 1 else added == 0
+    for theirs, ours in zip(compared.steps(), compared.steps(as_published=False), strict=True):
+        added = {way: theirs.seconds[way] / ours.seconds[way] - 1 for way in WAYS}
+        # Latents that are kept once are activated again in backward, which costs a per cent where nothing else is saved.
+        assert added["full-rank"] == 0 and abs(added["vanilla"]) < 0.02, added
+        assert 0.01 < added["BOOST"] < 0.25 if theirs.row.tp > 1 else abs(added["BOOST"]) < 0.02, added
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4])

@@ -23,6 +23,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream
 from boost.models.linear import linear
+from boost.models.up_proj import Begin
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.lookup import lookup
@@ -73,9 +74,9 @@ class BaseLayout:
             self._variants[options] = variant
         return self._variants[options]
 
-    def start(self, comm: Comm, x: Tensor) -> InFlight:
-        """Starts a collective over the TP processes."""
-        return (collectives.start if self.options.split else collectives.run)(comm, x, self.axis)
+    def start(self, comm: Comm, x: Tensor, begun: bool = False) -> InFlight:
+        """Starts a collective over the TP processes (`collectives.start`)."""
+        return (collectives.start if self.options.split else collectives.run)(comm, x, self.axis, begun)
 
     def placement(self, role: str) -> Placement:
         return self.spec.placement(role, self.model, self.parallel)
@@ -95,19 +96,24 @@ class BaseLayout:
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
         return collectives.rows_to_features(rows, self.axis)
 
-    def finish_out_proj(self, stream: Stream, latents: InFlight, group: LinearGroup) -> Pending[Stream]:
-        """Waits for the latents of a group that projects back, then its update B act(u) of the residual stream."""
+    def finish_out_proj(
+        self, stream: Stream, latents: InFlight, group: LinearGroup, begin: Begin | None = None
+    ) -> Pending[Stream]:
+        """Waits for the latents of a group that projects back, then its update B act(u) of the residual stream. `begin`: starts
+        the collective of their gradient, which was left to this (`collectives.start`)."""
 
         def finish() -> Stream:
             prev, rest = group.take_latents(stream, grouped=True)
-            (update,), new = self.policy.local(self._activate_and_up, group, latents.wait(), prev)
+            (update,), new = self.policy.local(self._activate_and_up, group, latents.wait(), prev, begin)
             return rest.put(new).add(update)
 
         return Pending(finish)
 
     # A method: torch.compile does not trace a nested function that is annotated with a tuple.
-    def _activate_and_up(self, group: LinearGroup, u_TR: Tensor, prev: Latents) -> tuple[list[Tensor], Latents]:
-        return group.activate_and_project([u_TR], prev)
+    def _activate_and_up(
+        self, group: LinearGroup, u_TR: Tensor, prev: Latents, begin: Begin | None
+    ) -> tuple[list[Tensor], Latents]:
+        return group.activate_and_project([u_TR], prev, begin)
 
 
 class Replicated(BaseLayout):
@@ -142,10 +148,10 @@ class TokenSharded(Replicated):
     to_shards = GATHER
     from_shards = SCATTER_SUM
 
-    def start(self, comm: Comm, x: Tensor) -> InFlight:
+    def start(self, comm: Comm, x: Tensor, begun: bool = False) -> InFlight:
         if self.options.inference:
             comm = {GATHER: SUM_BACKWARD, SCATTER_SUM: SUM_FORWARD}.get(comm, comm)
-        return super().start(comm, x)
+        return super().start(comm, x, begun)
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         return (tokens, self.model.dim) if self.options.inference else super().residual_shape(tokens)

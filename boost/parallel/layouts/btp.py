@@ -15,6 +15,7 @@ from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.linear import linear
+from boost.models.up_proj import Begin
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
@@ -39,17 +40,20 @@ class BTP(BaseLayout):
         first, *others = group.down_weights(group.A, self.grouping)
         u_TR, s_T = project_and_measure(stream.x, first, gamma)
         latents = [u_TR, *(project(stream.x, a_RD, gamma) for a_RD in others)]
-        started = OnlineSum(latents, s_T, self.axis, self.model.dim, self.model.norm_eps)
+        begun = group.has_private_latents
+        started = OnlineSum(latents, s_T, self.axis, self.model.dim, self.model.norm_eps, begun)
         return Pending(lambda: (Saved(started.wait(), prev), rest))
 
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """act, then B of this process's heads or channels."""
-        latents: Sequence[Tensor] = saved.tensors
-        if self.parallel.norm == "online":
-            u_TR, s_T, *others = saved.tensors
-            c_T1 = self._inverse_rms(s_T)
-            latents = [scale(u, c_T1) for u in (u_TR, *others)]
-        return group.activate_and_project(latents, saved.prev_latents)
+        begin = self._begin_of(group)
+        if self.parallel.norm == "sync":
+            return group.activate_and_project(saved.tensors, saved.prev_latents, begin)
+        u_TR, s_T, *others = saved.tensors
+        c_T1, latents = self._inverse_rms(s_T), (u_TR, *others)
+        if group.has_private_latents:
+            return group.scale_act_and_project(latents, c_T1, begin), ()
+        return group.activate_and_project([scale(u, c_T1) for u in latents], saved.prev_latents)
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A of this process's heads or channels, a term of a sum."""
@@ -57,7 +61,8 @@ class BTP(BaseLayout):
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum over processes, then act and B's rows of the residual held here."""
-        return self.finish_out_proj(stream, self.start(SUM_BOTH, partial), group)
+        started = self.start(SUM_BOTH, partial, begun=group.has_private_latents)
+        return self.finish_out_proj(stream, started, group, self._begin_of(group))
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
         """All-gather of the residual once (reduce-scatter backward), then this process's part of the vocabulary."""
@@ -85,12 +90,21 @@ class BTP(BaseLayout):
             return [linear(normed_TD, a_RD) for a_RD in weights]
 
         def latents() -> list[InFlight]:
-            return [self.start(SUM_BOTH, u_TR) for u_TR in self.policy.local(down, x_TD, statistic.wait())]
+            found = self.policy.local(down, x_TD, statistic.wait())
+            return [self.start(SUM_BOTH, u_TR, begun=group.has_private_latents) for u_TR in found]
 
         # Lambdas: torch.compile does not trace a nested function that is annotated with a tuple.
         return Pending(latents).then(
             lambda sums: Pending(lambda: (Saved(tuple(each.wait() for each in sums), prev), rest))
         )
+
+    def _begin_of(self, group: LinearGroup) -> Begin | None:
+        """What starts the sum of the latents' gradient before the weights' gradients are computed; None where other blocks'
+        gradients are added to it first."""
+        return self._begin_sum if group.has_private_latents else None
+
+    def _begin_sum(self, du_TR: Tensor) -> Tensor:
+        return collectives.begin_all_reduce(du_TR, self.axis)
 
     def _inverse_rms(self, s_T: Tensor) -> Tensor:
         return inverse_rms(s_T, self.model.dim, self.model.norm_eps)

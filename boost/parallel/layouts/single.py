@@ -39,8 +39,7 @@ class Single(BaseLayout):
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         if not group.low_rank:
             return group.dense(saved, self.grouping), ()
-        h, new = group.activate(saved.tensors, saved.prev_latents)
-        return group.up_proj(h), new
+        return group.activate_and_project(saved.tensors, saved.prev_latents)
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         return linear(hidden, group.A) if group.low_rank else group.dense_out(hidden)

@@ -1,0 +1,99 @@
+"""What follows the latents of a group, as one node that keeps nothing but them: y_k = B_k act(c u)_k for each slot k.
+
+Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O outputs of a slot held here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from boost.models.linear import gemm
+
+_separate = False
+
+
+@contextmanager
+def separate_operations() -> Iterator[None]:
+    """Scale, activation and B are operations of their own in here, each of which keeps its input: what an implementation without
+    this node does. For predictions of other people's measurements."""
+    global _separate
+    before, _separate = _separate, True
+    try:
+        yield
+    finally:
+        _separate = before
+
+
+def is_separate() -> bool:
+    """Whether `separate_operations` is active."""
+    return _separate
+
+
+Begin = Callable[[Tensor], Tensor]
+"""Starts a collective whose result has the shape of its operand; `wait` must come before the result is used."""
+
+
+class _UpProject(torch.autograd.Function):
+    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns;
+    dgrad: du = c act'(c u) dh, dh_k = dy_k B_k; wgrad: dB_k = dy_k^T h_k. No collective.
+
+    Keeps u and c: c u and h are made again in backward, by element-wise work, and so are the casts of B. c is a constant: whoever
+    sums u over processes makes its gradient of u and du (`boost.parallel.norms.OnlineSum`). `begin` starts the sum of du, which is
+    then in flight while the weights' gradients are computed; the node that made u waits for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, u_TR: Tensor, c_T1: Tensor | None, silu: bool, begin: Begin | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(u_TR, c_T1, *weights)
+        ctx.silu, ctx.begin = silu, begin
+        h_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
+        h_TR = F.silu(h_TR) if silu else h_TR
+        parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
+        return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in zip(parts, weights, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        u_TR, c_T1, *weights = ctx.saved_tensors
+        z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
+        du_TR: Tensor | None = None
+        dw: list[Tensor | None] = [None] * len(weights)
+        # A pipeline may ask for the gradients of inputs and of weights in passes of their own.
+        if ctx.needs_input_grad[0]:
+            dh = [gemm(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)]
+            du_TR = dh[0] if len(dh) == 1 else torch.cat(dh, dim=-1)
+            if ctx.silu:
+                du_TR = torch.ops.aten.silu_backward(du_TR, z_TR)
+            if c_T1 is not None:
+                du_TR = scaled(du_TR, c_T1)
+            if ctx.begin is not None:
+                du_TR = ctx.begin(du_TR)
+        if any(ctx.needs_input_grad[4:]):
+            h_TR = F.silu(z_TR) if ctx.silu else z_TR
+            parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
+            slots = zip(dy, parts, weights, strict=True)
+            dw = [gemm(dy_TO.t(), h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
+        return du_TR, None, None, None, *dw
+
+
+def up_project(
+    u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor], begin: Begin | None = None
+) -> list[Tensor]:
+    """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`, whose ranks add up to R; act is SiLU or
+    nothing. c [T, 1] (None: 1) is rounded with the product only, and has no gradient. `begin` starts the sum of u's gradient,
+    which the node that made u, and nobody else, takes and waits for."""
+    return list(_UpProject.apply(u_TR, c_T1, silu, begin, *weights))
+
+
+def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
+    """x c, rounded to x's dtype once, in one pass; without a gradient."""
+    if x.dtype == c_T1.dtype:
+        return x * c_T1
+    if _separate:
+        return (x * c_T1).to(x.dtype)
+    return torch.mul(x, c_T1, out=torch.empty_like(x))

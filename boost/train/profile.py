@@ -1,0 +1,56 @@
+"""Timeline of some training steps: what each process computes and communicates, as a trace for ui.perfetto.dev."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from boost.train.hooks import Hook, StepEnd, StepStart
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+log = logging.getLogger("boost")
+
+
+class ProfileHook(Hook):
+    """Records the steps from `first` to `last` of every process into run.dir/profile/rank<R>.json (train.profile).
+
+    Such a file has Chrome's trace format: operators and collectives on the CPU, kernels on a GPU. Recorded steps are slower.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._profiler: profile | None = None
+
+    def before_step(self, trainer: "Trainer", event: StepStart) -> None:
+        if event.step == self.first:
+            on_gpu = trainer.mesh.device.type == "cuda"
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+            self._profiler = profile(activities=activities)
+            self._profiler.start()
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        if event.metrics.step == self.last or event.last or event.stopping:
+            self._write(trainer)
+
+    def teardown(self, trainer: "Trainer") -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: "Trainer") -> None:
+        if self._profiler is None:
+            return
+        found, self._profiler = self._profiler, None
+        if trainer.mesh.device.type == "cuda":
+            torch.cuda.synchronize(trainer.mesh.device)
+        found.stop()
+        folder = trainer.run.path / "profile"
+        file = folder / f"rank{trainer.mesh.rank}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            found.export_chrome_trace(str(file))
+        except (OSError, RuntimeError) as error:
+            trainer.warn(f"the timeline of steps {self.first} to {self.last} was not written: {error}")
+        else:
+            log.info("timeline of steps %d to %d: %s (open it in ui.perfetto.dev)", self.first, self.last, file)

@@ -1,0 +1,71 @@
+"""The timeline of some steps: written once, with what ran in them, also where the run ends earlier; a full disk only warns."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from boost.errors import ConfigError
+from boost.train.hooks import Hook, StepEnd
+from boost.train.loop import Trainer
+from tests.distributed import run_distributed
+from tests.train.runs import make_config, make_trainer
+
+
+class StopAfter(Hook):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        if event.metrics.step == self.step:
+            trainer.request_stop("enough")
+
+
+def operations(file: Path) -> list[str]:
+    return [event["name"] for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") == "cpu_op"]
+
+
+def fitted(store: Path, run: Path, *hooks: Hook, profile: list[int]) -> Path:
+    trainer = make_trainer(make_config(store, run, train={"profile": profile, "save_every": 0}), *hooks)
+    trainer.start([])
+    trainer.fit()
+    return run / "profile" / f"rank{trainer.mesh.rank}.json"
+
+
+def test_it_covers_the_steps_asked_for(store: Path, tmp_path: Path) -> None:
+    one, two = (fitted(store, tmp_path / name, profile=[2, last]) for name, last in (("one", 2), ("two", 3)))
+    counts = [operations(file).count("aten::mm") for file in (one, two)]
+    assert counts[1] == 2 * counts[0] > 0
+
+
+def test_it_is_written_where_a_run_stops_earlier(store: Path, tmp_path: Path) -> None:
+    assert operations(fitted(store, tmp_path, StopAfter(2), profile=[2, 5]))
+    assert not (tmp_path / "late").exists()
+    assert not fitted(store, tmp_path / "late", profile=[100, 101]).exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.joinpath("profile").write_text("in the way")
+    assert fitted(store, tmp_path, profile=[2, 2]).parent.read_text() == "in the way"
+    assert "the timeline of steps 2 to 2 was not written" in caplog.text
+
+
+def profiled(store: str, run: str) -> list[str]:
+    trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train={"profile": [2, 2], "save_every": 0}))
+    trainer.start([])
+    trainer.fit()
+    torch.distributed.barrier()
+    return operations(Path(run) / "profile" / f"rank{torch.distributed.get_rank()}.json")
+
+
+def test_collectives_are_in_it(store: Path, tmp_path: Path) -> None:
+    for names in run_distributed(2, profiled, str(store), str(tmp_path)):
+        assert "boost::all_reduce" in names and "_c10d_functional::wait_tensor" in names
+
+
+def test_what_is_no_range_is_refused(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train.profile = \[5, 2\] must be .* nearest valid value: \[2, 5\]"):
+        make_config(store, tmp_path, train={"profile": [5, 2]})
