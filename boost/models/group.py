@@ -83,11 +83,9 @@ class LinearGroup(FusedModule):
         return [linear(h_Tr, b) for h_Tr, b in zip(h, self.outer_weights(h[0].dtype), strict=True)]
 
     def activate_and_project(
-        self, latents: Sequence[Tensor], prev_latents: Latents = (), begin: Begin | None = None
+        self, latents: Sequence[Tensor], prev_latents: Latents = ()
     ) -> tuple[list[Tensor], Latents]:
-        """Latents A x -> B act(A x), one [T, O] a slot, and those that the next block takes. `begin`: only of private latents."""
-        if self.has_private_latents:
-            return self.scale_act_and_project(latents, None, begin), ()
+        """Latents A x -> B act(A x), one [T, O] a slot, and those that the next block takes."""
         h, new_latents = self.activate(latents, prev_latents)
         return self.up_proj(h), new_latents
 
@@ -99,7 +97,7 @@ class LinearGroup(FusedModule):
     def scale_act_and_project(
         self, latents: Sequence[Tensor], scale_T1: Tensor | None, begin: Begin | None = None
     ) -> list[Tensor]:
-        """B act(c u) of private latents, one [T, O] a slot (`boost.models.up_proj`)."""
+        """B act(c u) of private latents, one [T, O] a slot, of which only u is kept (`boost.models.up_proj`)."""
         weights, silu = self.outer_weights(None), self.latent_act == "silu"
         if len(latents) == 1:
             return up_project(latents[0], scale_T1, silu, weights, begin)

@@ -45,7 +45,8 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        inputs = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}  # which is among the outputs
+        inputs = [x for x in _pytree.tree_leaves((args, read)) if isinstance(x, torch.Tensor)]
         outputs = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         stored = {x.untyped_storage()._cdata for x in inputs}
         view = not func._schema.is_mutable and all(x.untyped_storage()._cdata in stored for x in outputs)
@@ -227,7 +228,13 @@ def test_recomputation_is_told_apart_and_stops_before_the_last_product() -> None
 
     none, full, kept = (passes(policy) for policy in ("none", "full-block", "low-rank+attention-output"))
     assert set(none) == {"forward", "backward"}
-    assert all(none[phase] == full[phase] == kept[phase] for phase in none)
+    assert all(none[phase] == kept[phase] for phase in none)
+
+    def products(works: Counter[Work]) -> Counter[Work]:
+        return Counter({work: times for work, times in works.items() if work.kernel == GEMM})
+
+    # Element-wise work differs: what a whole block recomputes, a node that keeps only latents makes again by itself.
+    assert all(products(none[phase]) == products(full[phase]) for phase in none)
     (last,) = (work for work in (none["forward"] - full["recompute"]) if work.kernel == GEMM)
     assert (last.place, last.shape) == ("down", (1, 1024, 256, 64))
     assert not full["recompute"] - none["forward"]

@@ -4,6 +4,7 @@ Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary r
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from boost.config.layouts.spec import (
 )
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.group import LinearGroup
-from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream
+from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, call
 from boost.models.linear import linear
 from boost.models.up_proj import Begin
 from boost.parallel import collectives
@@ -104,16 +105,26 @@ class BaseLayout:
 
         def finish() -> Stream:
             prev, rest = group.take_latents(stream, grouped=True)
-            (update,), new = self.policy.local(self._activate_and_up, group, latents.wait(), prev, begin)
+            (update,), new = self.up_segment(group, [latents.wait()], prev, begin)
             return rest.put(new).add(update)
 
         return Pending(finish)
 
-    # A method: torch.compile does not trace a nested function that is annotated with a tuple.
-    def _activate_and_up(
-        self, group: LinearGroup, u_TR: Tensor, prev: Latents, begin: Begin | None
+    def keeps_latents_only(self, group: LinearGroup) -> bool:
+        """Whether act and B of a group are one node, which keeps nothing but the latents. Not where a whole block is recomputed:
+        that stops before its last GEMM only if this is a node of its own."""
+        return group.has_private_latents and self.policy.block is call
+
+    def up_segment(
+        self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents = (), begin: Begin | None = None
     ) -> tuple[list[Tensor], Latents]:
-        return group.activate_and_project([u_TR], prev, begin)
+        """act and B of latents as a segment of its own: (one [T, O] a slot, latents for the next block)."""
+        if self.keeps_latents_only(group):
+            return group.scale_act_and_project(latents, None, begin), ()
+        found: tuple[list[Tensor], Latents] = self.policy.local(
+            lambda prev, *u: group.activate_and_project(u, prev), prev, *latents
+        )
+        return found
 
 
 class Replicated(BaseLayout):

@@ -40,20 +40,20 @@ class BTP(BaseLayout):
         first, *others = group.down_weights(group.A, self.grouping)
         u_TR, s_T = project_and_measure(stream.x, first, gamma)
         latents = [u_TR, *(project(stream.x, a_RD, gamma) for a_RD in others)]
-        begun = group.has_private_latents
+        begun = self.keeps_latents_only(group)
         started = OnlineSum(latents, s_T, self.axis, self.model.dim, self.model.norm_eps, begun)
         return Pending(lambda: (Saved(started.wait(), prev), rest))
 
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """act, then B of this process's heads or channels."""
-        begin = self._begin_of(group)
-        if self.parallel.norm == "sync":
-            return group.activate_and_project(saved.tensors, saved.prev_latents, begin)
-        u_TR, s_T, *others = saved.tensors
-        c_T1, latents = self._inverse_rms(s_T), (u_TR, *others)
-        if group.has_private_latents:
-            return group.scale_act_and_project(latents, c_T1, begin), ()
-        return group.activate_and_project([scale(u, c_T1) for u in latents], saved.prev_latents)
+        latents, c_T1 = saved.tensors, None
+        if self.parallel.norm == "online":
+            u_TR, s_T, *others = saved.tensors
+            latents, c_T1 = (u_TR, *others), self._inverse_rms(s_T)
+        if self.keeps_latents_only(group):
+            return group.scale_act_and_project(latents, c_T1, self._begin_of(group)), ()
+        scaled = latents if c_T1 is None else [scale(u, c_T1) for u in latents]
+        return group.activate_and_project(scaled, saved.prev_latents)
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
         """A of this process's heads or channels, a term of a sum."""
@@ -61,7 +61,7 @@ class BTP(BaseLayout):
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum over processes, then act and B's rows of the residual held here."""
-        started = self.start(SUM_BOTH, partial, begun=group.has_private_latents)
+        started = self.start(SUM_BOTH, partial, begun=self.keeps_latents_only(group))
         return self.finish_out_proj(stream, started, group, self._begin_of(group))
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
@@ -91,7 +91,7 @@ class BTP(BaseLayout):
 
         def latents() -> list[InFlight]:
             found = self.policy.local(down, x_TD, statistic.wait())
-            return [self.start(SUM_BOTH, u_TR, begun=group.has_private_latents) for u_TR in found]
+            return [self.start(SUM_BOTH, u_TR, begun=self.keeps_latents_only(group)) for u_TR in found]
 
         # Lambdas: torch.compile does not trace a nested function that is annotated with a tuple.
         return Pending(latents).then(
@@ -101,7 +101,7 @@ class BTP(BaseLayout):
     def _begin_of(self, group: LinearGroup) -> Begin | None:
         """What starts the sum of the latents' gradient before the weights' gradients are computed; None where other blocks'
         gradients are added to it first."""
-        return self._begin_sum if group.has_private_latents else None
+        return self._begin_sum if self.keeps_latents_only(group) else None
 
     def _begin_sum(self, du_TR: Tensor) -> Tensor:
         return collectives.begin_all_reduce(du_TR, self.axis)

@@ -39,6 +39,8 @@ class Single(BaseLayout):
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         if not group.low_rank:
             return group.dense(saved, self.grouping), ()
+        if self.keeps_latents_only(group):
+            return group.scale_act_and_project(saved.tensors, None), ()
         return group.activate_and_project(saved.tensors, saved.prev_latents)
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:

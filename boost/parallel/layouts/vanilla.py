@@ -102,7 +102,7 @@ class Vanilla(Replicated):
         over all of each."""
         gate = group.latent_gate
         if gate is None:
-            outputs, new = self.policy.local(lambda *u: group.activate_and_project(u), *latents)
+            outputs, new = self.up_segment(group, latents)
             return outputs, stream.put(new)
         prev, stream = group.take_latents(stream, grouped)
         slots = gate.slots_of(latents)
