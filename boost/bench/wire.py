@@ -258,7 +258,7 @@ def _collective_table(facts: Facts, rates: Sequence[float | None]) -> Table:
 
 def _draw(facts: Facts, path: Path) -> None:
     plot = pyplot()
-    figure, axis = plot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axis = plot.subplots(figsize=(8, 4), layout="constrained")
     rates = [rate for rate in _rates(facts) if rate]
     colors: dict[str, str] = {}
     for name in _names(facts):
@@ -268,9 +268,11 @@ def _draw(facts: Facts, path: Path) -> None:
         axis.plot(rates, medians, "o-" if name == layout else "o--", color=color, label=name)
     for name, rate in facts["marked"].items():
         axis.axvline(rate, color="grey", linestyle=":")
-        axis.annotate(f" {name}", (rate, axis.get_ylim()[1]), va="top")
+        axis.annotate(f"{name} ", (rate, 0), (0, 4), textcoords="offset points", ha="right")
     axis.set(xscale="log", xlabel="wire, Mbit/s", ylabel="seconds per step", ylim=(0, None))
-    axis.legend()
+    axis.set_xticks(rates, [f"{rate:,g}" for rate in rates])
+    axis.minorticks_off()
+    axis.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     tidy(axis)
     write(figure, path)
 

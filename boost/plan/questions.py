@@ -128,7 +128,15 @@ def _by_policy(request: Request, grow: Grow, tick: Tick | None, most: int = MAX_
 
 
 def _smallest_configs(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Config]:
-    """Each mesh, layout and sharding under 1F1B, with each of these policies in every block."""
+    """Each mesh, layout and sharding under 1F1B, with each of these policies in every block, and without overlap: halves need
+    even micro-batches, and hold about as much."""
+    if "parallel.overlap" not in request.fixed:
+        parallel = request.base.parallel.model_copy(update={"overlap": "none"})
+        request = replace(
+            request,
+            base=request.base.model_copy(update={"parallel": parallel}),
+            fixed=request.fixed | {"parallel.overlap"},
+        )
     variants = Variants(request)
     for parallel in structures(request):
         if parallel.schedule == "1f1b" or "parallel.schedule" in request.fixed:

@@ -7,7 +7,7 @@ the pipeline bubble, the part of DP collectives that computation does not hide, 
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
@@ -72,6 +72,8 @@ class PassTime:
     """Operations that the host launches."""
     hidden: float = 0.0
     """Of TP collectives, overlapped with computation."""
+    sent: tuple[float, float] = (0.0, 0.0)
+    """Of TP collectives, exposed, in the forward and in the backward pass; part of them."""
 
     @property
     def total(self) -> float:
@@ -87,6 +89,7 @@ class PassTime:
         self.weight_gradients += times * other.weight_gradients
         self.calls += times * other.calls
         self.hidden += times * other.hidden
+        self.sent = self.sent[0] + times * other.sent[0], self.sent[1] + times * other.sent[1]
 
     def wait(self, seconds: float) -> None:
         """Adds time waiting for the host, a third of it in the forward pass."""
@@ -168,32 +171,46 @@ class Predictor:
 
     def passes(self, config: Config) -> list[PassTime]:
         """One micro-batch on each pipeline rank."""
-        every = stages(config)
-        return [self._pass(config, every[rank :: config.parallel.pp]) for rank in range(config.parallel.pp)]
+        every, pp = stages(config), config.parallel.pp
+        return [self._cached_pass(config, every[rank::pp]) for rank in range(pp)]
+
+    def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
+        train = config.train
+        key = "pass", held, train.recompute, train.recompute_every
+        found: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
+        return found
 
     def lower_bound(self, config: Config) -> float:
-        """A cheap lower bound of `predict` without recomputation: assumes equal stages, and ignores DP collectives, TP collectives
-        that may be hidden (two halves take no less time to compute than one whole), and, with a pipeline, the optimizer."""
-        parallel, train, model = config.parallel, config.train, config.model
+        """A cheap lower bound of `predict` without recomputation: of halves without any TP collective, since both take no less
+        time to compute than one whole; with a pipeline for equal stages, without DP collectives and the optimizer."""
+        parallel, train = config.parallel, config.train
         hides = parallel.overlap != "none"
         if hides:
             config = config.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "none"})})
-        kinds = self._per_step(config, "kinds", lambda: kinds_of_blocks(model, range(model.layers)))
-        passes = [
-            (self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)
-            for layer, count in kinds.items()
-        ]
-        ends = (Stage(0, 2), Stage(1, 2)) if parallel.pp > 1 else (Stage(),)
-        for stage in ends:
-            key = (stage.has_embedding, stage.has_head)
-            passes.append((self._per_micro_batch(config, key, self._ends, config, stage), 1))
-        total = sum(count * (each.total - hides * each.parts[TENSOR]) for each, count in passes)
-        count = train.global_batch // (parallel.dp * train.micro_batch)
         if parallel.pp == 1:
-            return count * total + self._step_end(config, stages(config))
+            held = stages(config)
+            worst = self._cached_pass(config, held)
+            if hides:
+                worst = replace(worst, forward=worst.forward - worst.sent[0], backward=worst.backward - worst.sent[1])
+            count = train.global_batch // (parallel.dp * train.micro_batch)
+            exposed, _ = self._replicas(config, held, worst, count)
+            return count * worst.total + exposed + self._step_end(config, held) + self.hardware.step_ms * 1e-3
+        whole: PassTime = self._per_micro_batch(config, "blocks and ends", self._blocks_and_ends, config)
+        total = whole.total - hides * sum(whole.sent)
+        count = train.global_batch // (parallel.dp * train.micro_batch)
         if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
             return count * total / parallel.pp
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
+
+    def _blocks_and_ends(self, config: Config) -> PassTime:
+        """The whole model without recomputation, as if no stage waited for another."""
+        result = PassTime()
+        for layer, count in kinds_of_blocks(config.model, range(config.model.layers)).items():
+            result.add(self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)
+        for stage in (Stage(0, 2), Stage(1, 2)):
+            key = (stage.has_embedding, stage.has_head)
+            result.add(self._per_micro_batch(config, key, self._ends, config, stage), 1)
+        return result
 
     def _lone_stage_ratio(self, config: Config) -> float:
         """Time of a stage while the others wait, relative to its time while all are busy: CPU cores share memory and clocks."""
@@ -265,7 +282,8 @@ class Predictor:
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
-        result.parts[TENSOR] = exposed["tp forward"] + exposed["tp backward"]
+        result.sent = exposed["tp forward"], exposed["tp backward"]
+        result.parts[TENSOR] = sum(result.sent)
         result.forward = seconds["forward"] + exposed["tp forward"]
         result.backward = seconds["recompute"] + seconds["backward"] + exposed["tp backward"]
         result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
