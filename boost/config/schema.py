@@ -96,6 +96,11 @@ class ParallelConfig(Tagged):
         return self.shard != "none" and (self.dp > 1 or (self.shard_outer and self.tp > 1))
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed in passes of their own (zero bubble)."""
+        return self.pp > 1 and self.schedule == "zero-bubble"
+
+    @property
     def axes(self) -> dict[str, int]:
         """Mesh axes and their sizes, outermost first: TP is innermost, so that it stays within a node."""
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp}

@@ -23,6 +23,12 @@ which it reads and writes (8 bytes or more): fewer tokens make it slower than th
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of at least this size but for the last: few launches, and a copy of one bucket at a time."""
 
+BUCKETS = 8
+"""About so many buckets, of at least LEAST_BUCKET_BYTES, where gradients do not fill as many of BUCKET_BYTES: all but the last are
+reduced behind the backward pass."""
+
+LEAST_BUCKET_BYTES = 2**20
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -79,10 +85,15 @@ def chunk_tokens(vocabulary: int) -> int:
     return max(CHUNK_ELEMENTS // vocabulary, CHUNK_TOKENS)
 
 
+def bucket_bytes(total: int) -> int:
+    """Bytes of a bucket that takes no more, of `total` bytes of gradients."""
+    return min(BUCKET_BYTES, max(total // BUCKETS, LEAST_BUCKET_BYTES))
+
+
 def bucket_lengths(sizes: Sequence[int], full: int | None = None) -> list[int]:
     """How many of the tensors of `sizes` bytes, in order, share each bucket. `full`: bytes of a bucket that takes no more,
-    BUCKET_BYTES unless said."""
-    full = BUCKET_BYTES if full is None else full
+    `bucket_bytes` unless said."""
+    full = bucket_bytes(sum(sizes)) if full is None else full
     lengths: list[int] = []
     filled = full
     for size in sizes:

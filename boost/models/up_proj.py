@@ -52,10 +52,7 @@ class _UpProject(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(u_TR, c_T1, *weights)
         ctx.silu, ctx.begin = silu, begin
-        h_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
-        h_TR = F.silu(h_TR) if silu else h_TR
-        parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
-        return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in zip(parts, weights, strict=True))
+        return _projected(u_TR, c_T1, silu, weights)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -63,7 +60,6 @@ class _UpProject(torch.autograd.Function):
         z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
         du_TR: Tensor | None = None
         dw: list[Tensor | None] = [None] * len(weights)
-        # A pipeline may ask for the gradients of inputs and of weights in passes of their own.
         if ctx.needs_input_grad[0]:
             dh = [gemm(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)]
             du_TR = dh[0] if len(dh) == 1 else torch.cat(dh, dim=-1)
@@ -87,7 +83,16 @@ def up_project(
     """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`, whose ranks add up to R; act is SiLU or
     nothing. c [T, 1] (None: 1) is rounded with the product only, and has no gradient. `begin` starts the sum of u's gradient,
     which the node that made u, and nobody else, takes and waits for."""
+    if not torch.is_grad_enabled():  # torch.compile does not inline a node with a variable number of operands
+        return list(_projected(u_TR, c_T1, silu, weights))
     return list(_UpProject.apply(u_TR, c_T1, silu, begin, *weights))
+
+
+def _projected(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    h_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
+    h_TR = F.silu(h_TR) if silu else h_TR
+    parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
+    return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in zip(parts, weights, strict=True))
 
 
 def scaled(x: Tensor, c_T1: Tensor) -> Tensor:

@@ -365,7 +365,7 @@ class Predictor:
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
         # How groups are spread over nodes, and the number of processes per node.
         places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
-        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places)
+        shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places, p.splits_backward)
         return self._lookup(config, (shared, key), function, arguments)
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:

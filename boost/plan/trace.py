@@ -232,6 +232,7 @@ def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool],
         id(model),
         gathered,
         is_separate(),
+        config.parallel.splits_backward,
         *traced_values(config.parallel, "parallel"),
         *traced_values(config.train, "train"),
         key,
@@ -268,12 +269,14 @@ def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any
 
 
 def without_ignored(config: Config) -> Config:
-    """The configuration with IGNORED_FIELDS at their defaults."""
+    """The configuration with IGNORED_FIELDS at their defaults, but for zero bubble as such."""
     changes = {}
     for name, fields in IGNORED_FIELDS.items():
         section = getattr(config, name)
         usual = type(section)()
         changes[name] = section.model_copy(update={field: getattr(usual, field) for field in fields})
+    if config.parallel.splits_backward:
+        changes["parallel"] = changes["parallel"].model_copy(update={"pp": 2, "schedule": config.parallel.schedule})
     return config.model_copy(update=changes)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boost.config import load
-from boost.config.traffic import BUCKET_BYTES, Collective, bucket_lengths
+from boost.config.traffic import BUCKET_BYTES, Collective, bucket_bytes, bucket_lengths
 from boost.plan.collectives import micro_batch_collectives, step_collectives
 
 
@@ -24,8 +24,14 @@ def test_buckets_hold_everything_in_order_and_are_no_smaller_than_needed(sizes: 
     for length in lengths:
         buckets.append(rest[:length])
         rest = rest[length:]
-    assert all(sum(bucket) >= BUCKET_BYTES for bucket in buckets[:-1])
-    assert all(sum(bucket[:-1]) < BUCKET_BYTES for bucket in buckets)
+    full = bucket_bytes(sum(sizes))
+    assert all(sum(bucket) >= full for bucket in buckets[:-1])
+    assert all(sum(bucket[:-1]) < full for bucket in buckets)
+
+
+def test_a_small_model_has_several_buckets_too() -> None:
+    assert bucket_bytes(10**12) == BUCKET_BYTES and bucket_bytes(1000) == 2**20
+    assert len(bucket_lengths([2**20] * 32)) == 8
 
 
 @pytest.mark.parametrize("norm", ["online", "sync"])

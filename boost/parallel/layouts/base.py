@@ -112,8 +112,9 @@ class BaseLayout:
 
     def keeps_latents_only(self, group: LinearGroup) -> bool:
         """Whether act and B of a group are one node, which keeps nothing but the latents. Not where a whole block is recomputed:
-        that stops before its last GEMM only if this is a node of its own."""
-        return group.has_private_latents and self.policy.block is call
+        that stops before its last GEMM only if this is a node of its own. Nor under zero bubble: a hand-written node computes all
+        of its gradients in both backward passes, and would send twice."""
+        return group.has_private_latents and self.policy.block is call and not self.parallel.splits_backward
 
     def up_segment(
         self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents = (), begin: Begin | None = None
