@@ -222,7 +222,7 @@ def test_a_pipeline_holds_what_its_order_has_in_flight() -> None:
             "boost-13b", ["--parallel.pp", "4", "--train.global_batch", "64", "--parallel.schedule", schedule]
         )
         held[schedule] = [peak(config, rank).by_category["latents"] for rank in range(4)]
-    # At the peak, the first block that went backward has let go of its latents: one of ten, of one micro-batch in three.
+    # At the peak, the first block that went backward has released its latents: one of ten, of one micro-batch in three.
     assert held["gpipe"][1] == pytest.approx(64 / 3 * held["1f1b"][1], rel=0.05)
     assert sorted(held["1f1b"], reverse=True) == held["1f1b"]
 
