@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 1 << 23
 
 CHUNK_TOKENS = 512
 """Least tokens of a chunk, whatever the vocabulary. A chunk of N tokens does 6 N operations for each number of the head's gradient,
-which it reads and writes (8 bytes or more): fewer tokens make it slower than the memory of a GPU."""
+which it reads and writes (8 bytes or more): with fewer tokens a GPU waits for its memory."""
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in buckets of at least this size but for the last: few launches, and a copy of one bucket at a time."""

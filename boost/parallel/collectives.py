@@ -5,15 +5,15 @@ Built on functional collectives (in-place ones give silently wrong gradients und
 Legend: p processes of the group; n rows of this process, D width. Bytes are what one process sends: 2N(p-1)/p for an all-reduce
 of N bytes, N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and an all-to-all of N bytes (local size).
 
-| function | forward | backward | for |
+| collective | forward | backward | for |
 |---|---|---|---|
-| `sum_forward` | all-reduce | identity | partial sums whose result every process uses alike: dy is complete and equal |
-| `sum_backward` | identity | all-reduce | a replicated tensor of which every process uses a different shard of what follows |
-| `sum_both` | all-reduce | all-reduce | a partial sum of which every process then uses its own share |
-| `gather` | all-gather [n, D] -> [p n, D] | reduce-scatter | shards that all need whole, each for a different share |
-| `gather_replicated` | all-gather [n, D] -> [p n, D] | own rows | shards that all need whole and use alike |
-| `scatter_sum` | reduce-scatter [p n, D] -> [n, D] | all-gather | partial sums of which each continues with its own rows |
-| `exchange` | all-to-all [p n, D] -> [p n, D] | all-to-all | rows for every process against rows from every process |
+| `SUM_FORWARD` | all-reduce | identity | partial sums whose result every process uses alike: dy is complete and equal |
+| `SUM_BACKWARD` | identity | all-reduce | a replicated tensor of which every process uses a different shard of what follows |
+| `SUM_BOTH` | all-reduce | all-reduce | a partial sum of which every process then uses its own share |
+| `GATHER` | all-gather [n, D] -> [p n, D] | reduce-scatter | shards that all need whole, each for a different share |
+| `GATHER_REPLICATED` | all-gather [n, D] -> [p n, D] | own rows | shards that all need whole and use alike |
+| `SCATTER_SUM` | reduce-scatter [p n, D] -> [n, D] | all-gather | partial sums of which each continues with its own rows |
+| `EXCHANGE` | all-to-all [p n, D] -> [p n, D] | all-to-all | rows for every process against rows from every process |
 
 Each is also a pair, `start(SUM_FORWARD, x, axis)` and `InFlight.wait()`, with local work in between. In the backward pass the
 gradient of `wait` starts the gradient's collective, and the gradient of `start` waits for it: autograd runs nodes in the
@@ -28,13 +28,9 @@ from torch import Tensor
 
 import boost.parallel.exchange  # noqa: F401  defines torch.ops.boost
 from boost.config.layouts.spec import (
-    EXCHANGE,
     GATHER,
-    GATHER_REPLICATED,
-    SCATTER_SUM,
     SUM_BACKWARD,
     SUM_BOTH,
-    SUM_FORWARD,
     Comm,
 )
 from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
@@ -218,11 +214,6 @@ def run(comm: Comm, x: Tensor, axis: Axis, begun: bool = False) -> InFlight:
     return InFlight(lambda: y)
 
 
-def sum_forward(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: all-reduce forward, identity backward."""
-    return _Comm.apply(x, SUM_FORWARD, axis)
-
-
 def sum_backward(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: identity forward, all-reduce backward."""
     return _Comm.apply(x, SUM_BACKWARD, axis)
@@ -236,21 +227,6 @@ def sum_both(x: Tensor, axis: Axis) -> Tensor:
 def gather(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: [n, D] of every process stacked to [p n, D]; reduce-scatter of partial gradients backward."""
     return _Comm.apply(x, GATHER, axis)
-
-
-def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: [n, D] of every process stacked to [p n, D]; own rows of a complete gradient backward."""
-    return _Comm.apply(x, GATHER_REPLICATED, axis)
-
-
-def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: own rows [n, D] of the sum of [p n, D]; all-gather of the gradient backward."""
-    return _Comm.apply(x, SCATTER_SUM, axis)
-
-
-def exchange(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: [p n, D], the j-th n rows to process j, for the j-th n rows from process j; the same backward."""
-    return _Comm.apply(x, EXCHANGE, axis)
 
 
 def rows_to_features(x: Tensor, axis: Axis) -> Tensor:

@@ -156,7 +156,7 @@ def block_ops(config: Config, layer: int, policy: RecomputeName, fused_norm: boo
 
     def compute(bare: Config, gathered: bool) -> PassOps:
         small, large = (trace_block(with_micro_batch(config, n), layer, policy, fused_norm) for n in traced)
-        return _scaled(small, large, micro_batch // traced[0]) or trace_block(config, layer, policy, fused_norm)
+        return _scaled(small, large, traced, micro_batch) or trace_block(config, layer, policy, fused_norm)
 
     found: PassOps = cached_trace(config, ("ops", layer, policy, fused_norm))(compute)
     return found
@@ -187,16 +187,16 @@ def with_micro_batch(config: Config, micro_batch: int) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
 
 
-def _scaled(small: TracedPass, large: TracedPass, times: int) -> PassOps | None:
-    """Extrapolates two traces to `times` the smaller micro-batch; None if they differ in more than proportional sizes."""
-    low, high = TRACED_MICRO_BATCHES
+def _scaled(small: TracedPass, large: TracedPass, traced: tuple[int, ...], micro_batch: int) -> PassOps | None:
+    """Extrapolates traces of two micro-batches to another one; None if they differ in more than proportional sizes."""
+    low, high = traced
     if len(small.log) != len(large.log) or small.flights != large.flights:
         return None
 
     def scaled(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
         if len(a) != len(b) or any(y != x and y * low != x * high for x, y in zip(a, b, strict=True)):
             return None
-        return tuple(x if x == y else x * times for x, y in zip(a, b, strict=True))
+        return tuple(x if x == y else x * micro_batch // low for x, y in zip(a, b, strict=True))
 
     log, collectives = list[Operation](), list[Collective]()
     for of_small, of_large in zip(small.log, large.log, strict=True):

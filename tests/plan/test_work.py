@@ -176,6 +176,16 @@ def test_two_micro_batches_tell_the_operations_of_all_others(case: str, fused_no
             assert derived.collectives == traced.collectives
 
 
+@pytest.mark.parametrize("overlap", ["none", "halves"])
+def test_a_micro_batch_that_is_no_multiple_of_the_traced_ones(overlap: str) -> None:
+    config = configuration(COLA, {"layout": "btp", "overlap": overlap}, {})
+    for micro_batch in (10, 14) if overlap == "halves" else (5, 7):
+        other = with_micro_batch(config, micro_batch)
+        derived, traced = block_ops(other, 0, "none"), trace_block(other, 0, "none")
+        assert not isinstance(derived, TracedPass), "derived, not traced"
+        assert (derived.work, derived.collectives, derived.flights) == (traced.work, traced.collectives, traced.flights)
+
+
 def test_what_does_not_grow_with_the_micro_batch_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_micro_batch(configuration(COLA, {"layout": "btp"}, {}), 8)
     monkeypatch.setattr("boost.plan.trace.TRACED_MICRO_BATCHES", (2, 3))

@@ -37,7 +37,7 @@ PARTIAL = Placement(partial=True)
 class Comm:
     """One differentiable collective: its kind forward and backward; None for no communication.
 
-    The runtime's function of the same name in lower case is in `boost.parallel.collectives`.
+    `boost.parallel.collectives` says what each of the constants below does, and runs it.
     """
 
     forward: str | None
