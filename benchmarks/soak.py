@@ -94,9 +94,7 @@ def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_
     before = last_saved(run)
     process = start(args, run)
     time.sleep(after_s)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid), "-f", "multiprocessing.spawn"], capture_output=True, text=True
-    )
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     workers = [int(pid) for pid in children.stdout.split()]
     victim = chance.choice(["launcher", "one", "one", "all"])
     number = chance.choice([signal.SIGKILL] * 5 + [signal.SIGTERM])
@@ -112,7 +110,7 @@ def one_round(args: argparse.Namespace, run: Path, chance: random.Random, after_
     out, err = process.communicate()
     ended_s = time.monotonic() - begin
     for pid in workers:  # of a launcher that was killed: they save, or give up, by themselves
-        while Path(f"/proc/{pid}/cmdline").exists() and b"spawn" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        while Path(f"/proc/{pid}/cmdline").exists() and b"boost" in Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.05)
     if "Traceback" in out + err:
         raise SystemExit(f"soak: a traceback:\n{out}\n{err}")

@@ -82,14 +82,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request: StopRequest) -> int:
+    import torch
+
     from boost.data.fit import open_fitting_store
     from boost.train.checkpoint import fallback_folder
     from boost.train.console import progress
+    from boost.train.launch import can_fork, launch, under_torchrun
     from boost.train.metrics import tracker_modules
     from boost.train.resume import check_start, require_nothing_lost, resume_candidates
     from boost.train.run_lock import require_unlocked
     from boost.train.rundir import RunDirectory
 
+    launches = config.parallel.world_size > 1 and not under_torchrun()
+    if launches:
+        torch.set_num_threads(1)  # for `launch`, which forks
     # Checked here, because processes take seconds to start.
     run = RunDirectory(config.run.dir)
     require_unlocked(run.path)
@@ -103,18 +109,19 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         check_start(args.start_from, config, store)
 
     from boost.parallel.capabilities import require_torch
-    from boost.train.launch import launch, under_torchrun
     from boost.train.run import train_process
 
     require_torch(config.parallel)
 
     work = (config, args.resume, args.start_from, faults, args.restart)
-    if under_torchrun() or config.parallel.world_size == 1:
+    if not launches:
         return train_process(*work)
     if request.requested:
         print(f"stopped by {request.name} in start-up, before any step; nothing is lost")
         return 0
-    return launch(train_process, work, config.parallel.world_size, log_dir=run.logs, holds_signals=True)
+    return launch(
+        train_process, work, config.parallel.world_size, log_dir=run.logs, holds_signals=True, forks=can_fork()
+    )
 
 
 def _config(args: argparse.Namespace) -> Config:

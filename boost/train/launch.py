@@ -1,15 +1,16 @@
-"""Local processes without torchrun: spawned, watched, and ended together, with a one-line error for a failure.
+"""Local processes without torchrun: started, watched, and ended together, with a one-line error for a failure.
 
-The parent starts the processes, forwards signals to them and waits; each runs `entry` and, if that fails, writes a report
+The parent starts the processes (forked if no GPU can be involved, see `can_fork`, otherwise spawned), forwards signals to them and waits; each runs `entry` and, if that fails, writes a report
 into a shared folder. The parent finds the root cause from the reports and exit codes and prints it. Against torch's elastic
 agent, which opens two TCP stores on all interfaces and unpickles what it finds there, this one has no restarts and no second
 machine, and knows which process hangs.
 
-Signals are blocked while a process starts (a spawned process inherits the mask), so that a Ctrl-C in those seconds neither
+Signals are blocked while a process starts (which inherits the mask), so that a Ctrl-C in those seconds neither
 prints tracebacks nor is lost.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 from boost import errors
 from boost.errors import BoostError, ConfigError, TrainingError
@@ -53,6 +56,14 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def can_fork() -> bool:
+    """Whether processes of a run can be forked: they start in milliseconds and share the memory of imported modules.
+
+    Only on Linux and with a torch that knows no GPU, whose drivers do not survive a fork.
+    """
+    return sys.platform == "linux" and not torch.backends.cuda.is_built()
+
+
 def launch(
     entry: Callable[..., int],
     args: tuple[Any, ...],
@@ -60,6 +71,7 @@ def launch(
     log_dir: Path | None,
     orphan_grace_s: float = ORPHAN_GRACE_S,
     holds_signals: bool = False,
+    forks: bool = False,
 ) -> int:
     """Runs `entry(*args)` in `nproc` local processes and returns the first exit code that is not 0, else 0.
 
@@ -67,6 +79,9 @@ def launch(
     others is appended to log_dir/rank{r}.out (without `log_dir` they share the terminal). The stop signals and SIGUSR2 are
     forwarded, and the processes decide when to exit; with `holds_signals` they wait in each process until `entry` opens a
     StopRequest, so that none is lost while it starts. A second Ctrl-C ends the processes. Must be called on the main thread.
+
+    `forks`: forks the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one
+    thread only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
     Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its
     connections; KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it
@@ -76,8 +91,8 @@ def launch(
         raise ConfigError(f"--nproc = {nproc} is not a number of processes; smallest valid value: 1")
     with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder:
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
-        with _omp_threads(nproc), _forward_signals(spec) as signals:
-            failed = _run(spec, signals)
+        with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
+            failed = _run(spec, signals, "fork" if forks else "spawn")
         if failed:
             return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)
         codes = [int((spec.folder / f"code{rank}").read_text(encoding="ascii")) for rank in range(nproc)]
@@ -89,15 +104,16 @@ class _Signals:
     """What the launcher has received, and whom it forwards to."""
 
     received: list[int] = field(default_factory=list)
-    processes: list[SpawnProcess] = field(default_factory=list)
+    processes: list[BaseProcess] = field(default_factory=list)
     interrupted_at: float | None = None
     aborted: bool = False
     """Whether a second Ctrl-C asked to end the processes."""
 
 
-def _run(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
+def _run(spec: LaunchSpec, signals: _Signals, method: str) -> dict[int, int]:
     """Starts the processes and waits until all have ended. Returns the exit codes by rank of those that failed by themselves."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(method)
+    gc.freeze()  # otherwise each forked process copies every object at its first collection
     try:
         for rank in range(spec.nproc):
             process = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
@@ -138,7 +154,7 @@ def _grace(spec: LaunchSpec, codes: Mapping[int, int | None]) -> float:
     return SAVING_GRACE_S if any(codes[rank] is None for rank in saving) else FAILURE_GRACE_S
 
 
-def _ask_for_stacks(processes: Sequence[SpawnProcess]) -> None:
+def _ask_for_stacks(processes: Sequence[BaseProcess]) -> None:
     """Processes that are to be killed write their stacks first (`faulthandler`); one that is stopped cannot."""
     for process in processes:
         if process.pid is not None:
@@ -165,10 +181,10 @@ def _omp_threads(nproc: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forward_signals(spec: LaunchSpec) -> Iterator[_Signals]:
+def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
     """While open, forwards signals to the processes; yields what has been received so far.
 
-    This thread blocks them, so that spawned processes inherit the mask; a second thread does not block them,
+    This thread blocks them, so that the processes inherit the mask; a second thread does not block them,
     so that they are delivered (Python still runs the handlers on the main thread).
     """
     signals = _Signals()
@@ -180,8 +196,8 @@ def _forward_signals(spec: LaunchSpec) -> Iterator[_Signals]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    # Otherwise the first spawn starts it, which unblocks signals on this thread.
-    resource_tracker.ensure_running()
+    if not forks:
+        resource_tracker.ensure_running()  # otherwise the first spawn starts it, which unblocks signals on this thread
     over = threading.Event()
     caught = caught_signals()
     before = {number: signal.getsignal(number) for number in caught}

@@ -56,6 +56,12 @@ class StopRequest:
         self._outer: StopRequest | None = None
         self._mask: set[Any] = set()
 
+    @classmethod
+    def begin_process(cls) -> None:
+        """In a process that a launcher has started: the launcher prints messages, and its own open request, which a forked
+        process inherits, is not this process's."""
+        cls.announces, cls._open = False, None
+
     def __enter__(self) -> "StopRequest":
         self._outer, StopRequest._open = StopRequest._open, self
         if self._outer is not None:

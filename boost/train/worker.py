@@ -51,7 +51,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         LAUNCH_DIR: str(spec.folder),
     }
     stay_on_loopback()
-    StopRequest.announces = False
+    StopRequest.begin_process()
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)

@@ -70,9 +70,8 @@ class Command:
         return phases_in(self.shared)
 
     def processes(self) -> list[int]:
-        """The launcher and the processes of the run; multiprocessing has a helper beside them."""
-        command = ["pgrep", "-P", str(self.process.pid), "-f", "multiprocessing.spawn"]
-        found = subprocess.run(command, capture_output=True, text=True)
+        """The launcher and the processes of the run."""
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True)
         return [self.process.pid, *map(int, found.stdout.split())]
 
     def wait_for(self, condition: Callable[[], Any]) -> None:

@@ -20,7 +20,7 @@ from boost.errors import BoostError, ConfigError, StorageError, TrainingError
 from boost.parallel.rendezvous import meet
 from boost.train import launch as launcher
 from boost.train.failures import FailureReport, failure_report, read_reports, root_cause
-from boost.train.launch import launch, under_torchrun
+from boost.train.launch import can_fork, launch, under_torchrun
 from boost.train.signals import STOP_SIGNALS, StopRequest
 from boost.train.worker import LaunchSpec
 
@@ -34,7 +34,7 @@ def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# What the processes do. Each runs in a spawned process that imports this module.
+# What the processes do. Each runs in a process of its own, which imports this module if it is spawned.
 
 
 def rank() -> int:
@@ -55,7 +55,7 @@ def sum_ranks(folder: Path) -> int:
     seen: dict[str, Any] = {name: os.environ[name] for name in names}
     seen |= {"sum": total.item(), "threads": torch.get_num_threads(), "torchrun": under_torchrun()}
     (folder / f"seen{rank()}.json").write_text(json.dumps(seen))
-    print(f"printed by {rank()}", flush=True)
+    os.write(1, f"printed by {rank()}\n".encode())  # sys.stdout of a process that pytest forks is pytest's
     dist.destroy_process_group()
     return 0
 
@@ -120,7 +120,7 @@ def say_whether_terminal(folder: Path) -> int:
 def main(entry: str, folder: str, nproc: str, grace: str) -> int:
     """The launcher in a process of its own, for tests that send it signals."""
     path = Path(folder)
-    return launch(globals()[entry], (path,), int(nproc), path / "logs", float(grace))
+    return launch(globals()[entry], (path,), int(nproc), path / "logs", float(grace), forks=can_fork())
 
 
 # Starting and watching them
@@ -173,13 +173,16 @@ def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterato
 # Success
 
 
+@pytest.mark.parametrize("forks", [False, pytest.param(True, marks=pytest.mark.skipif(not can_fork(), reason="a GPU"))])
 @pytest.mark.slow
-def test_two_processes_share_the_cores_and_talk_to_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_share_the_cores_and_talk_to_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: bool
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(launcher, "available_cores", lambda: 4)
     handlers = [signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGQUIT)]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    assert launch(sum_ranks, (tmp_path,), 2, tmp_path / "logs") == 0
+    assert launch(sum_ranks, (tmp_path,), 2, tmp_path / "logs", forks=forks) == 0
     seen = [json.loads((tmp_path / f"seen{number}.json").read_text()) for number in range(2)]
     assert [one["sum"] for one in seen] == [3.0, 3.0]
     assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in seen] == [("0", "0", "2"), ("1", "1", "2")]
@@ -231,7 +234,7 @@ def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
 def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """While another process waits for the group."""
     with pytest.raises(ConfigError) as caught:
-        launch(fail_before_the_group_exists, (), 2, tmp_path)
+        launch(fail_before_the_group_exists, (), 2, tmp_path, forks=can_fork())
     assert check_error(caught.value, capfd) == "run.device = 'cuda', but torch sees no GPU"
     assert caught.value.exit_code == 2
     # For --debug, the traceback of the process goes along.
@@ -241,7 +244,7 @@ def test_an_error_for_the_user_is_the_one_that_comes_back(tmp_path: Path, capfd:
 @pytest.mark.slow
 def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainingError) as caught:
-        launch(raise_in_rank_1, ("sigkill",), 2, tmp_path)
+        launch(raise_in_rank_1, ("sigkill",), 2, tmp_path, forks=can_fork())
     message = check_error(caught.value, capfd)
     assert message.startswith("process 2 of 2 (rank 1) was ended by SIGKILL")
     assert message.endswith(f"the others were stopped; resume with --resume auto; logs: {tmp_path}")
@@ -258,7 +261,7 @@ def test_a_process_that_exits_without_a_word_is_named(tmp_path: Path) -> None:
 def test_a_defect_keeps_its_traceback_once_on_stderr_and_in_the_log(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(raise_in_rank_1, ("defect",), 2, tmp_path) == 1
+    assert launch(raise_in_rank_1, ("defect",), 2, tmp_path, forks=can_fork()) == 1
     printed = capfd.readouterr()
     assert printed.err.count("Traceback") == 1
     assert printed.err.startswith("process 2 of 2 (rank 1) failed:\n")
@@ -410,3 +413,10 @@ def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not under_torchrun()
     monkeypatch.setenv("RANK", "0")
     assert under_torchrun()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are spawned elsewhere")
+def test_a_torch_that_knows_gpus_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for built in (False, True):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        assert can_fork() == (not built)
