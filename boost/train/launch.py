@@ -1,9 +1,9 @@
 """Local processes without torchrun: started, watched, and ended together, with a one-line error for a failure.
 
-The parent starts the processes (forked if no GPU can be involved, see `can_fork`, otherwise spawned), forwards signals to them and waits; each runs `entry` and, if that fails, writes a report
-into a shared folder. The parent finds the root cause from the reports and exit codes and prints it. Against torch's elastic
-agent, which opens two TCP stores on all interfaces and unpickles what it finds there, this one has no restarts and no second
-machine, and knows which process hangs.
+The parent starts the processes (forked if no GPU can be involved, see `can_fork`, otherwise spawned), forwards signals to
+them and waits; each runs `entry` and, if that fails, writes a report into a shared folder. The parent finds the root cause
+from the reports and exit codes and prints it. Against torch's elastic agent, which opens two TCP stores on all interfaces
+and unpickles what it finds there, this one has no restarts and no second machine, and knows which process hangs.
 
 Signals are blocked while a process starts (which inherits the mask), so that a Ctrl-C in those seconds neither
 prints tracebacks nor is lost.
