@@ -106,8 +106,9 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             answer = (False, function(*arguments))
         except BaseException:
             answer = (True, traceback.format_exc())
-        _leave_groups()
         connection.send(answer)
+        dist.barrier()  # a process that is done first would close connections on which another still receives
+        _leave_groups()
 
 
 def _leave_groups() -> None:

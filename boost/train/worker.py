@@ -52,6 +52,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     }
     stay_on_loopback()
     StopRequest.begin_process()
+    logging.getLogger("boost").handlers.clear()  # of the launcher, if this process was forked
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
