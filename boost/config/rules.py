@@ -1,5 +1,6 @@
 """What several fields must agree on. Each rule names the field, its value and the nearest valid one."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 from boost.config.architecture import block_parameters
@@ -7,6 +8,9 @@ from boost.config.layouts import layout_names, layout_spec, layouts_of, num_shar
 from boost.config.numbers import nearest
 from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
+
+_SOUND_MODELS: "weakref.WeakValueDictionary[int, ModelConfig]" = weakref.WeakValueDictionary()
+"""By id: frozen models that have broken no rule. A search asks for thousands of configurations of one model."""
 
 
 def check(config: Config) -> None:
@@ -16,7 +20,9 @@ def check(config: Config) -> None:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    yield from _model_problems(config)
+    if _SOUND_MODELS.get(id(config.model)) is not config.model:
+        yield from _model_problems(config)
+        _SOUND_MODELS[id(config.model)] = config.model
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)
     yield from _train_problems(config)

@@ -19,7 +19,8 @@ from boost.plan.optimizer import work_bytes
 from boost.plan.replicas import stored_tensors
 from boost.plan.schedules import Action, actions, micro_batches
 from boost.plan.shards import END, Shards
-from boost.plan.trace import TracedPass, pass_of_block, trace_embedding, trace_loss
+from boost.plan.trace import alike, pass_of_block, trace_embedding, trace_loss
+from boost.plan.traced import TracedPass
 
 FORWARD = "forward pass of a block"
 BACKWARD = "backward pass of a block"
@@ -73,6 +74,19 @@ def _block(config: Config, layer: int, fused_norm: bool) -> _BlockFacts:
     return _BlockFacts(saved, traced)
 
 
+def _blocks(config: Config, numbers: Iterable[int], fused_norm: bool) -> dict[int, _BlockFacts]:
+    """Facts of these blocks; equal ones share theirs."""
+    model, known = config.model, dict[Any, _BlockFacts]()
+    policies, found = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
+    for n in numbers:
+        # What a block keeps of the previous one's latents depends on that one too.
+        kind = n if model.has_latent_gates else (alike(model, n), policies[n])
+        if kind not in known:
+            known[kind] = _block(config, n, fused_norm)
+        found[n] = known[kind]
+    return found
+
+
 @dataclass(frozen=True)
 class _Snapshot:
     """Bytes in addition to the baseline of a pass."""
@@ -89,7 +103,7 @@ class _StepMemory:
     def __init__(self, config: Config, pp_rank: int, fused_norm: bool) -> None:
         self.config, parallel = config, config.parallel
         self.stages = stages_of(config, pp_rank)
-        self.blocks = {n: _block(config, n, fused_norm) for stage in self.stages for n in stage.numbers}
+        self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], fused_norm)
         self.loss, self.embedding = trace_loss(config, fused_norm), trace_embedding(config)
         self.stored = {stage.index: list(stored_tensors(config.model, parallel, stage)) for stage in self.stages}
         self.size = ITEMSIZE[config.train.param_dtype]

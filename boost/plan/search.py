@@ -22,7 +22,7 @@ from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batc
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.peak import PeakMemory, peak
 from boost.plan.timing import Predictor, StepTime
-from boost.plan.trace import min_block_bytes, trace_loss, traced_values
+from boost.plan.trace import trace_block, trace_loss, traced_values
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp")
 """Mesh sizes; their product is the number of processes."""
@@ -304,7 +304,9 @@ class Search:
             return loss_bytes
         block_bytes = math.inf
         for policy in POLICIES[0], POLICIES[-1]:
-            block_bytes = min(block_bytes, min_block_bytes(config, 0, policy, fused_norm))
+            block = trace_block(config, 0, policy, fused_norm)
+            held = block.by_category.total() + block.output_bytes + block.backward
+            block_bytes = min(block_bytes, held)
             if block_bytes <= self.usable:
                 break
         return max(loss_bytes, int(block_bytes))

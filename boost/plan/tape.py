@@ -2,7 +2,7 @@
 
 A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor it lives as long as something
 refers to it: Python frames, saved tensors, gradients in flight. The decoder itself runs on such tensors, so memory follows from
-the real code. `Tape.live` counts live bytes and `Tape.peak` their maximum; `Tape.log` lists operations and `Tape.collectives`
+the real code. `Tape.live` counts live bytes and `Tape.lives` lists them; `Tape.log` lists operations and `Tape.collectives`
 collectives, by phase.
 
 As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, adds up gradients out of place,
@@ -88,10 +88,8 @@ class ShapeStorage:
     def __init__(self, tape: "Tape", size: int, category: str, role: str) -> None:
         self.tape, self.bytes, self.category, self.role = tape, size, category, role
         live = tape.live = tape.live + size
-        if live > tape.peak:
-            tape.peak = live
-        if live + tape.new_gradients > tape.first_peak:
-            tape.first_peak = live + tape.new_gradients
+        tape.lives.append(live)
+        tape.first_lives.append(live + tape.new_gradients)
 
     def __del__(self) -> None:
         self.tape.live -= self.bytes
@@ -142,11 +140,13 @@ class Tape:
     def __init__(self, tokens: int, largest: int, processes: int = 1) -> None:
         """`tokens` per micro-batch; `largest`: width of the longest vector. Tensors of that size are too small to count as work,
         and so is the norm statistic that `processes` exchange."""
-        self.live = self.peak = 0
+        self.live = 0
+        self.lives: list[int] = [0]
+        """Live bytes at the start of a pass and after each allocation."""
         self.new_gradients = 0
         """Bytes of weight gradients so far, if they are the first of a step and stay allocated."""
-        self.first_peak = 0
-        """The peak if they stay allocated."""
+        self.first_lives: list[int] = [0]
+        """`lives` if they stay allocated."""
         self.alive: dict[int, Held] = {}
         self.place = ""
         """`Work.place` of the following operations and their gradients."""
@@ -171,6 +171,18 @@ class Tape:
         self._number = itertools.count()
         self._frame: CheckpointFrame | None = None
         self._recomputing = False
+
+    def begin_pass(self) -> None:
+        """Live bytes are listed anew."""
+        self.lives, self.first_lives, self.new_gradients = [self.live], [self.live], 0
+
+    def lives_above(self, held: int) -> tuple[int, ...]:
+        """Live bytes of this pass, in addition to `held`."""
+        return tuple(live - held for live in self.lives)
+
+    def first_lives_above(self, held: int) -> tuple[int, ...]:
+        """The same if weight gradients stay allocated."""
+        return tuple(live - held for live in self.first_lives)
 
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
         """Records an operation; arguments as in `Work.of`."""

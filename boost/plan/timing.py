@@ -23,7 +23,8 @@ from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step import as_stored, kinds_of_blocks, step_work
 from boost.plan.tape import Operation, work_of
-from boost.plan.trace import PassOps, block_ops, trace_embedding, trace_loss, traced_values
+from boost.plan.trace import trace_block, trace_embedding, trace_loss, traced_values
+from boost.plan.traced import PassOps
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 GEMMS = "matrix products"
@@ -243,7 +244,7 @@ class Predictor:
         return result
 
     def _block(self, config: Config, layer: int, policy: RecomputeName) -> PassTime:
-        return self._pass_time(config, [block_ops(as_stored(config), layer, policy, self.fused_norm)])
+        return self._pass_time(config, [trace_block(as_stored(config), layer, policy, self.fused_norm)])
 
     def _ends(self, config: Config, stage: Stage) -> PassTime:
         stored = as_stored(config)

@@ -6,9 +6,8 @@ of element-wise work, collectives, saved tensors and peak memory all come from t
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +15,16 @@ import torch
 from boost.config.architecture import first_alike
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName, TrainConfig
 from boost.config.stages import Stage
-from boost.config.traffic import Collective
 from boost.models.attention import Context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream, interleave
 from boost.models.up_proj import is_separate
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
+from boost.plan.scaling import scaled_pass
 from boost.plan.shape_tensor import ShapeTensor, contiguous
-from boost.plan.tape import Flight, Held, Operation, Tape, work_of
+from boost.plan.traced import Lives, TracedPass
 from boost.plan.tracer import TracedLayout, Tracer
-from boost.plan.work import Counted
 
 IGNORED_FIELDS = {
     "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
@@ -39,65 +37,33 @@ IGNORED_FIELDS = {
 """Fields that do not affect a micro-batch on one TP group; traces are cached without them."""
 
 
-@dataclass(frozen=True)
-class PassOps:
-    """Operations of one micro-batch in one block, the loss or the embedding, on one process."""
-
-    log: tuple[Operation, ...]
-    collectives: tuple[Collective, ...]
-    flights: tuple[Flight, ...]
-    """Where collectives are started and waited for."""
-
-    @functools.cached_property
-    def work(self) -> Counted:
-        """How often each operation runs."""
-        return work_of(self.log)
-
-
-@dataclass(frozen=True)
-class TracedPass(PassOps):
-    """Operations and memory of a pass; sizes in bytes."""
-
-    saved: tuple[Held, ...]
-    """Tensors saved for the backward pass, without latents of the previous block."""
-    input_bytes: int
-    """Inputs."""
-    output_bytes: int
-    """Outputs, and as much for their gradients."""
-    forward: int
-    """Peak of the forward pass, in addition to memory held at its start, inputs included."""
-    backward: int
-    """Peak of the backward pass, in addition to saved tensors and output gradients."""
-    first_backward: int
-    """Peak of the backward pass if weight gradients are new and stay allocated."""
-    new_gradients: int
-    """Weight gradients."""
-    input_backward: int = 0
-    """Peak of the backward pass if weight gradients are deferred."""
-    deferred: int = 0
-    """Gradients held for deferred weight gradients, in addition to `saved`."""
-    prev_saved: tuple[int, ...] = ()
-    """Bytes of each latent of the previous block that this block keeps alive; 0 if it does not."""
-    latents_saved: tuple[bool, ...] = ()
-    """Whether each latent for the next block is in `saved`."""
-
-    @functools.cached_property
-    def by_category(self) -> Counter[str]:
-        """Bytes of `saved`."""
-        sums: Counter[str] = Counter()
-        for held in self.saved:
-            sums[held.category] += held.bytes
-        return sums
-
-
 def trace_block(
     config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, split_backward: bool = False
 ) -> TracedPass:
-    """Traces block `layer` under a policy. `fused_norm`: on a device where RMSNorm is one kernel. `split_backward`: the backward
-    pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
+    """The trace of block `layer` under a policy. `fused_norm`: on a device where RMSNorm is one kernel. `split_backward`: the
+    backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
+
+    The largest micro-batches are not run but follow from two others (`boost.plan.scaling`).
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
+    micro_batch, run = config.train.micro_batch, run_micro_batches(config)
+    if micro_batch <= max(run):
+        return run_block(config, layer, policy, fused_norm, split_backward)
+
+    def compute(bare: Config, gathered: bool) -> TracedPass:
+        small, large = (run_block(with_micro_batch(config, n), layer, policy, fused_norm, split_backward) for n in run)
+        found = scaled_pass(small, large, run, micro_batch)
+        return found or run_block(config, layer, policy, fused_norm, split_backward)
+
+    traced: TracedPass = cached_trace(config, ("scaled", layer, policy, fused_norm, split_backward))(compute)
+    return traced
+
+
+def run_block(
+    config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, split_backward: bool = False
+) -> TracedPass:
+    """Runs block `layer` on tensors without data; arguments as of `trace_block`."""
     traced = cached_trace(config, ("block", layer, policy, fused_norm))(
         lambda bare, gathered: _trace_block(Tracer(bare, gathered, fused_norm), layer, policy)
     )
@@ -133,83 +99,20 @@ def trace_embedding(config: Config) -> TracedPass:
 
 # Other micro-batches.
 
-TRACED_MICRO_BATCHES = (2, 4)
-"""Two traces show how operations scale. Not 1: a dimension of size 1 avoids copies that all others need."""
+RUN_MICRO_BATCHES = (2, 4)
+"""Two runs show how sizes scale. Not 1: a dimension of size 1 avoids copies that all others need."""
 
 
-def traced_micro_batches(config: Config) -> tuple[int, ...]:
-    """TRACED_MICRO_BATCHES of this configuration: of each half where there are two."""
+def run_micro_batches(config: Config) -> tuple[int, int]:
+    """RUN_MICRO_BATCHES of this configuration: of each half where there are two."""
     parts = 1 if config.parallel.overlap == "none" else 2
-    return tuple(parts * n for n in TRACED_MICRO_BATCHES)
-
-
-def block_ops(config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False) -> PassOps:
-    """Operations of block `layer` under a policy, without a trace for each micro-batch size.
-
-    Every size is either constant or proportional to the micro-batch: two traces show which. If a size is neither, this
-    micro-batch is traced. Memory does not scale like this, since the peak may move to another operation.
-    """
-    micro_batch = config.train.micro_batch
-    traced = traced_micro_batches(config)
-    if micro_batch <= max(traced):
-        return trace_block(config, layer, policy, fused_norm)
-
-    def compute(bare: Config, gathered: bool) -> PassOps:
-        small, large = (trace_block(with_micro_batch(config, n), layer, policy, fused_norm) for n in traced)
-        return _scaled(small, large, traced, micro_batch) or trace_block(config, layer, policy, fused_norm)
-
-    found: PassOps = cached_trace(config, ("ops", layer, policy, fused_norm))(compute)
-    return found
-
-
-def min_block_bytes(config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False) -> int:
-    """Lower bound of the bytes held in the backward pass of a block, without a trace for each micro-batch size.
-
-    At each operation, memory is a linear function of the micro-batch. The peak is the maximum of these lines, so it is convex,
-    and lies above the line through two of its points everywhere except between them.
-    """
-    low, high = traced_micro_batches(config)
-    micro_batch = config.train.micro_batch
-    if micro_batch <= high:
-        return _block_bytes(trace_block(config, layer, policy, fused_norm))
-    first, second = (
-        _block_bytes(trace_block(with_micro_batch(config, n), layer, policy, fused_norm)) for n in (low, high)
-    )
-    return second + (second - first) * (micro_batch - high) // (high - low)
-
-
-def _block_bytes(traced: TracedPass) -> int:
-    return sum(held.bytes for held in traced.saved) + traced.output_bytes + traced.backward
+    low, high = RUN_MICRO_BATCHES
+    return parts * low, parts * high
 
 
 def with_micro_batch(config: Config, micro_batch: int) -> Config:
     """The configuration with another micro-batch."""
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
-
-
-def _scaled(small: TracedPass, large: TracedPass, traced: tuple[int, ...], micro_batch: int) -> PassOps | None:
-    """Extrapolates traces of two micro-batches to another one; None if they differ in more than proportional sizes."""
-    low, high = traced
-    if len(small.log) != len(large.log) or small.flights != large.flights:
-        return None
-
-    def scaled(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
-        if len(a) != len(b) or any(y != x and y * low != x * high for x, y in zip(a, b, strict=True)):
-            return None
-        return tuple(x if x == y else x * micro_batch // low for x, y in zip(a, b, strict=True))
-
-    log, collectives = list[Operation](), list[Collective]()
-    for of_small, of_large in zip(small.log, large.log, strict=True):
-        shape = scaled(of_small.shape, of_large.shape)
-        if shape is None or of_small[1:] != of_large[1:]:
-            return None
-        log.append(of_small._replace(shape=shape))
-    for sent, sent_more in zip(small.collectives, large.collectives, strict=True):
-        shape = scaled(sent.shape, sent_more.shape)
-        if shape is None or replace(sent, shape=sent_more.shape) != sent_more:
-            return None
-        collectives.append(replace(sent, shape=shape))
-    return PassOps(tuple(log), tuple(collectives), small.flights)
 
 
 # Cache.
@@ -318,7 +221,7 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entere
         ]
         streams.append(Stream(x, tuple(prev)))
     input_bytes = tape.live - before
-    tape.peak = tape.live
+    tape.begin_pass()
     latents = [h for stream in streams for h in stream.prev_latents]
     entered = _Entered([h.nbytes for h in latents], [weakref.ref(h.storage) for h in latents], input_bytes)
     after = block(layout, streams, [context] * parts)
@@ -335,7 +238,7 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
     tape = tracer.tape
     with tracer.running():
         entered, results = _forward(tracer, layer, policy)
-        forward = tape.peak - entered.bytes
+        forward = tape.lives_above(entered.bytes)
         sent = [weakref.ref(each.storage) for each in results]
         gradients = tracer.gradients(results)
         output_bytes = sum(each.nbytes for each in gradients)
@@ -347,19 +250,14 @@ def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPas
         latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
         held = zip(entered.prev_memory, entered.prev_bytes, strict=True)
         prev_saved = tuple(size if ref() is not None else 0 for ref, size in held)
-        live_before = tape.live
-        _restart(tape)
+        before = tape.live
+        tape.begin_pass()
         tape.backward(results, gradients)
-        backward, first, new_gradients = tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients
+        lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
     return TracedPass(
-        *tape.record(), saved, entered.bytes, output_bytes, forward, backward, first, new_gradients,
+        *tape.record(), saved, entered.bytes, output_bytes, lives, tape.new_gradients,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
-
-
-def _restart(tape: Tape) -> None:
-    tape.peak = tape.first_peak = tape.live
-    tape.new_gradients = 0
 
 
 def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
@@ -368,12 +266,12 @@ def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy:
         _, results = _forward(tracer, layer, policy)
         gradients = tracer.gradients(results)
         results = [each.without_storage() for each in results]
-        live_before = tape.live
-        _restart(tape)
+        before = tape.live
+        tape.begin_pass()
         tape.backward(results, gradients, inputs_only=True)
         deferred = sum({id(g.storage): g.storage.bytes for g in tape.deferred}.values())
-        input_backward = tape.peak - live_before
-    return replace(traced, input_backward=input_backward, deferred=deferred)
+        lives = traced.lives._replace(input_backward=tape.lives_above(before))
+    return replace(traced, lives=lives, deferred=deferred)
 
 
 def _ends(tracer: Tracer, stage: Stage) -> Decoder:
@@ -389,7 +287,8 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
         decoder = _ends(tracer, Stage(1, 2))
         each = tracer.layout.residual_shape(tracer.tokens)
         parts = [tracer.new_input(each, RESIDUAL) for _ in range(tracer.parts)]
-        input_bytes = tape.peak = tape.live
+        input_bytes = tape.live
+        tape.begin_pass()
         targets: Any = ShapeTensor(tape, None, (tracer.tokens,), (1,), torch.int64, tracer.device)
         layout, norm, head = tracer.layout, decoder.final_norm, decoder.head
         tape.scope, tape.place = LOGITS, "loss"
@@ -398,20 +297,18 @@ def _trace_loss(tracer: Tracer) -> TracedPass:
         while len(values) > 1:
             values.append(values.pop(0) + values.pop(0))
         tape.scope = ""
-        forward = tape.peak - input_bytes
+        forward = tape.lives_above(input_bytes)
         parts.clear()
         total = [values[0].without_storage()]
         saved = tuple(tape.alive.values())
         own = values[0].nbytes
-        live_before = tape.live
-        _restart(tape)
+        before = tape.live
+        tape.begin_pass()
         gradients = tracer.gradients(values)
         values.clear()
         tape.backward(total, gradients)
-    return TracedPass(
-        *tape.record(), saved, input_bytes, own, forward,
-        tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients,
-    )  # fmt: skip
+        lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
+    return TracedPass(*tape.record(), saved, input_bytes, own, lives, tape.new_gradients)
 
 
 def _trace_embedding(tracer: Tracer) -> TracedPass:
@@ -422,15 +319,13 @@ def _trace_embedding(tracer: Tracer) -> TracedPass:
         tape.place = "embed"
         embed, parts = tracer.layout.embed, range(tracer.parts)
         rows: list[Any] = interleave([embed(tokens, decoder.embed, tracer.dtype) for _ in parts])
-        forward = tape.peak
+        forward = tape.lives_above(0)
         results = [x.without_storage() for x in rows]
         gradients = tracer.gradients(rows)
         output_bytes = sum(x.nbytes for x in rows)
         rows.clear()
-        live_before = tape.live
-        _restart(tape)
+        before = tape.live
+        tape.begin_pass()
         tape.backward(results, gradients)
-    return TracedPass(
-        *tape.record(), (), 0, output_bytes, forward,
-        tape.peak - live_before, tape.first_peak - live_before, tape.new_gradients,
-    )  # fmt: skip
+        lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
+    return TracedPass(*tape.record(), (), 0, output_bytes, lives, tape.new_gradients)

@@ -17,7 +17,8 @@ from boost.measure.memory import _FakeGroup
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan import trace
 from boost.plan.step import block_work, ends_work
-from boost.plan.trace import TracedPass, block_ops, min_block_bytes, trace_block, with_micro_batch
+from boost.plan.trace import run_block, trace_block, with_micro_batch
+from boost.plan.traced import TracedPass
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
 from boost.train.model import build_decoder
 
@@ -163,53 +164,64 @@ OTHER_MICRO_BATCHES = (8, 32)
 
 @pytest.mark.parametrize("fused_norm", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_two_micro_batches_tell_the_operations_of_all_others(case: str, fused_norm: bool) -> None:
+def test_two_micro_batches_tell_all_of_the_others(case: str, fused_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations, collectives, and every tensor that is held at any time."""
     config = configuration(*CASES[case])
     layer = LAYERS - 1
     for policy in {config.train.recompute, "none"}:
         for micro_batch in OTHER_MICRO_BATCHES:
             other = with_micro_batch(config, micro_batch)
-            derived = block_ops(other, layer, policy, fused_norm)
-            traced = trace_block(other, layer, policy, fused_norm)
-            assert not isinstance(derived, TracedPass), "derived, not traced"
-            assert derived.work == traced.work
-            assert derived.collectives == traced.collectives
+            run = run_block(other, layer, policy, fused_norm)
+            with monkeypatch.context() as patch:
+                refuse_to_run(patch, micro_batch)
+                assert trace_block(other, layer, policy, fused_norm) == run
+
+
+def refuse_to_run(patch: pytest.MonkeyPatch, micro_batch: int) -> None:
+    """What is derived is not run."""
+    usual = trace.run_block
+
+    def run(config: Any, *rest: Any) -> TracedPass:
+        assert config.train.micro_batch != micro_batch, "run, not derived"
+        return usual(config, *rest)
+
+    patch.setattr(trace, "run_block", run)
 
 
 @pytest.mark.parametrize("overlap", ["none", "halves"])
-def test_a_micro_batch_that_is_no_multiple_of_the_traced_ones(overlap: str) -> None:
+@pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
+def test_a_micro_batch_that_is_no_multiple_of_those_run(
+    overlap: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = configuration(COLA, {"layout": "btp", "overlap": overlap}, {})
     for micro_batch in (10, 14) if overlap == "halves" else (5, 7):
         other = with_micro_batch(config, micro_batch)
-        derived, traced = block_ops(other, 0, "none"), trace_block(other, 0, "none")
-        assert not isinstance(derived, TracedPass), "derived, not traced"
-        assert (derived.work, derived.collectives, derived.flights) == (traced.work, traced.collectives, traced.flights)
+        run = run_block(other, 0, policy)
+        with monkeypatch.context() as patch:
+            refuse_to_run(patch, micro_batch)
+            assert trace_block(other, 0, policy) == run
 
 
-def test_what_does_not_grow_with_the_micro_batch_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_weight_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(COLA, {"layout": "btp", "pp": 2, "schedule": "zero-bubble"}, {})
+    other = with_micro_batch(config, 8)
+    run = run_block(other, 0, "none", False, True)
+    refuse_to_run(monkeypatch, 8)
+    assert trace_block(other, 0, "none", False, True) == run
+    assert run.deferred > 0 and run.input_backward > 0
+
+
+def test_what_does_not_grow_with_the_micro_batch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_micro_batch(configuration(COLA, {"layout": "btp"}, {}), 8)
-    monkeypatch.setattr("boost.plan.trace.TRACED_MICRO_BATCHES", (2, 3))
-    monkeypatch.setattr("boost.plan.trace._TRACES", {})
-    usual = trace.trace_block
+    monkeypatch.setattr(trace, "_TRACES", {})
+    usual = trace.run_block
 
     def lacking(config: Any, *rest: Any) -> TracedPass:
         found = usual(config, *rest)
-        return replace(found, log=found.log[:-1]) if config.train.micro_batch == 3 else found
+        return replace(found, log=found.log[:-1]) if config.train.micro_batch == 4 else found
 
-    monkeypatch.setattr("boost.plan.trace.trace_block", lacking)
-    assert block_ops(config, 0, "none").work == usual(config, 0, "none").work
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_no_block_holds_less_than_its_floor(case: str) -> None:
-    config = configuration(*CASES[case])
-    for policy in {config.train.recompute, "none"}:
-        for micro_batch in (1, 2, 4, *OTHER_MICRO_BATCHES):
-            other = with_micro_batch(config, micro_batch)
-            traced = trace_block(other, 0, policy)
-            held = traced.by_category.total() + traced.output_bytes + traced.backward
-            floor = min_block_bytes(other, 0, policy)
-            assert 0.9 * held <= floor <= held
+    monkeypatch.setattr(trace, "run_block", lacking)
+    assert trace_block(config, 0, "none") == usual(config, 0, "none")
 
 
 def test_flops_are_those_that_mfu_counts() -> None:
