@@ -102,19 +102,16 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
     before = [sum(costs.blocks[:i]) for i in range(layers + 1)]
     unit = (costs.embedding + before[-1] + costs.head) / count
 
-    def cost(stage: int, start: int, end: int) -> float:
-        ends = (costs.embedding if stage == 0 else 0) + (costs.head if stage == count - 1 else 0)
-        return (before[end] - before[start] + ends) / unit
-
     # best[n]: (worst stage, sum of squares, lengths) of the stages so far over the first n blocks.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(count):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        ends = (costs.embedding if stage == 0 else 0) + (costs.head if stage == count - 1 else 0)
+        found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for start, (worst, squares, lengths) in best.items():
             for end in range(start + 1, layers - (count - 1 - stage) + 1):
-                here = cost(stage, start, end)
-                # Rounded: two splits that are mirror images cost the same whatever the order of their sums.
-                candidate = (round(max(worst, here), 9), round(squares + here**2, 9), (*lengths, end - start))
+                # An integer: two splits that are mirror images cost the same whatever the order of their sums.
+                here = round((before[end] - before[start] + ends) / unit * 1e9)
+                candidate = (max(worst, here), squares + here * here, (*lengths, end - start))
                 found[end] = min(found.get(end, candidate), candidate)
         best = found
     return best[layers][2]

@@ -6,7 +6,7 @@ gathered weights. The allocator's rounding and fragmentation are not included.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,63 @@ class _Snapshot:
     gathered: dict[str, int] = field(default_factory=dict)
 
 
+class _Storage:
+    """What one process stores, whatever its micro-batches and what it recomputes."""
+
+    def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
+        self.made_for = config.model, config.parallel, config.optim
+        self.tensors = {stage.index: list(stored_tensors(config.model, config.parallel, stage)) for stage in stages}
+        """By stage index."""
+        self.size = ITEMSIZE[config.train.param_dtype]
+        self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
+        """Bytes of all gradients, per stage."""
+        self.states = states_of(config, [t for tensors in self.tensors.values() for t in tensors], stages)
+        self.shards = Shards(config, stages, self.tensors)
+        self.buckets = self._copied(config)
+
+    def _copied(self, config: Config) -> dict[int | None, int]:
+        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the
+        step. A bucket of one tensor is not copied."""
+        parallel = config.parallel
+        stored = [tensor for tensors in self.tensors.values() for tensor in tensors][::-1]
+        held = [t for t in stored if t.vector or not parallel.sharded]
+        late = [
+            t
+            for t in stored
+            if parallel.sharded and not t.vector and t.placement.partial and not t.over_replicas(parallel)
+        ]
+        found: dict[int | None, int] = {}
+        for tensors, processes in (
+            ([t for t in held if t.placement.partial], parallel.tp * parallel.dp),
+            ([t for t in held if not t.placement.partial], parallel.dp),
+            (late, parallel.tp),
+        ):
+            sizes = [t.shard(parallel) * self.size for t in tensors]
+            for length in bucket_lengths(sizes) if processes > 1 else ():
+                filled, copied = tensors[length - 1].unit, sum(sizes[:length])
+                tensors, sizes = tensors[length:], sizes[length:]
+                if length > 1 and (filled is not None or not tensors):
+                    place = filled if tensors else None
+                    found[place] = max(found.get(place, 0), copied)
+        return found
+
+
+_STORAGE: dict[Any, _Storage] = {}
+_MAX_STORAGE = 512
+
+
+def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
+    """Cached by the identity of sections, which the entries keep alive: a search asks for each mesh with many micro-batches."""
+    parts = config.model, config.parallel, config.optim
+    key = *map(id, parts), config.train.param_dtype, config.train.compute_dtype, stages
+    found = _STORAGE.get(key)
+    if found is None:
+        if len(_STORAGE) >= _MAX_STORAGE:
+            _STORAGE.clear()
+        found = _STORAGE[key] = _Storage(config, stages)
+    return found
+
+
 class _StepMemory:
     """Replays the step of one process."""
 
@@ -105,13 +162,8 @@ class _StepMemory:
         self.stages = stages_of(config, pp_rank)
         self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], fused_norm)
         self.loss, self.embedding = trace_loss(config, fused_norm), trace_embedding(config)
-        self.stored = {stage.index: list(stored_tensors(config.model, parallel, stage)) for stage in self.stages}
-        self.size = ITEMSIZE[config.train.param_dtype]
-        self.gradient_bytes = [self.size * sum(t.elements for t in self.stored[stage.index]) for stage in self.stages]
-        """Bytes of all gradients, per stage."""
-        every = [tensor for stored in self.stored.values() for tensor in stored]
-        self.states = states_of(config, every, self.stages)
-        self.shards = Shards(config, self.stages, self.stored)
+        self.storage = _storage(config, self.stages)
+        self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
         self.actions = actions(config, pp_rank)
         self.micro_batches = micro_batches(config)
         self.has_pipeline = parallel.pp > 1
@@ -128,7 +180,6 @@ class _StepMemory:
         """Completed backward passes, per stage."""
         self.input_grads_done = [0 for _ in self.stages]
         """Completed input gradients, per stage."""
-        self.buckets = self._buckets()
         self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
 
     def peak_memory(self) -> PeakMemory:
@@ -284,8 +335,8 @@ class _StepMemory:
 
     def _weights(self, stage: Stage) -> Iterator[_Snapshot]:
         """Deferred weight gradients, one group at a time."""
-        largest = max(t.elements for t in self.stored[stage.index])
-        size = self.size + ITEMSIZE[self.config.train.compute_dtype]
+        largest = max(t.elements for t in self.storage.tensors[stage.index])
+        size = self.storage.size + ITEMSIZE[self.config.train.compute_dtype]
         yield _Snapshot(BACKWARD, Counter(), {WORK: largest * size})
 
     # Baseline.
@@ -297,7 +348,7 @@ class _StepMemory:
     def _gradients(self, place: int) -> int:
         if self.shards.enabled:
             return self.shards.gradients(self.stages[place], self.backward_done[place])
-        return self.gradient_bytes[place] if self.backward_done[place] else 0
+        return self.storage.gradient_bytes[place] if self.backward_done[place] else 0
 
     def _block_saved(self, stage: Stage, n: int) -> Counter[str]:
         """Saved activations of a block. The input of a stage is in a receive buffer, counted separately."""
@@ -337,29 +388,3 @@ class _StepMemory:
         if self.config.data.isolate_documents:
             each += train.micro_batch * train.seq_len**2 * size
         return each
-
-    def _buckets(self) -> dict[int | None, int]:
-        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the
-        step. A bucket of one tensor is not copied."""
-        parallel = self.config.parallel
-        stored = [tensor for stage in self.stages for tensor in self.stored[stage.index]][::-1]
-        held = [t for t in stored if t.vector or not parallel.sharded]
-        late = [
-            t
-            for t in stored
-            if parallel.sharded and not t.vector and t.placement.partial and not t.over_replicas(parallel)
-        ]
-        found: dict[int | None, int] = {}
-        for tensors, processes in (
-            ([t for t in held if t.placement.partial], parallel.tp * parallel.dp),
-            ([t for t in held if not t.placement.partial], parallel.dp),
-            (late, parallel.tp),
-        ):
-            sizes = [t.shard(parallel) * self.size for t in tensors]
-            for length in bucket_lengths(sizes) if processes > 1 else ():
-                filled, copied = tensors[length - 1].unit, sum(sizes[:length])
-                tensors, sizes = tensors[length:], sizes[length:]
-                if length > 1 and (filled is not None or not tensors):
-                    place = filled if tensors else None
-                    found[place] = max(found.get(place, 0), copied)
-        return found

@@ -7,8 +7,10 @@ the last replicas store fewer. Numbers here are for the first replica, which has
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from boost.config.architecture import (
     Parameter,
@@ -26,8 +28,7 @@ from boost.config.stages import Stage, whole
 from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One stored tensor of one process; several parameters may be fused along its rows."""
 
     rows: int
@@ -45,13 +46,13 @@ class StoredTensor:
 
     def shard_count(self, parallel: ParallelConfig) -> int:
         """Number of processes that its rows are sharded over; 1 if not sharded."""
-        if not parallel.sharded or self.vector:
+        if self.vector or not parallel.sharded:
             return 1
-        return parallel.dp * (parallel.tp if self.over_replicas(parallel) else 1)
+        return parallel.dp * (parallel.tp if parallel.shard_outer and self.placement.partial else 1)
 
     def over_replicas(self, parallel: ParallelConfig) -> bool:
         """Whether it is sharded over TP processes too."""
-        return parallel.sharded and parallel.shard_outer and self.placement.partial and not self.vector
+        return parallel.shard_outer and self.placement.partial and not self.vector and parallel.sharded
 
     def shard(self, parallel: ParallelConfig) -> int:
         """Elements of the first shard, the largest one."""
@@ -165,11 +166,13 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
 def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
     """(block or None for embedding and head, gathered elements with padding, processes, axis) per FSDP unit."""
     parallel = config.parallel
-    shared = [t for t in stored_tensors(config.model, parallel, stage) if t.shard_count(parallel) > 1]
+    elements: Counter[tuple[int | None, bool]] = Counter()
+    """Of shards."""
+    for tensor in stored_tensors(config.model, parallel, stage):
+        if tensor.shard_count(parallel) > 1:
+            elements[tensor.unit, tensor.over_replicas(parallel)] += tensor.shard(parallel)
     for unit in (*stage.numbers, None):
-        for over_replicas in (False, True):
-            tensors = [t for t in shared if t.unit == unit and t.over_replicas(parallel) == over_replicas]
-            if tensors:
-                processes = tensors[0].shard_count(parallel)
-                axis = "replicas" if over_replicas else "dp"
-                yield unit, processes * sum(t.shard(parallel) for t in tensors), processes, axis
+        for over_replicas, axis in ((False, "dp"), (True, "replicas")):
+            if each := elements[unit, over_replicas]:
+                processes = parallel.dp * (parallel.tp if over_replicas else 1)
+                yield unit, processes * each, processes, axis

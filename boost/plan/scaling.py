@@ -89,6 +89,8 @@ def _collective(small: Collective, large: Collective, scale: _Scale) -> Collecti
 
 
 def _held(small: Held, large: Held, scale: _Scale) -> Held:
-    if replace(small, bytes=large.bytes, shape=large.shape) != large:
+    same = small.category, small.made_by, small.dtype, small.place
+    if same != (large.category, large.made_by, large.dtype, large.place):
         raise _DiffersError
-    return replace(small, bytes=scale.bytes(small.bytes, large.bytes), shape=scale.shape(small.shape, large.shape))
+    size, shape = scale.bytes(small.bytes, large.bytes), scale.shape(small.shape, large.shape)
+    return Held(size, small.category, small.made_by, shape, small.dtype, small.place)

@@ -2,6 +2,7 @@
 next step.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -55,16 +56,17 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
                 stored[tensor] += count
         stored.update(stored_tensors(model, parallel, Stage(stage.index, stage.count)))
     total: Counted = Counter()
+    dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     for tensor, count in stored.items():
-        total[_per_step(moved(STREAM, tensor.elements, 3, train.param_dtype), "weights")] += count * (accumulated - 1)
+        elements, held = (tensor.elements,), (tensor.shard(parallel),)
+        total[of_step(STREAM, elements, dtype, 3, "weights")] += count * (accumulated - 1)
         if _travels(tensor, config):
-            total[_per_step(moved(STREAM, tensor.elements, 2, train.param_dtype), "weights")] += count
-        held = tensor.shard(parallel)
-        total[_per_step(moved(REDUCE, held, 1, train.param_dtype), "optimizer")] += count
-        total[_per_step(moved(STREAM, held, 2, train.param_dtype), "optimizer")] += count * (config.optim.clip > 0)
+            total[of_step(STREAM, elements, dtype, 2, "weights")] += count
+        total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count
+        total[of_step(STREAM, held, dtype, 2, "optimizer")] += count * (config.optim.clip > 0)
         # Reads weight, gradient and two moments; writes all but the gradient.
-        total[_per_step(moved(OPTIMIZER, held, 7, train.param_dtype), "optimizer")] += count
+        total[of_step(OPTIMIZER, held, dtype, 7, "optimizer")] += count
     if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total

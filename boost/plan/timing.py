@@ -6,7 +6,7 @@ the pipeline bubble, the part of DP collectives that computation does not hide, 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from boost.plan.step import as_stored, kinds_of_blocks, step_work
 from boost.plan.tape import Operation, work_of
 from boost.plan.trace import trace_block, trace_embedding, trace_loss, traced_values
 from boost.plan.traced import PassOps
-from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted
 
 GEMMS = "matrix products"
 ATTENTION_TIME = "attention"
@@ -143,6 +143,8 @@ class Predictor:
         self.hardware = hardware
         self.fused_norm = hardware.has_fused_norm
         self._cache: dict[tuple[Any, ...], Any] = {}
+        self._seconds: dict[int, tuple[Speeds, dict[Operation, float]]] = {}
+        """By id of the speeds, which are kept alive: seconds of operations."""
         self._models: list[ModelConfig] = []
 
     def predict(self, config: Config) -> StepTime:
@@ -275,11 +277,19 @@ class Predictor:
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
         """Operations in sequence, and what they wait for collectives."""
-        work = sum((run.work for run in runs), Counter[Work]())
-        seconds = busy(work, self._speeds(config))
+        log = [each for run in runs for each in run.log]
+        priced = self._priced(config, log)
+        by_kind: dict[tuple[str, str], float] = defaultdict(float)
+        for each in log:
+            by_kind[each.phase, each.kernel] += priced[each]
+        seconds: Seconds = defaultdict(float)
+        for (phase, kernel), spent in by_kind.items():
+            seconds[phase] += spent
+            seconds[f"{phase} {_part(kernel)}"] += spent
         sent = self._sums(config, (each for run in runs for each in run.collectives))
-        exposed = self._exposed(config, runs)
-        result = PassTime(calls=work.total(), hidden=sum(sent.values()) - sum(exposed.values()))
+        exposed = self._exposed(config, runs, priced)
+        calls = sum(each.times for each in log)
+        result = PassTime(calls=calls, hidden=sum(sent.values()) - sum(exposed.values()))
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
@@ -290,6 +300,15 @@ class Predictor:
         result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
         return result
 
+    def _priced(self, config: Config, log: Sequence[Operation]) -> dict[Operation, float]:
+        """Device seconds of these operations and of others, each as often as it runs. Passes have most of theirs in common."""
+        speeds = self._speeds(config)
+        _, known = self._seconds.setdefault(id(speeds), (speeds, {}))
+        for each in log:
+            if each not in known:
+                known[each] = sum(n * speeds.seconds(work) for work, n in work_of([each]).items())
+        return known
+
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
         """Seconds by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
@@ -297,19 +316,15 @@ class Predictor:
             result[_name(each)] += collective_seconds(each, config.parallel, self.hardware)
         return result
 
-    def _exposed(self, config: Config, runs: Sequence[PassOps]) -> Seconds:
+    def _exposed(self, config: Config, runs: Sequence[PassOps], priced: Mapping[Operation, float]) -> Seconds:
         """Seconds by axis and phase in which computation waits for collectives; one is on the wire at a time, in the order of
         their starts, and the wire advances by the fraction `hardware.overlap` of the time in which the device computes."""
-        speeds, result = self._speeds(config), defaultdict[str, float](float)
-        seconds: dict[Operation, float] = {}
+        result: Seconds = defaultdict(float)
         for run in runs:
             now = busy_until = 0.0  # on the wire
             position, arrivals = 0, dict[int, float]()
             for flight in run.flights:
-                for each in run.log[position : flight.before]:
-                    if each not in seconds:
-                        seconds[each] = sum(n * speeds.seconds(work) for work, n in work_of([each]).items())
-                    now += self.hardware.overlap * seconds[each]
+                now += self.hardware.overlap * sum(priced[each] for each in run.log[position : flight.before])
                 position = flight.before
                 if flight.waited:
                     gap = max(arrivals.pop(flight.number) - now, 0.0)

@@ -87,14 +87,23 @@ def alike(model: ModelConfig, layer: int) -> int:
 
 def trace_loss(config: Config, fused_norm: bool = False) -> TracedPass:
     """Final norm, head and loss."""
-    return cached_trace(config, ("loss", fused_norm))(
+    return cached_trace(_with_whole_backward(config), ("loss", fused_norm))(
         lambda bare, gathered: _trace_loss(Tracer(bare, gathered, fused_norm))
     )
 
 
 def trace_embedding(config: Config) -> TracedPass:
     """The embedding."""
-    return cached_trace(config, ("embedding",))(lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False)))
+    return cached_trace(_with_whole_backward(config), ("embedding",))(
+        lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False))
+    )
+
+
+def _with_whole_backward(config: Config) -> Config:
+    """The ends of a model are the same under zero bubble, where only blocks keep more for a backward pass in two."""
+    if not config.parallel.splits_backward:
+        return config
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": "1f1b"})})
 
 
 # Other micro-batches.

@@ -112,7 +112,7 @@ class _Signals:
 
 def _run(spec: LaunchSpec, signals: _Signals, method: str) -> dict[int, int]:
     """Starts the processes and waits until all have ended. Returns the exit codes by rank of those that failed by themselves."""
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     gc.freeze()  # otherwise each forked process copies every object at its first collection
     try:
         for rank in range(spec.nproc):
