@@ -17,6 +17,7 @@ COMMANDS = (
     "plan validate",
     "bench",
     "checkpoint",
+    "timeline",
     "export",
     "import",
 )

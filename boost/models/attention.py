@@ -3,12 +3,13 @@
 Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads held here, E width of a head.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from boost.models.documents import Documents, documents_of
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Context:
     cos: Tensor
     """[S, E], of the tokens' positions, in the activations' dtype."""
     sin: Tensor
-    mask: Tensor | None = None
-    """[B, 1, S, S] to add to the scores: 0 where a token may look, -inf elsewhere; None: causal within the sequence."""
+    documents: Documents | None = None
+    """Tokens attend to earlier tokens of their own document only; None: to all earlier tokens of the sequence."""
     caches: tuple[KVCache, ...] = ()
     """One a block while generating, else empty."""
 
@@ -50,8 +51,10 @@ def make_context(
     theta: float,
     dtype: torch.dtype,
     document_ids_BS: Tensor | None = None,
+    compiled: bool = False,
 ) -> Context:
-    """The context of a micro-batch; with document ids, tokens attend to earlier tokens of their own document only.
+    """The context of a micro-batch; with document ids, tokens attend to earlier tokens of their own document only. `compiled`:
+    blocks are compiled, one graph for all batches.
 
     Angles are computed in fp32 (fp64 for fp64 activations) whatever `dtype` is. Rotary positions are relative, so documents
     need no positions of their own.
@@ -59,14 +62,10 @@ def make_context(
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=acc_dtype) / head_dim)
     angles = torch.outer(positions_S.to(acc_dtype), frequencies).repeat(1, 2)
-    mask = None
+    documents = None
     if document_ids_BS is not None:
-        length = document_ids_BS.shape[1]
-        same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
-        allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
-        # Of the activations' dtype: from a mask of booleans every block would make, and keep, one of its own.
-        mask = torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
-    return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), mask)
+        documents = documents_of(document_ids_BS, positions_S.device, dtype, compiled)
+    return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents)
 
 
 def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
@@ -84,8 +83,11 @@ def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Con
         first = context.caches[layer_index].length == 0
         k, v = context.caches[layer_index].append(k, v)
     assert first or q.shape[2] == 1, "a cache that is not empty takes one token at a time"
-    causal = first and context.mask is None
+    documents = context.documents
+    if documents is not None and documents.mask is None:
+        return documents.attend(q, k, v)
+    mask = None if documents is None else documents.mask
     a = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=context.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=first and mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
     return a.transpose(1, 2).reshape(q_TO.shape)

@@ -69,7 +69,12 @@ class TransformerBlock(FusedModule):
     @property
     def is_plain(self) -> bool:
         """Whether `forward` does no more than `start`: the block is neither compiled nor sharded over replicas."""
-        return self._compiled_call_impl is None and not self._forward_pre_hooks and not self._forward_hooks
+        return not self.is_compiled and not self._forward_pre_hooks and not self._forward_hooks
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `Module.compile` was called."""
+        return self._compiled_call_impl is not None
 
     def _run(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         runs = [self.start(layout, *each) for each in zip(streams, contexts, strict=True)]
@@ -200,8 +205,15 @@ class Decoder(FusedModule):
 
     def _context(self, tokens_BS: Tensor, positions_S: Tensor, document_ids_BS: Tensor | None = None) -> Context:
         model = self.model
+        compiled = any(block.is_compiled for block in self._blocks)
         return make_context(
-            tokens_BS.shape[0], positions_S, model.head_dim, model.rope_theta, self.compute_dtype, document_ids_BS
+            tokens_BS.shape[0],
+            positions_S,
+            model.head_dim,
+            model.rope_theta,
+            self.compute_dtype,
+            document_ids_BS,
+            compiled,
         )
 
     def _parts(
@@ -214,8 +226,8 @@ class Decoder(FusedModule):
             return [_Part(tokens_BS, context, received)]
         tokens = tokens_BS.tensor_split(count)
         sizes = [each.shape[0] for each in tokens]
-        masks = [None] * count if context.mask is None else context.mask.split(sizes)
-        contexts = [replace(context, batch=size, mask=mask) for size, mask in zip(sizes, masks, strict=True)]
+        documents = [None] * count if context.documents is None else context.documents.split(sizes)
+        contexts = [replace(context, batch=n, documents=each) for n, each in zip(sizes, documents, strict=True)]
         rows = [self.layout.residual_shape(each.numel())[0] for each in tokens]
         arrived = zip(*(x.split(rows) for x in received), strict=True) if received else [()] * count
         return [_Part(*each) for each in zip(tokens, contexts, arrived, strict=True)]

@@ -8,6 +8,7 @@ Each is one operation of `torch.ops.boost`, so that whoever counts collectives s
 while messages are in flight; `wait_tensor` ends it, as for torch's functional collectives. Legend: p processes, n rows of each.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,23 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
-
-
-class _Exchange(Work):
-    """Messages in flight, and the local work that makes the result of them. Holds what they read and write."""
-
-    def __init__(self, messages: list[Work], finish: Callable[[], object], timeout: timedelta) -> None:
-        super().__init__()
-        self._messages, self._finish, self._timeout = messages, finish, timeout
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the result is there. Raises RuntimeError if a message fails or takes longer than the group's timeout."""
-        messages, self._messages = self._messages, []
-        for message in messages:
-            message.wait(self._timeout)
-        finish, self._finish = self._finish, lambda: None
-        finish()
-        return True
 
 
 @dataclass(frozen=True)
@@ -56,13 +40,41 @@ last_exchanges: dict[str, LastExchange] = {}
 """By name of the group."""
 
 
+def _noted(what: str, of: LastExchange) -> contextlib.AbstractContextManager[object]:
+    """While a profiler records (train.profile), a range that `boost.measure.timeline` finds again."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"{what} {of.operation} #{of.sequence} of {of.group}, {of.bytes} bytes")
+
+
+class _Exchange(Work):
+    """Messages in flight, and the local work that makes the result of them. Holds what they read and write."""
+
+    def __init__(
+        self, messages: list[Work], finish: Callable[[], object], timeout: timedelta, of: LastExchange
+    ) -> None:
+        super().__init__()
+        self._messages, self._finish, self._timeout, self._of = messages, finish, timeout, of
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the result is there. Raises RuntimeError if a message fails or takes longer than the group's timeout."""
+        messages, self._messages = self._messages, []
+        with _noted("wait for", self._of):
+            for message in messages:
+                message.wait(self._timeout)
+        finish, self._finish = self._finish, lambda: None
+        finish()
+        return True
+
+
 class Peers:
     """The other processes of a group, as senders and receivers, for one `operation` on `x`."""
 
     def __init__(self, name: str, operation: str, x: Tensor) -> None:
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
         sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
-        last_exchanges[name] = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
+        self._of = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
+        last_exchanges[name] = self._of
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self.rank, self.size = group.rank(), group.size()
         self.others = [other for other in range(self.size) if other != self.rank]
@@ -71,9 +83,10 @@ class Peers:
         self, received: Callable[[int], Tensor], sent: Callable[[int], Tensor], finish: Callable[[], object]
     ) -> _Exchange:
         """Posts a receive for every other process, then a send: `received` and `sent` are contiguous tensors by rank."""
-        messages = [self._backend.recv([received(other)], other, 0) for other in self.others]
-        messages += [self._backend.send([sent(other)], other, 0) for other in self.others]
-        return _Exchange(messages, finish, self._backend.options._timeout)
+        with _noted("start", self._of):
+            messages = [self._backend.recv([received(other)], other, 0) for other in self.others]
+            messages += [self._backend.send([sent(other)], other, 0) for other in self.others]
+        return _Exchange(messages, finish, self._backend.options._timeout, self._of)
 
 
 def _end(result: Tensor, exchange: _Exchange, at_once: bool) -> Tensor:

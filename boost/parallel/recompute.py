@@ -9,21 +9,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from boost.config.schema import RecomputeName
 from boost.models.interface import NO_RECOMPUTE, Layout, RecomputePolicy, SegmentRunner
 
-_aten = torch.ops.aten
 _ATTENTION = {
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
 }
 """Fused kernels: softmax(q k^T) v and, for the backward pass, the logsumexp of each row."""
 
@@ -62,7 +58,7 @@ POLICIES = policies(recompute, recompute_but_attention, recompute_block)
 
 
 def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator.name() in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from boost.config.attention import document_form
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
@@ -158,7 +159,7 @@ class _StepMemory:
     """Replays the step of one process."""
 
     def __init__(self, config: Config, pp_rank: int, fused_norm: bool) -> None:
-        self.config, parallel = config, config.parallel
+        self.config, self.fused_norm, parallel = config, fused_norm, config.parallel
         self.stages = stages_of(config, pp_rank)
         self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], fused_norm)
         self.loss, self.embedding = trace_loss(config, fused_norm), trace_embedding(config)
@@ -381,10 +382,12 @@ class _StepMemory:
         return self.micro_batches * each
 
     def _context(self) -> int:
-        """Tokens, positions, rotary angles, and the document mask."""
+        """Tokens, positions, rotary angles, and the mask of documents where attention takes one."""
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
         each = train.seq_len * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * train.seq_len
-        if self.config.data.isolate_documents:
+        device = "cuda" if self.fused_norm else "cpu"
+        form = document_form(device, train.compute_dtype, train.compile)
+        if self.config.data.isolate_documents and form == "mask":
             each += train.micro_batch * train.seq_len**2 * size
         return each

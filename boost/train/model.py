@@ -108,9 +108,9 @@ def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Dec
 
 
 def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tokens, targets, document ids or None) of a batch, as inputs of the decoder."""
+    """(tokens, targets, document ids or None) of a batch, as inputs of the decoder. Ids stay on the host, which reads them."""
     tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
-    return tokens, targets, torch.from_numpy(batch.document_ids).to(device) if isolate else None
+    return tokens, targets, torch.from_numpy(batch.document_ids) if isolate else None
 
 
 def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:

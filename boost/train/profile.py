@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from boost.train.hooks import Hook, StepEnd, StepStart
 
@@ -17,12 +17,14 @@ log = logging.getLogger("boost")
 class ProfileHook(Hook):
     """Records the steps from `first` to `last` of every process into run.dir/profile/rank<R>.json (train.profile).
 
-    Such a file has Chrome's trace format: operators and collectives on the CPU, kernels on a GPU. Recorded steps are slower.
+    Such a file has Chrome's trace format: operators and collectives on the CPU, kernels on a GPU, and a range for each step.
+    `boost timeline` draws it. Recorded steps are slower.
     """
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self._profiler: profile | None = None
+        self._step: record_function | None = None
 
     def before_step(self, trainer: "Trainer", event: StepStart) -> None:
         if event.step == self.first:
@@ -30,15 +32,25 @@ class ProfileHook(Hook):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
             self._profiler = profile(activities=activities)
             self._profiler.start()
+        if self._profiler is not None:
+            self._step = record_function(f"step {event.step}")
+            self._step.__enter__()
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        self._end_step()
         if event.metrics.step == self.last or event.last or event.stopping:
             self._write(trainer)
 
     def teardown(self, trainer: "Trainer") -> None:
         self._write(trainer)
 
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
     def _write(self, trainer: "Trainer") -> None:
+        self._end_step()
         if self._profiler is None:
             return
         found, self._profiler = self._profiler, None
@@ -53,4 +65,4 @@ class ProfileHook(Hook):
         except (OSError, RuntimeError) as error:
             trainer.warn(f"the timeline of steps {self.first} to {self.last} was not written: {error}")
         else:
-            log.info("timeline of steps %d to %d: %s (open it in ui.perfetto.dev)", self.first, self.last, file)
+            log.info("timeline of steps %d to %d: %s (ui.perfetto.dev, or boost timeline)", self.first, self.last, file)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from boost.errors import ConfigError
+from boost.measure.timeline import read_step, total
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from tests.distributed import run_distributed
@@ -53,17 +54,21 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
     assert "the timeline of steps 2 to 2 was not written" in caplog.text
 
 
-def profiled(store: str, run: str) -> list[str]:
+def profiled(store: str, run: str) -> tuple[list[str], float, float]:
     trainer = make_trainer(make_config(Path(store), Path(run), tp=2, train={"profile": [2, 2], "save_every": 0}))
     trainer.start([])
     trainer.fit()
     torch.distributed.barrier()
-    return operations(Path(run) / "profile" / f"rank{torch.distributed.get_rank()}.json")
+    file = Path(run) / "profile" / f"rank{torch.distributed.get_rank()}.json"
+    number, step = read_step(file, 0)
+    assert number == 2
+    return operations(file), total(step.flying) / step.step.seconds, total(step.computing) / step.step.seconds
 
 
 def test_collectives_are_in_it(store: Path, tmp_path: Path) -> None:
-    for names in run_distributed(2, profiled, str(store), str(tmp_path)):
+    for names, flying, computing in run_distributed(2, profiled, str(store), str(tmp_path)):
         assert "boost::all_reduce" in names and "_c10d_functional::wait_tensor" in names
+        assert 0 < flying < 1 and 0 < computing < 1
 
 
 def test_what_is_no_range_is_refused(store: Path, tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""`boost timeline`: a recorded step as a picture."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from boost.errors import ConfigError
+
+SUFFIXES = (".svg", ".png", ".pdf")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "timeline",
+        help="draw a recorded step: computation and communication of each process",
+        description="Draws a step that --train.profile recorded: when each process computes, when its collectives are on the\n"
+        "wire, and how much of that is hidden behind computation. The traces themselves open in ui.perfetto.dev.",
+        epilog="examples:\n"
+        "  boost train demo --train.steps 20 --train.profile '[10, 12]'\n"
+        "  boost timeline runs/demo\n"
+        "  boost timeline runs/demo --step 11 --out step.png",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--step", type=int, metavar="N", help="which of the recorded steps (default: the middle one)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="an .svg, .png or .pdf file (default RUN/profile/timeline.svg)"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from boost.cli.bench_common import needs_matplotlib
+    from boost.measure.timeline import draw, read_step, recorded, rows
+
+    out = args.out or args.run_dir / "profile" / "timeline.svg"
+    if out.suffix not in SUFFIXES:
+        raise ConfigError(f"--out = {out} must end in one of {', '.join(SUFFIXES)}")
+    needs_matplotlib()
+    number, steps = args.step, []
+    for rank, path in recorded(args.run_dir).items():
+        number, step = read_step(path, rank, number)
+        steps.append(step)
+    assert number is not None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw(number, steps, out)
+    table = Table(title=f"step {number}, milliseconds", box=None, title_justify="left")
+    for name in ("rank", "step", "computes", "on the wire", "of it waiting", "hidden"):
+        table.add_column(name, justify="right")
+    for row in rows(steps):
+        table.add_row(*row)
+    Console().print(table)
+    print(f"\n{out}")
+    return 0

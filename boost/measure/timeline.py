@@ -1,0 +1,185 @@
+"""A recorded step as a picture: when each process computes, and when its collectives are on the wire.
+
+Reads what `train.profile` writes: Chrome traces, one a process. On CPUs a collective is in flight from its start to the end of its
+wait, which `boost.parallel.exchange` notes in the trace; on GPUs while its kernel runs.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from boost.errors import ConfigError, DataError
+
+NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
+STEP = re.compile(r"step (\d+)")
+COMPUTES, WAITS, FLIES = "computes", "waits for the wire", "on the wire"
+COLORS = {COMPUTES: "#4477aa", WAITS: "#ee6677", FLIES: "#ccbb44"}
+GAP_S = 2e-4
+"""Shorter gaps are not drawn."""
+
+
+class Interval(NamedTuple):
+    """Seconds since the epoch."""
+
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class ProcessStep:
+    """One step of one process. Intervals are disjoint, in order, and lie within the step."""
+
+    rank: int
+    step: Interval
+    computing: tuple[Interval, ...]
+    """An operator (CPU) or a kernel (GPU) runs that is no collective and does not wait for one."""
+    flying: tuple[Interval, ...]
+    """At least one collective is on the wire."""
+
+    @property
+    def waiting(self) -> tuple[Interval, ...]:
+        """A collective is on the wire, and nothing is computed."""
+        return without(self.flying, self.computing)
+
+    @property
+    def hidden(self) -> float:
+        """Share of the time on the wire in which the process computes; 1 if nothing is sent."""
+        flying = total(self.flying)
+        return 1 - total(self.waiting) / flying if flying else 1.0
+
+
+def total(intervals: Iterable[Interval]) -> float:
+    """Seconds."""
+    return sum(each.seconds for each in intervals)
+
+
+def union(intervals: Iterable[Interval], gap: float = 0.0) -> tuple[Interval, ...]:
+    """Disjoint intervals, in order; those that are at most `gap` apart become one."""
+    found: list[Interval] = []
+    for each in sorted(intervals):
+        if found and each.begin <= found[-1].end + gap:
+            found[-1] = Interval(found[-1].begin, max(found[-1].end, each.end))
+        else:
+            found.append(each)
+    return tuple(found)
+
+
+def without(intervals: Iterable[Interval], removed: Sequence[Interval]) -> tuple[Interval, ...]:
+    """What is left of disjoint intervals without others that are disjoint and in order."""
+    left: list[Interval] = []
+    for begin, end in intervals:
+        for other in removed:
+            if other.end <= begin or other.begin >= end:
+                continue
+            if other.begin > begin:
+                left.append(Interval(begin, other.begin))
+            begin = other.end
+        if begin < end:
+            left.append(Interval(begin, end))
+    return tuple(left)
+
+
+def within(intervals: Iterable[Interval], step: Interval) -> tuple[Interval, ...]:
+    """The parts of intervals that lie in a step."""
+    cut = (Interval(max(each.begin, step.begin), min(each.end, step.end)) for each in intervals)
+    return tuple(each for each in cut if each.begin < each.end)
+
+
+def recorded(run: Path) -> dict[int, Path]:
+    """The traces of a run, by rank. Raises ConfigError if there are none."""
+    found = {int(path.stem[4:]): path for path in (run / "profile").glob("rank*.json") if path.stem[4:].isdecimal()}
+    if not found:
+        raise ConfigError(
+            f"{run} has no recorded steps (profile/rank0.json); record some with boost train ... --train.profile '[10, 12]'"
+        )
+    return dict(sorted(found.items()))
+
+
+def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, ProcessStep]:
+    """Step `number` of a trace, with its number; None: the middle one of those recorded.
+
+    Raises DataError if the file is no such trace, ConfigError if it does not have this step.
+    """
+    try:
+        trace: Any = json.loads(path.read_text(encoding="utf-8"))
+        since = float(trace.get("baseTimeNanoseconds", 0)) * 1e-9
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        steps = {int(found[1]): _interval(e, since) for e in events if (found := STEP.fullmatch(e["name"]))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a trace that train.profile wrote: {error}") from None
+    if not steps:
+        raise DataError(f"{path} has no step; it was recorded by an older boost or is cut off")
+    if number is None:
+        number = sorted(steps)[len(steps) // 2]
+    if number not in steps:
+        has = ", ".join(map(str, sorted(steps)))
+        raise ConfigError(f"--step = {number} was not recorded in {path}; it has {has}")
+    step = steps[number]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    computing, flying = _on_gpu(kernels, since) if kernels else _on_cpu(events, since)
+    return number, ProcessStep(rank, step, within(computing, step), within(flying, step))
+
+
+def _interval(event: dict[str, Any], since: float) -> Interval:
+    begin = since + float(event["ts"]) * 1e-6
+    return Interval(begin, begin + float(event["dur"]) * 1e-6)
+
+
+def _on_gpu(kernels: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    sides: dict[bool, list[Interval]] = {False: [], True: []}
+    for event in kernels:
+        sides["nccl" in event["name"].lower()].append(_interval(event, since))
+    return union(sides[False]), union(sides[True])
+
+
+def _on_cpu(events: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    begins: dict[str, float] = {}
+    waits, flights = list[Interval](), list[Interval]()
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        if not (found := NOTED.fullmatch(event["name"])):
+            continue
+        where = _interval(event, since)
+        if found[1] == "start":
+            begins[found[2]] = where.begin
+        else:
+            waits.append(where)
+            flights.append(Interval(begins.pop(found[2], where.begin), where.end))
+    operators = union(_interval(event, since) for event in events if event.get("cat") == "cpu_op")
+    return without(operators, union(waits)), union(flights)
+
+
+def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
+    """Two rows a process: what it does, and what is on the wire. Times are from the first process's start of the step."""
+    from boost.measure.drawing import pyplot, tidy, write
+
+    begin = min(each.step.begin for each in steps)
+    figure, axis = pyplot().subplots(figsize=(12, 1.2 + 0.7 * len(steps)), layout="constrained")
+    for place, each in enumerate(steps):
+        for name, intervals, low, height in (
+            (COMPUTES, each.computing, 0.05, 0.45),
+            (WAITS, each.waiting, 0.05, 0.45),
+            (FLIES, each.flying, 0.55, 0.25),
+        ):
+            bars = [((b - begin) * 1e3, (e - b) * 1e3) for b, e in union(intervals, GAP_S)]
+            axis.broken_barh(bars, (place + low, height), color=COLORS[name], label=name if not place else None)
+    axis.set_yticks([place + 0.4 for place in range(len(steps))], [f"rank {each.rank}" for each in steps])
+    axis.invert_yaxis()
+    axis.set_xlabel(f"milliseconds of step {number}")
+    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    tidy(axis)
+    write(figure, path)
+
+
+def rows(steps: Sequence[ProcessStep]) -> Iterator[tuple[str, ...]]:
+    """(rank, ms of the step, computing, on the wire, waiting, hidden), as text."""
+    for each in steps:
+        parts = each.step.seconds, total(each.computing), total(each.flying), total(each.waiting)
+        yield str(each.rank), *(f"{seconds * 1e3:.1f}" for seconds in parts), f"{each.hidden:.0%}"

@@ -1,0 +1,41 @@
+"""`boost timeline` as a command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from boost.cli.main import main
+
+
+def recorded_run(folder: Path) -> Path:
+    step = {"ph": "X", "cat": "user_annotation", "name": "step 3", "ts": 0.0, "dur": 50e3}
+    work = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 20e3}
+    (folder / "profile").mkdir(parents=True)
+    for rank in range(2):
+        (folder / "profile" / f"rank{rank}.json").write_text(json.dumps({"traceEvents": [step, work]}))
+    return folder
+
+
+@pytest.mark.slow
+def test_it_draws_and_says_what_was_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    run = recorded_run(tmp_path / "run")
+    assert main(["timeline", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "step 3, milliseconds" in out and out.count("100%") == 2
+    assert (run / "profile" / "timeline.svg").stat().st_size > 1000
+    assert main(["timeline", str(run), "--step", "3", "--out", str(tmp_path / "pictures" / "one.png")]) == 0
+    assert (tmp_path / "pictures" / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path / "run")
+    for words, expected in (
+        ([str(tmp_path)], "has no recorded steps"),
+        ([str(run), "--step", "4"], "--step = 4 was not recorded"),
+        ([str(run), "--out", "picture.doc"], "--out = picture.doc must end in one of .svg, .png, .pdf"),
+    ):
+        assert main(["timeline", *words]) == 2
+        err = capsys.readouterr().err
+        assert expected in err and err.count("\n") == 1

@@ -1,0 +1,106 @@
+"""Attention within documents: each form is the masked one, in float64, and computes no more than it should."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from boost.config.attention import document_form
+from boost.models import documents
+from boost.models.attention import Context, attend, make_context
+from boost.models.documents import Documents
+
+HEADS, KV_HEADS, WIDTH, BATCH, LENGTH = 4, 2, 8, 3, 24
+IDS = torch.tensor([[0] * 5 + [1] * 18 + [2], [7] * LENGTH, list(range(LENGTH))], dtype=torch.int32)
+"""Long and short ones, one alone in its sequence, and one a token."""
+
+
+def context(ids: Tensor | None = IDS, compiled: bool = False) -> Context:
+    positions = torch.arange(LENGTH)
+    return make_context(BATCH, positions, WIDTH, 10000.0, torch.float64, ids, compiled)
+
+
+def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
+    """The output and the gradients of the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    widths = [heads * WIDTH for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    q, k, v, upstream = (
+        torch.randn(BATCH * LENGTH, width, generator=generator, dtype=torch.float64) for width in widths
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    attended = attend(*inputs, WIDTH, of, 0)
+    yield attended
+    yield from torch.autograd.grad(attended, inputs, upstream)
+
+
+def reference_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *longest: int, **options: Any):
+    """What FlashAttention computes of packed documents, said in plain operations."""
+    assert starts is starts_k and starts.dtype == torch.int32 and longest == (LENGTH, LENGTH)
+    assert options == {"window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
+    number = torch.bucketize(torch.arange(q.shape[0]), starts, right=True)
+    allowed = (number[:, None] == number).tril()
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("the,she->hts", q, k) / WIDTH**0.5
+    return torch.einsum("hts,she->the", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+def test_segments_are_the_masked_attention(kv_heads: int) -> None:
+    masked, segments = context(compiled=True), context()
+    assert (masked.documents.form, segments.documents.form) == ("mask", "segments")
+    for expected, actual in zip(results(masked, kv_heads), results(segments, kv_heads), strict=True):
+        assert torch.allclose(expected, actual, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
+def test_what_the_kernel_for_boundaries_is_given(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    assert documents._has_varlen()
+    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
+    monkeypatch.setattr(documents, "document_form", lambda *_: "varlen")
+    packed = context()
+    ends = [0, 5, 23, 24, 48, *range(49, 73)]
+    assert packed.documents.starts_N.tolist() == ends + [72] * (32 - len(ends))
+    monkeypatch.undo()
+    monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
+    for expected, actual in zip(results(context(compiled=True), kv_heads), results(packed, kv_heads), strict=True):
+        assert torch.allclose(expected, actual, rtol=1e-12, atol=1e-12)
+
+
+def test_a_torch_without_that_kernel_takes_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "document_form", lambda *_: "varlen")
+    monkeypatch.setattr(documents, "_has_varlen", lambda: False)
+    assert context().documents.form == "mask"
+
+
+def test_no_score_between_documents_is_computed() -> None:
+    def flops(of: Context) -> int:
+        with FlopCounterMode(display=False) as counter:
+            list(results(of))
+        return counter.get_total_flops()
+
+    assert context(torch.zeros(BATCH, LENGTH)).documents is None, "one document a sequence: usual attention"
+    halves = torch.arange(LENGTH).expand(BATCH, -1) // (LENGTH // 2)
+    assert flops(context(halves)) == flops(context(None)) / 2
+
+
+@pytest.mark.parametrize("form", ["segments", "varlen", "mask"])
+def test_parts_have_their_own_documents(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "document_form", lambda *_: form)
+    whole = context().documents
+    for part, rows in zip(whole.split([2, 1]), (slice(0, 2), slice(2, 3)), strict=True):
+        alone = documents.documents_of(IDS[rows], torch.device("cpu"), torch.float64, False)
+        assert isinstance(alone, Documents)
+        assert (part.form, part.lengths) == (alone.form, alone.lengths)
+        for a, b in ((part.starts_N, alone.starts_N), (part.mask, alone.mask)):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def test_the_form_follows_from_device_dtype_and_compile() -> None:
+    assert document_form("cpu", "bfloat16", False) == "segments"
+    assert document_form("cpu", "float32", True) == "mask"
+    assert document_form("cuda", "bfloat16", True) == document_form("cuda", "float16", False) == "varlen"
+    assert document_form("cuda", "float32", False) == "mask"
