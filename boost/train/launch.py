@@ -113,12 +113,13 @@ class _Signals:
 def _run(spec: LaunchSpec, signals: _Signals, method: str) -> dict[int, int]:
     """Starts the processes and waits until all have ended. Returns the exit codes by rank of those that failed by themselves."""
     context: Any = multiprocessing.get_context(method)
-    gc.freeze()  # otherwise each forked process copies every object at its first collection
     try:
+        gc.freeze()  # otherwise each forked process copies every object at its first collection
         for rank in range(spec.nproc):
             process = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
             process.start()
             signals.processes.append(process)
+        gc.unfreeze()
         return _supervise(spec, signals)
     finally:
         for process in signals.processes:
