@@ -71,7 +71,7 @@ nightly: setup
 guards: setup
 	$(BIN)/python -m tests.guards
 
-# Kills and resumes the demo 200 times: an hour.
+# Kills and resumes the demo 200 times: half an hour.
 soak: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python benchmarks/soak.py data/stdlib runs/soak

@@ -40,9 +40,16 @@ def main() -> int:
     parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
     parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills (default 200)")
-    parser.add_argument("--steps", type=int, default=1200, metavar="N", help="steps of the run (default 1200)")
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="steps of the run (default 2000)")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the moments and of the victims (default 0)"
+    )
+    parser.add_argument(
+        "--longest",
+        type=float,
+        default=8.0,
+        metavar="S",
+        help="seconds that a run has at most before a kill (default 8)",
     )
     args = parser.parse_args()
     whole, killed = args.folder / "whole", args.folder / "killed"
@@ -83,7 +90,7 @@ def soak(args: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
     chance = random.Random(args.seed)
     rounds: list[dict[str, Any]] = []
     for _ in progress(args.kills, "kills"):
-        rounds.append(one_round(args, run, chance, 0.5 + chance.random() * 9))
+        rounds.append(one_round(args, run, chance, 0.5 + chance.random() * (args.longest - 0.5)))
         if last_step(run) == args.steps:
             break
     return rounds
