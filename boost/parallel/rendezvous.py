@@ -24,6 +24,9 @@ _CONNECT_S = 5.0
 _GOODBYE_S = 3.0
 """Seconds that rank 0 still answers late processes after a stop signal."""
 
+_LATE_S = 20.0
+"""Seconds by which rank 0 may start later than a process that received a stop signal, and still learn of it."""
+
 Stopped = Callable[[], str | None]
 """Name of the stop signal that this process has received, if any."""
 
@@ -58,6 +61,7 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline = time.monotonic() + timeout_s
+    leaving_at: float | None = None
     while True:
         try:
             return dist.TCPStore(
@@ -72,7 +76,10 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
             if hosts:
                 raise TrainingError(f"cannot listen on MASTER_PORT = {port}: {_first_line(error)}") from error
             if name := stopped():
-                raise StoppedError(name) from error
+                # Rank 0 may be starting, and would wait for this process if it left without a word.
+                leaving_at = leaving_at or time.monotonic() + _LATE_S
+                if time.monotonic() > leaving_at:
+                    raise StoppedError(name) from error
             if time.monotonic() > deadline:
                 raise TrainingError(
                     f"the store at MASTER_ADDR = {host}, MASTER_PORT = {port} did not answer within "
