@@ -144,6 +144,8 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
             if spec.log_dir:
                 _ask_for_stacks(running)
             break
+    else:  # a process may have ended after the last look at exit codes
+        failed = {rank: code for rank, process in enumerate(signals.processes) if (code := process.exitcode)}
     return failed or ({0: -signal.SIGKILL} if signals.aborted and failed_at is not None else {})
 
 

@@ -372,6 +372,25 @@ def call_of(tmp_path: Path) -> LaunchSpec:
     return LaunchSpec(rank, (), 2, tmp_path, tmp_path, os.getpid(), 1.0, False)
 
 
+class EndsUnseen:
+    """A process that has failed, but was still running when its exit code was first asked for, twice."""
+
+    sentinel = 0
+
+    def __init__(self, code: int) -> None:
+        self._codes: list[int | None] = [None, None, code]
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
+
+
+def test_a_process_that_fails_between_two_looks_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.connection, "wait", lambda *_: [])
+    signals = launcher._Signals(processes=[EndsUnseen(3), EndsUnseen(0)])  # type: ignore[list-item]
+    assert launcher._supervise(call_of(tmp_path), signals) == {0: 3}
+
+
 def test_exit_codes_and_classes_survive_the_way() -> None:
     for error in (TrainingError("the loss is not finite"), ConfigError("x"), OSError(28, "No space left", "/run")):
         said = failure_report(error, 1)
