@@ -67,8 +67,7 @@ class _BlockFacts:
 
 
 def _block(config: Config, layer: int, fused_norm: bool) -> _BlockFacts:
-    zero_bubble = config.parallel.pp > 1 and config.parallel.schedule == "zero-bubble"
-    traced = pass_of_block(config, layer, fused_norm, zero_bubble)
+    traced = pass_of_block(config, layer, fused_norm, config.parallel.splits_backward)
     saved = traced.by_category
     if latents := sum(prev_latents_saved(config, layer, fused_norm)):
         saved = saved + Counter({LATENTS: latents})
