@@ -10,6 +10,7 @@ import argparse
 import ast
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def is_noticed(guard: Guard) -> str | None:
-    """The first test that fails without the guard; None if all pass."""
+    """The first test that fails without the guard, or what ended the tests; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="boost-guards-") as folder:
         for name in ("boost", "tests", "examples", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -82,6 +83,8 @@ def is_noticed(guard: Guard) -> str | None:
             capture_output=True,
             text=True,
         )
+    if done.returncode < 0:  # the careless thing let a signal through
+        return f"ended by {signal.Signals(-done.returncode).name}"
     if done.returncode not in (0, 1):
         raise SystemExit(f"{guard.name}: {done.stdout}\n{done.stderr}")
     return next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), None)

@@ -221,6 +221,8 @@ class Heartbeat:
         self._wake = threading.Event()
         self._count = 0
         self._board: Board | None = None
+        self._is_store_silent = False
+        """Whether the store has not answered since the latest progress."""
         self._earlier: tuple[float, dict[int, int]] | None = None
         self._thread = threading.Thread(target=self._run, name="boost-heartbeat", daemon=True)
 
@@ -264,7 +266,7 @@ class Heartbeat:
 
         Takes `SILENCE_S` seconds, or what is left of them: the thread looks a first time before the timeout.
         """
-        if self._board is None:
+        if self._board is None and not self._is_store_silent:
             return None
         waiting = self._beat()
         while (earlier := self._earlier or self._counts()) is not None:
@@ -298,7 +300,7 @@ class Heartbeat:
         reader.start()
         reader.join(SILENCE_S)
         if not found:
-            self._board = None  # the connection may stay busy for ever
+            self._board, self._is_store_silent = None, True  # the connection may stay busy for ever
             return None
         return found[0]
 
@@ -335,10 +337,13 @@ class Heartbeat:
             except (OSError, RuntimeError) as error:  # the store's host has gone; the collectives will say so too
                 log.debug("no heartbeat: %s", error)
                 beat = self._beat()
-            now = time.monotonic()
-            if (beat.phase, beat.step, beat.issued) != progress or now - seen > SILENCE_S:
+            now, before = time.monotonic(), progress
+            progress = (beat.phase, beat.step, beat.issued)
+            if progress != before:
+                self._is_store_silent = False  # it was not why this process waited
+            if progress != before or now - seen > SILENCE_S:
                 # Progress, or this process was itself stopped for a while, perhaps with all the others.
-                progress, since = (beat.phase, beat.step, beat.issued), now
+                since = now
                 self._earlier = None
             seen = now
             if self._earlier is None and now - since > self.timeout_s - SILENCE_S - INTERVAL_S:

@@ -117,6 +117,26 @@ def _line_in_the_package() -> str:
     return seen[0]
 
 
+def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread looks a first time before the timeout; the diagnosis after it must not take what it found for no store."""
+
+    class Silent:
+        def read(self, size: int) -> list[Beat]:
+            raise RuntimeError("the host of the store is stopped")
+
+        def post(self, rank: int, text: str) -> None: ...
+
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.01)
+    monkeypatch.delenv(LAUNCH_DIR, raising=False)
+    beating = Heartbeat(Mesh(toy.CPU, rank=1, size=2), RunConfig(), print)
+    assert beating.diagnose() is None, "it has not begun"
+    beating._board = Silent()
+    assert beating._counts() is None
+    assert str(beating.diagnose()).startswith(
+        "process 1 of 2 (rank 0), which hosts the store of the run, does not respond"
+    )
+
+
 def records() -> str:
     torch.distributed.barrier()
     last, issued = latest_collectives()
