@@ -42,7 +42,7 @@ from boost.models.interface import local_slice
 from boost.parallel.collectives import sum_both
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
-from boost.parallel.norms import OnlineSum, inverse_rms, scale, sum_of_squares
+from boost.parallel.norms import OnlineSum, inverse_rms, measured, scale, sum_of_squares
 from boost.plan.published import NORM_MS
 from boost.train.model import build_decoder
 
@@ -142,7 +142,8 @@ class NormPart:
 
     def _online(self, x_TD: Tensor, u_TR: Tensor) -> list[Tensor]:
         """The statistic is all-reduced with the latents, which are then scaled."""
-        u_TR, s_T = OnlineSum([u_TR], sum_of_squares(x_TD), self.axis, self.width, self.eps).wait()
+        partial = measured(u_TR, sum_of_squares(x_TD), self.axis)
+        u_TR, s_T = OnlineSum(partial, (), self.axis, self.width, self.eps).wait()
         return [scale(u_TR, inverse_rms(s_T, self.width, self.eps))]
 
 

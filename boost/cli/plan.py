@@ -159,7 +159,7 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     from boost.plan.timing import predict
 
     config = load(args.config, args.overrides)
-    held, pp_rank = max_peak(config, hardware.has_fused_norm)
+    held, pp_rank = max_peak(config, hardware.is_gpu)
     plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes)
     if args.json:
         import json

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
+from boost.config.compiling import CompileName, from_boolean
 from boost.config.families import Family, ModelConfig
 from boost.config.optimizers import OptimConfig
 from boost.config.section import Count, Natural, NonNegative, Place, Positive, Section, Tagged, Width
@@ -138,8 +139,10 @@ class TrainConfig(Section):
     deterministic: bool = False
     """True: deterministic kernels only, so resuming is bitwise exact on GPUs too, at some cost in speed. On CPUs it always is."""
 
-    compile: bool = False
-    """True: torch.compile each block; adds about a minute at startup (on CPUs: needs g++)."""
+    compile: Annotated[CompileName, BeforeValidator(from_boolean)] = "auto"
+    """What torch.compile compiles. none: nothing. kernels: element-wise work, each piece into one kernel. blocks: each block into
+    one graph, which takes a minute at startup and cannot hide communication between blocks. auto: kernels on GPUs, none on CPUs,
+    where the other two need g++."""
 
     recompute: RecomputeName = "none"
     """Activation checkpointing: what a block recomputes in its backward pass. none: nothing. low-rank: all but the latents

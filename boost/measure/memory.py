@@ -22,6 +22,7 @@ from boost.config import Config
 from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.interface import Pending
+from boost.models.kernels import BACKENDS, using
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
 from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role
@@ -73,17 +74,30 @@ class MemoryTracker(TorchDispatchMode):
             return args[0]  # real tensors are waited for in place; torch's fake rule returns another tensor
         result = func(*args, **(kwargs or {}))
         made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        name = func._schema.name.partition("::")[2]
+        if isinstance(out := (kwargs or {}).get("out"), Tensor):
+            self._write(out, *self._origin(name, args))
         new = [x for x in made if x.untyped_storage()._cdata not in self._known and x.untyped_storage().nbytes()]
         if new:
             inputs = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            category, role = self._origin(func._schema.name.partition("::")[2], inputs)
+            category, role = self._origin(name, inputs)
             for tensor in new:
                 self.watch(tensor, category, role)
         return result
 
-    def _origin(self, operation: str, inputs: Iterable[Tensor]) -> tuple[str, str]:
+    def _write(self, out: Tensor, category: str, role: str) -> None:
+        """Memory that was allocated without contents is what is written into it."""
+        with self._lock:
+            storage = self._known.get(out.untyped_storage()._cdata)
+            if storage is not None:
+                self.live[storage.category] -= storage.size
+                storage.category, storage.role = category, role
+                self.live[category] += storage.size
+
+    def _origin(self, operation: str, inputs: Iterable[Any]) -> tuple[str, str]:
         """(category, role) of an operation's output. Only tensors made from weights alone have a role."""
-        known = [self._known[key] for x in inputs if (key := x.untyped_storage()._cdata) in self._known]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        known = [self._known[key] for x in tensors if (key := x.untyped_storage()._cdata) in self._known]
         roles = [storage.role for storage in known if storage.role]
         if self.scope:
             return self.scope, ""
@@ -171,7 +185,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
 
     decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
     try:
-        with tracker:
+        with tracker, using(BACKENDS["eager"]):  # of fake tensors nothing can be compiled
             total = decoder(*batch)
             if not isinstance(total, FakeTensor):
                 tracker.settle()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.models.documents import Documents, documents_of
+from boost.models.pointwise import rotary
 
 
 @dataclass
@@ -68,16 +69,11 @@ def make_context(
     return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents)
 
 
-def rotate(x_BHSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotary embedding in the rotate-half form (the two halves of a head are its pairs)."""
-    first, second = x_BHSE.chunk(2, dim=-1)
-    return x_BHSE * cos_SE + torch.cat((-second, first), dim=-1) * sin_SE
-
-
 def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Context, layer_index: int) -> Tensor:
     """softmax(q k^T / sqrt(E)) v for every head held here: [T, H * E], [T, K * E] twice -> [T, H * E]."""
-    q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
-    q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+    q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim) for y in (q_TO, k_TO, v_TO))
+    q, k = rotary(q, context.cos, context.sin), rotary(k, context.cos, context.sin)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     first = True
     if context.caches:
         first = context.caches[layer_index].length == 0

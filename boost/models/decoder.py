@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from boost.config import architecture
@@ -30,6 +29,7 @@ from boost.models.interface import (
     interleave,
     local_kv_heads,
 )
+from boost.models.pointwise import gated_product
 
 
 class TransformerBlock(FusedModule):
@@ -99,7 +99,7 @@ class TransformerBlock(FusedModule):
 
     def _gated_product(self, layout: Layout, saved: Saved) -> tuple[Tensor, Latents]:
         (gate, up), latents = layout.in_proj_local(saved, self.gate_up)
-        return layout.out_proj_local((F.silu(gate) if self.mlp_silu else gate) * up, self.down), latents
+        return layout.out_proj_local(gated_product(gate, up, self.mlp_silu), self.down), latents
 
 
 class Decoder(FusedModule):

@@ -15,9 +15,10 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
+from boost.models.kernels import is_separate
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
-from boost.models.up_proj import Begin, is_separate, up_project
+from boost.models.up_proj import Begin, up_project
 
 
 class LinearGroup(FusedModule):
@@ -81,6 +82,12 @@ class LinearGroup(FusedModule):
         if len(h) == 1 and len(self.shape.slots) > 1:
             h = h[0].split([param_slice.rows for param_slice in self.slices["A"]], dim=-1)
         return [linear(h_Tr, b) for h_Tr, b in zip(h, self.outer_weights(h[0].dtype), strict=True)]
+
+    def project(self, h: Sequence[Tensor]) -> list[Tensor]:
+        """B h of activated latents, one [T, O] a slot, by one node, which writes the gradients of the slots side by side."""
+        if len(h) == 1:
+            return up_project(h[0], None, False, self.outer_weights(None))
+        return self.up_proj(h)
 
     def activate_and_project(
         self, latents: Sequence[Tensor], prev_latents: Latents = ()

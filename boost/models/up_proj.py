@@ -3,35 +3,14 @@
 Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O outputs of a slot held here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from boost.models.linear import gemm
-
-_separate = False
-
-
-@contextmanager
-def separate_operations() -> Iterator[None]:
-    """Scale, activation and B are operations of their own in here, each of which keeps its input: what an implementation without
-    this node does. For predictions of other people's measurements."""
-    global _separate
-    before, _separate = _separate, True
-    try:
-        yield
-    finally:
-        _separate = before
-
-
-def is_separate() -> bool:
-    """Whether `separate_operations` is active."""
-    return _separate
-
+from boost.models.kernels import activated, activated_backward
+from boost.models.linear import gemm, gemms
 
 Begin = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand; `wait` must come before the result is used."""
@@ -57,23 +36,16 @@ class _UpProject(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         u_TR, c_T1, *weights = ctx.saved_tensors
-        z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
-        du_TR: Tensor | None = None
-        dw: list[Tensor | None] = [None] * len(weights)
-        if ctx.needs_input_grad[0]:
-            dh = [gemm(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)]
-            du_TR = dh[0] if len(dh) == 1 else torch.cat(dh, dim=-1)
-            if ctx.silu:
-                du_TR = torch.ops.aten.silu_backward(du_TR, z_TR)
-            if c_T1 is not None:
-                du_TR = scaled(du_TR, c_T1)
-            if ctx.begin is not None:
-                du_TR = ctx.begin(du_TR)
-        if any(ctx.needs_input_grad[4:]):
-            h_TR = F.silu(z_TR) if ctx.silu else z_TR
-            parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
-            slots = zip(dy, parts, weights, strict=True)
-            dw = [gemm(dy_TO.t(), h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
+        dh_TR = gemms([(dy_TO, b_Or.to(u_TR.dtype)) for dy_TO, b_Or in zip(dy, weights, strict=True)])
+        if c_T1 is None and not ctx.silu:
+            du_TR, h_TR = dh_TR, u_TR
+        else:
+            du_TR, h_TR = activated_backward(dh_TR, u_TR, c_T1, ctx.silu)
+        del dh_TR
+        if ctx.begin is not None:
+            du_TR = ctx.begin(du_TR)
+        slots = zip(dy, _slots(h_TR, weights), weights, strict=True)
+        dw = [gemm(dy_TO.t(), h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
         return du_TR, None, None, None, *dw
 
 
@@ -89,16 +61,10 @@ def up_project(
 
 
 def _projected(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    h_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
-    h_TR = F.silu(h_TR) if silu else h_TR
-    parts = h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)
-    return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in zip(parts, weights, strict=True))
+    h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
+    slots = zip(_slots(h_TR, weights), weights, strict=True)
+    return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in slots)
 
 
-def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
-    """x c, rounded to x's dtype once, in one pass; without a gradient."""
-    if x.dtype == c_T1.dtype:
-        return x * c_T1
-    if _separate:
-        return (x * c_T1).to(x.dtype)
-    return torch.mul(x, c_T1, out=torch.empty_like(x))
+def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)

@@ -5,15 +5,15 @@ with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so its term
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.traffic import STATISTIC_TERMS
+from boost.models.kernels import activated, is_separate, row_product, scaled_backward
 from boost.models.linear import gemm
-from boost.models.up_proj import is_separate, scaled
 from boost.parallel.collectives import begin_all_reduce, wait
 from boost.parallel.mesh import Axis
 
@@ -34,25 +34,18 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, c_T1: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, c_T1)
-        return scaled(x_TD, c_T1)
+        return activated(x_TD, c_T1, False)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TD, c_T1 = ctx.saved_tensors
-        dc_T1 = _row_dot(dy_TD, x_TD, c_T1.dtype).unsqueeze(-1) if ctx.needs_input_grad[1] else None
-        return scaled(dy_TD, c_T1) if ctx.needs_input_grad[0] else None, dc_T1
+        if not ctx.needs_input_grad[1]:
+            return activated(dy_TD, ctx.saved_tensors[1], False), None
+        return scaled_backward(dy_TD, *ctx.saved_tensors)
 
 
 def scale(x: Tensor, c_T1: Tensor) -> Tensor:
     """Differentiable x c, rounded to x's dtype once."""
     return _Scale.apply(x, c_T1)
-
-
-def _row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """<x, y> of each row, [T]: products in the operands' dtype, their sum in `dtype`."""
-    if is_separate():
-        return (x * y.to(dtype)).sum(-1)
-    return (x * y).sum(-1, dtype=dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -97,21 +90,29 @@ class _SumOfSquares(torch.autograd.Function):
 
 
 class _ProjectAndMeasure(torch.autograd.Function):
-    """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R] and, if measuring, s = sum_j x_j^2 [T];
-    dgrad: dx = du (A gamma) + 2 x ds; wgrad: dA = (du^T x) gamma, dgamma = sum over R of (du^T x) A. No collective.
+    """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R] and, if measuring, s = sum_j x_j^2 [T], and what sums both
+    over an axis: flat, u first, which is a view of it; dgrad: dx = du (A gamma) + 2 x ds; wgrad: dA = (du^T x) gamma,
+    dgamma = sum over R of (du^T x) A. No collective.
 
     gamma scales columns of A instead of rows of x, and A gamma is made anew in backward: nothing is kept but x.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, measuring: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, measured_over: Axis | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.save_for_backward(x_TD, a_RD, gamma_D)
-        u_TR = gemm(x_TD, (a_RD * gamma_D).to(x_TD.dtype).t())
-        return u_TR, _sum_of_squares(x_TD) if measuring else None
+        weight_DR = (a_RD * gamma_D).to(x_TD.dtype).t()
+        if measured_over is None:
+            return gemm(x_TD, weight_DR), None, None
+        s_T = _sum_of_squares(x_TD)
+        u_TR, payload = _product_in_payload(x_TD, weight_DR, _packed(s_T, x_TD.dtype, measured_over))
+        ctx.mark_non_differentiable(payload)
+        return u_TR, s_T, payload
 
     @staticmethod
     def backward(
-        ctx: Any, du_TR: Tensor, ds_T: Tensor | None
+        ctx: Any, du_TR: Tensor, ds_T: Tensor | None, _: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TD, a_RD, gamma_D = ctx.saved_tensors
         dx_TD = da_RD = dgamma_D = None
@@ -127,8 +128,8 @@ class _ProjectAndMeasure(torch.autograd.Function):
 
 
 class _StartSum(torch.autograd.Function):
-    """forward: starts the sum over processes of latents u [T, R], and of the statistic s [T] unless that is already on its way
-    in `carrier` -> (u, what was started); one all-reduce. dgrad: waits for du, summed, of which `_WaitForSum` started the sum;
+    """forward: starts the sum over processes of `payload`: latents u [T, R], and the statistic s [T] unless that is already on its
+    way in `carrier` -> (u, what was started); one all-reduce. dgrad: waits for du, summed, of which `_WaitForSum` started the sum;
     ds = -c^2 / 2d <u, du>, c = (s/d + eps)^(-1/2), u, s and du complete: exact for whatever acts on c u, and local.
 
     u is returned for the graph only: its gradient has its shape, which what was started has not.
@@ -136,9 +137,8 @@ class _StartSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, u_TR: Tensor, s_T: Tensor, carrier: Tensor | None, axis: Axis, width: int, eps: float
+        ctx: Any, u_TR: Tensor, s_T: Tensor, payload: Tensor, carrier: Tensor | None, axis: Axis, width: int, eps: float
     ) -> tuple[Tensor, Tensor]:
-        payload = u_TR if carrier is not None else torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis)))
         started = begin_all_reduce(payload, axis)
         ctx.save_for_backward(started, carrier)
         ctx.tokens, ctx.axis, ctx.width, ctx.eps = s_T.numel(), axis, width, eps
@@ -146,14 +146,14 @@ class _StartSum(torch.autograd.Function):
         return u_TR.view_as(u_TR), started
 
     @staticmethod
-    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         started, carrier = ctx.saved_tensors
         du_TR = wait(du_TR)
         u, s_T = _unpacked(started if carrier is None else carrier, ctx.tokens, ctx.axis)
         u_TR = (u if carrier is None else started).view_as(du_TR)
-        product_T = _row_dot(u_TR, du_TR, s_T.dtype)
+        product_T = row_product(u_TR, du_TR, s_T.dtype)
         ds_T = product_T.mul_(inverse_rms(s_T, ctx.width, ctx.eps).squeeze(-1).square_()).mul_(-0.5 / ctx.width)
-        return du_TR, ds_T, None, None, None, None
+        return du_TR, ds_T, None, None, None, None, None
 
 
 class _WaitForSum(torch.autograd.Function):
@@ -177,6 +177,15 @@ class _WaitForSum(torch.autograd.Function):
         return du_TR if ctx.begun else begin_all_reduce(du_TR, ctx.axis), None, None, None, None
 
 
+class Measured(NamedTuple):
+    """Partial latents with the statistic of what they were made of."""
+
+    u_TR: Tensor
+    s_T: Tensor
+    payload: Tensor
+    """Both, flat, to be summed over processes."""
+
+
 class OnlineSum:
     """Partial latents of a group and the statistic by which their sums will be scaled, on their way: one all-reduce of each
     tensor of latents in either pass, of which the first carries the statistic forward.
@@ -187,15 +196,22 @@ class OnlineSum:
     """
 
     def __init__(
-        self, latents: Sequence[Tensor], s_T: Tensor, axis: Axis, width: int, eps: float, begun: bool = False
+        self,
+        measured: Measured,
+        others: Sequence[Tensor],
+        axis: Axis,
+        width: int,
+        eps: float,
+        begun: bool = False,
     ) -> None:
-        """`width`, `eps`: of the norm (`inverse_rms`). The latents have to be multiplied by it, and used for nothing else.
+        """`measured`, `others`: latents. `width`, `eps`: of the norm (`inverse_rms`). The latents have to be multiplied by it, and
+        used for nothing else.
         `begun`: whoever takes the sums starts those of their gradients itself."""
+        u_TR, s_T, payload = measured
         self._axis, self._tokens, self._begun = axis, s_T.numel(), begun
-        self._started: list[tuple[Tensor, Tensor]] = []
-        for u_TR in latents:
-            carrier = self._started[0][1] if self._started else None
-            self._started.append(_StartSum.apply(u_TR, s_T, carrier, axis, width, eps))
+        first = _StartSum.apply(u_TR, s_T, payload, None, axis, width, eps)
+        rest = [_StartSum.apply(u_TR, s_T, u_TR, first[1], axis, width, eps) for u_TR in others]
+        self._started: list[tuple[Tensor, Tensor]] = [first, *rest]
 
     def wait(self) -> tuple[Tensor, ...]:
         """(u, s, other latents), summed over processes."""
@@ -218,12 +234,18 @@ def sum_of_squares(x_TD: Tensor) -> Tensor:
 
 def project(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor) -> Tensor:
     """Differentiable (gamma x) A^T over the local width."""
-    return _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, False)[0]
+    return _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, None)[0]
 
 
-def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Differentiable ((gamma x) A^T, sum of x^2) over the local width."""
-    return _ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, True)
+def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis) -> Measured:
+    """Differentiable (gamma x) A^T and sum of x^2 over the local width, to be summed over an axis."""
+    return Measured(*_ProjectAndMeasure.apply(x_TD, a_RD, gamma_D, axis))
+
+
+def measured(u_TR: Tensor, s_T: Tensor, axis: Axis) -> Measured:
+    """Latents and a statistic that were made by different functions."""
+    with torch.no_grad():
+        return Measured(u_TR, s_T, torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis))))
 
 
 def has_fused_norm(device: torch.device) -> bool:
@@ -234,6 +256,18 @@ def has_fused_norm(device: torch.device) -> bool:
 def _sum_of_squares(x_TD: Tensor) -> Tensor:
     # vector_norm accumulates in the wide dtype without a wide copy of x.
     return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square_()
+
+
+def _product_in_payload(x_TD: Tensor, weight_DR: Tensor, statistic: Tensor) -> tuple[Tensor, Tensor]:
+    """(x W [T, R], a flat tensor of its elements and then the statistic's, of which it is a view)."""
+    if is_separate() or torch.compiler.is_compiling():  # which writes the parts of a cat in place
+        u_TR = gemm(x_TD, weight_DR)
+        return u_TR, torch.cat((u_TR.reshape(-1), statistic))
+    tokens, width = x_TD.shape[0], weight_DR.shape[1]
+    payload = x_TD.new_empty(tokens * width + statistic.numel())
+    u, rest = payload.split((tokens * width, statistic.numel()))
+    rest.copy_(statistic)
+    return gemm(x_TD, weight_DR, out=u.view(tokens, width)), payload
 
 
 def _packed(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:

@@ -67,7 +67,7 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
     """GEMMs and attention of pipeline rank `pp_rank` in a step, longest first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
-    policies, fused = train.recompute_by_layer(config.model.layers), hardware.has_fused_norm
+    policies, fused = train.recompute_by_layer(config.model.layers), hardware.is_gpu
     total: Counted = Counter()
     held = stages_of(config, pp_rank)
     for stage in held:

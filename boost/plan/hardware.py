@@ -212,8 +212,8 @@ class Hardware(Section):
     """Sources of the numbers."""
 
     @property
-    def has_fused_norm(self) -> bool:
-        """Whether RMSNorm of unsharded rows is one fused kernel."""
+    def is_gpu(self) -> bool:
+        """Whether it has kernels of its own for norms, attention and what is compiled."""
         return self.device == "cuda"
 
     @property

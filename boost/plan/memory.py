@@ -81,10 +81,10 @@ def _block_saved_tensors(config: Config, layer: int) -> Iterator[SavedTensor]:
         yield SavedTensor(Held(size, LATENTS, "prev_latents", shape, dtype, ""), layer)
 
 
-def prev_latents_saved(config: Config, layer: int, fused_norm: bool = False) -> list[int]:
+def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list[int]:
     """Bytes of the previous block's latents that this block alone keeps alive."""
-    saved = pass_of_block(config, layer, fused_norm).prev_saved
+    saved = pass_of_block(config, layer, on_gpu).prev_saved
     if not any(saved):
         return []
-    before = pass_of_block(config, layer - 1, fused_norm).latents_saved
+    before = pass_of_block(config, layer - 1, on_gpu).latents_saved
     return [size for size, already in zip(saved, before, strict=True) if size and not already]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from boost.config.attention import document_form
+from boost.config.compiling import compiled_part
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
@@ -47,15 +48,15 @@ class PeakMemory:
         return sum(self.by_category.values())
 
 
-def peak(config: Config, pp_rank: int = 0, fused_norm: bool = False) -> PeakMemory:
+def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False) -> PeakMemory:
     """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the most).
 
-    `fused_norm`: on a device where RMSNorm is one kernel.
+    `on_gpu`: on a device with kernels of its own (`boost.plan.trace.trace_block`).
 
     Within a few percent of what `boost.measure.memory` measures; LORO's exact step and Muon's within the size of a bucket.
     With LORO, every step counts as an exact step.
     """
-    return _StepMemory(config, pp_rank, fused_norm).peak_memory()
+    return _StepMemory(config, pp_rank, on_gpu).peak_memory()
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,15 @@ class _BlockFacts:
     traced: TracedPass
 
 
-def _block(config: Config, layer: int, fused_norm: bool) -> _BlockFacts:
-    traced = pass_of_block(config, layer, fused_norm, config.parallel.splits_backward)
+def _block(config: Config, layer: int, on_gpu: bool) -> _BlockFacts:
+    traced = pass_of_block(config, layer, on_gpu, config.parallel.splits_backward)
     saved = traced.by_category
-    if latents := sum(prev_latents_saved(config, layer, fused_norm)):
+    if latents := sum(prev_latents_saved(config, layer, on_gpu)):
         saved = saved + Counter({LATENTS: latents})
     return _BlockFacts(saved, traced)
 
 
-def _blocks(config: Config, numbers: Iterable[int], fused_norm: bool) -> dict[int, _BlockFacts]:
+def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
     """Facts of these blocks; equal ones share theirs."""
     model, known = config.model, dict[Any, _BlockFacts]()
     policies, found = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
@@ -82,7 +83,7 @@ def _blocks(config: Config, numbers: Iterable[int], fused_norm: bool) -> dict[in
         # What a block keeps of the previous one's latents depends on that one too.
         kind = n if model.has_latent_gates else (alike(model, n), policies[n])
         if kind not in known:
-            known[kind] = _block(config, n, fused_norm)
+            known[kind] = _block(config, n, on_gpu)
         found[n] = known[kind]
     return found
 
@@ -157,11 +158,11 @@ def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
 class _StepMemory:
     """Replays the step of one process."""
 
-    def __init__(self, config: Config, pp_rank: int, fused_norm: bool) -> None:
-        self.config, self.fused_norm, parallel = config, fused_norm, config.parallel
+    def __init__(self, config: Config, pp_rank: int, on_gpu: bool) -> None:
+        self.config, self.on_gpu, parallel = config, on_gpu, config.parallel
         self.stages = stages_of(config, pp_rank)
-        self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], fused_norm)
-        self.loss, self.embedding = trace_loss(config, fused_norm), trace_embedding(config)
+        self.blocks = _blocks(config, [n for stage in self.stages for n in stage.numbers], on_gpu)
+        self.loss, self.embedding = trace_loss(config, on_gpu), trace_embedding(config)
         self.storage = _storage(config, self.stages)
         self.states, self.shards, self.buckets = self.storage.states, self.storage.shards, self.storage.buckets
         self.actions = actions(config, pp_rank)
@@ -385,8 +386,8 @@ class _StepMemory:
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
         each = train.seq_len * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * train.seq_len
-        device = "cuda" if self.fused_norm else "cpu"
-        form = document_form(device, train.compute_dtype, train.compile)
+        device = "cuda" if self.on_gpu else "cpu"
+        form = document_form(device, train.compute_dtype, compiled_part(train.compile, device) == "blocks")
         if self.config.data.isolate_documents and form == "mask":
             each += train.micro_batch * train.seq_len**2 * size
         return each

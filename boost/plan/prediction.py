@@ -25,7 +25,7 @@ def prediction(config: Config, hardware: Hardware, share: bool = False) -> Predi
     sent = exposed_collectives(step) if share else 0.0
     return Prediction(
         predicted_s=step.seconds - sent,
-        predicted_peak=max(peak(config, rank, hardware.has_fused_norm).total for rank in ranks),
+        predicted_peak=max(peak(config, rank, hardware.is_gpu).total for rank in ranks),
         predicted_sent=max(sum(c.sent_bytes for c in step_collectives(config, rank)) for rank in ranks),
     )
 

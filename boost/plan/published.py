@@ -22,7 +22,7 @@ from boost.config.load import load
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import Collective
-from boost.models.up_proj import separate_operations
+from boost.models.kernels import separate_operations
 from boost.plan.collectives import micro_batch_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.network import seconds as collective_seconds
@@ -331,7 +331,7 @@ def _block(way: Way, size: str, batch: int, *more: str) -> Config:
 def _forward_work(config: Config, places: Collection[str] = (), kernels: Collection[str] = ()) -> Counted:
     """Operations of the first block as in the paper's code, forward, on a GPU, filtered by place and kernel."""
     with separate_operations():
-        found = block_work(config, 0, "none", fused_norm=True)
+        found = block_work(config, 0, "none", on_gpu=True)
     return Counter(
         {
             each: times

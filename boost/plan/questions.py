@@ -165,12 +165,12 @@ def _largest(config: Config, grow: Grow, hardware: Hardware, beyond: int, most: 
 
 
 def _fits(config: Config, hardware: Hardware) -> bool:
-    usable, fused = hardware.usable_bytes, hardware.has_fused_norm
+    usable, fused = hardware.usable_bytes, hardware.is_gpu
     return legal(config) and all(peak(config, rank, fused).total <= usable for rank in peak_ranks(config))
 
 
 def _plan(config: Config, request: Request) -> Plan:
-    held, pp_rank = max_peak(config, request.hardware.has_fused_norm)
+    held, pp_rank = max_peak(config, request.hardware.is_gpu)
     return Plan(config, Predictor(request.hardware).predict(config), held, pp_rank, request.hardware.usable_bytes)
 
 

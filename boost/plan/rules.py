@@ -7,13 +7,14 @@ A rule allocates its output with `make` and adds it to the graph with `record`; 
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from boost.plan.shape_tensor import NoRuleError, Shape, ShapeTensor, contiguous, make, record, rule
+from boost.plan.shape_tensor import NoRuleError, Shape, ShapeTensor, contiguous, make, origin, record, rule
 from boost.plan.work import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -330,12 +331,21 @@ def linear(x: ShapeTensor, weight: ShapeTensor, bias: ShapeTensor | None = None)
     return record(made, [x, weight, *([] if bias is None else [bias])], backward, [x, weight])
 
 
+def _write(out: ShapeTensor, operation: str, inputs: Sequence[ShapeTensor]) -> None:
+    """Memory that was allocated without contents is what is written into it."""
+    storage, tape = out.storage, out.tape
+    if storage is not None and storage.category:
+        storage.category, storage.role = origin(tape, operation, inputs)
+        tape.alive[id(storage)] = replace(tape.alive[id(storage)], category=storage.category, made_by=operation)
+
+
 @rule("mm", torch.mm)
 def mm(a: ShapeTensor, b: ShapeTensor, out: ShapeTensor | None = None) -> ShapeTensor:
     """[m, k] x [k, n]."""
     if out is not None:
         _require_no_graph("mm", (a, b))
         a.tape.record_op(GEMM, (1, a.shape[0], b.shape[1], a.shape[1]), a.dtype)
+        _write(out, "mm", [a, b])
         return out
 
     def made() -> ShapeTensor:

@@ -175,7 +175,7 @@ class Search:
             self.memory_estimates += 1
             held = list[tuple[PeakMemory, int]]()
             for rank in peak_ranks(config):
-                held.append((peak(config, rank, self.predictor.fused_norm), rank))
+                held.append((peak(config, rank, self.predictor.on_gpu), rank))
                 if held[-1][0].total > self.usable:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
                     self._misfits[key] = states
@@ -188,7 +188,7 @@ class Search:
         key = self._key(config)
         if key not in self._peaks:
             self.memory_estimates += 1
-            self._peaks[key] = max_peak(config, self.predictor.fused_norm)
+            self._peaks[key] = max_peak(config, self.predictor.on_gpu)
         return self._peaks[key]
 
     @staticmethod
@@ -297,14 +297,14 @@ class Search:
         """Lower bound of the bytes that some rank needs in addition to training state: for the loss, or for one block."""
         if parallel.overlap != "none":  # two halves hold at least what one does
             parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
-        config, fused_norm = self._one_tp_group(parallel, micro_batch), self.predictor.fused_norm
-        loss = trace_loss(config, fused_norm)
+        config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
+        loss = trace_loss(config, on_gpu)
         loss_bytes = loss.input_bytes + loss.forward
         if loss_bytes > self.usable:
             return loss_bytes
         block_bytes = math.inf
         for policy in POLICIES[0], POLICIES[-1]:
-            block = trace_block(config, 0, policy, fused_norm)
+            block = trace_block(config, 0, policy, on_gpu)
             held = block.by_category.total() + block.output_bytes + block.backward
             block_bytes = min(block_bytes, held)
             if block_bytes <= self.usable:
@@ -342,9 +342,9 @@ def peak_ranks(config: Config) -> list[int]:
     return list(ranks.values())
 
 
-def max_peak(config: Config, fused_norm: bool = False) -> tuple[PeakMemory, int]:
+def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
     """(peak memory, pipeline rank) of the rank that needs the most."""
-    return max(((peak(config, rank, fused_norm), rank) for rank in peak_ranks(config)), key=lambda each: each[0].total)
+    return max(((peak(config, rank, on_gpu), rank) for rank in peak_ranks(config)), key=lambda each: each[0].total)
 
 
 def require_legal(search: Search) -> None:

@@ -227,6 +227,9 @@ class ShapeTensor:
 
     # Copies.
 
+    def new_empty(self, *shape: int) -> "ShapeTensor":
+        return make(self, shape, "empty")
+
     def contiguous(self) -> "ShapeTensor":
         if self.is_contiguous():
             return self
@@ -291,6 +294,10 @@ class ShapeTensor:
 
     def __iadd__(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
+
+    def copy_(self, other: Any) -> "ShapeTensor":
+        self[...] = other
+        return self
 
     def mul_(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)

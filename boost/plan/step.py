@@ -18,18 +18,18 @@ from boost.plan.trace import trace_block, trace_embedding, trace_loss
 from boost.plan.work import OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
 
 
-def block_work(config: Config, layer: int, policy: RecomputeName, fused_norm: bool) -> Counted:
-    """Operations of one block and micro-batch, with their phases. `fused_norm`: see `boost.plan.trace.trace_block`."""
-    return trace_block(as_stored(config), layer, policy, fused_norm).work
+def block_work(config: Config, layer: int, policy: RecomputeName, on_gpu: bool) -> Counted:
+    """Operations of one block and micro-batch, with their phases. `on_gpu`: see `boost.plan.trace.trace_block`."""
+    return trace_block(as_stored(config), layer, policy, on_gpu).work
 
 
-def ends_work(config: Config, has_embedding: bool, has_head: bool, fused_norm: bool) -> Counted:
+def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool) -> Counted:
     """Operations of embedding and loss per micro-batch."""
     stored, total = as_stored(config), Counter[Work]()
     if has_embedding:
         total.update(trace_embedding(stored).work)
     if has_head:
-        total.update(trace_loss(stored, fused_norm).work)
+        total.update(trace_loss(stored, on_gpu).work)
     return total
 
 

@@ -12,7 +12,8 @@ and recomputes a checkpointed function when its first saved tensor is needed, up
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,6 +188,18 @@ class Tape:
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
         """Records an operation; arguments as in `Work.of`."""
         self.log.append(Operation(shape, kernel, dtype, moves, self.place, self.phase, self.times))
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[list[Operation]]:
+        """Operations and allocations in here leave no trace but this list of operations. What is allocated must be released."""
+        before, done = len(self.log), list[Operation]()
+        lives, first_lives, live = len(self.lives), len(self.first_lives), self.live
+        try:
+            yield done
+        finally:
+            done += self.log[before:]
+            del self.log[before:], self.lives[lives:], self.first_lives[first_lives:]
+            assert self.live == live, "memory was kept"
 
     def record_collective(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int) -> None:
         """Records a collective."""

@@ -141,7 +141,7 @@ class Predictor:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self.fused_norm = hardware.has_fused_norm
+        self.on_gpu = hardware.is_gpu
         self._cache: dict[tuple[Any, ...], Any] = {}
         self._seconds: dict[int, tuple[Speeds, dict[Operation, float]]] = {}
         """By id of the speeds, which are kept alive: seconds of operations."""
@@ -246,12 +246,12 @@ class Predictor:
         return result
 
     def _block(self, config: Config, layer: int, policy: RecomputeName) -> PassTime:
-        return self._pass_time(config, [trace_block(as_stored(config), layer, policy, self.fused_norm)])
+        return self._pass_time(config, [trace_block(as_stored(config), layer, policy, self.on_gpu)])
 
     def _ends(self, config: Config, stage: Stage) -> PassTime:
         stored = as_stored(config)
         runs: list[PassOps] = [trace_embedding(stored)] if stage.has_embedding else []
-        runs += [trace_loss(stored, self.fused_norm)] if stage.has_head else []
+        runs += [trace_loss(stored, self.on_gpu)] if stage.has_head else []
         return self._pass_time(config, runs)
 
     def _sends(self, config: Config, stage: Stage) -> PassTime:

@@ -18,7 +18,7 @@ from boost.config.stages import Stage
 from boost.models.attention import Context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.interface import NO_RECOMPUTE, Stream, interleave
-from boost.models.up_proj import is_separate
+from boost.models.kernels import is_separate
 from boost.parallel.recompute import policies
 from boost.plan.categories import LATENTS, LOGITS, RESIDUAL
 from boost.plan.scaling import scaled_pass
@@ -29,7 +29,7 @@ from boost.plan.tracer import TracedLayout, Tracer
 IGNORED_FIELDS = {
     "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
     "train": (
-        "steps", "seed", "global_batch", "deterministic", "compile", "recompute", "recompute_every", "eval_every",
+        "steps", "seed", "global_batch", "deterministic", "recompute", "recompute_every", "eval_every",
         "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best", "spike_sigma", "on_spike",
         "check_replicas_every", "log_every", "profile",
     ),
@@ -38,9 +38,10 @@ IGNORED_FIELDS = {
 
 
 def trace_block(
-    config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, split_backward: bool = False
+    config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
 ) -> TracedPass:
-    """The trace of block `layer` under a policy. `fused_norm`: on a device where RMSNorm is one kernel. `split_backward`: the
+    """The trace of block `layer` under a policy. `on_gpu`: on a device where RMSNorm is one kernel, and
+    by default every piece of element-wise work too (train.compile). `split_backward`: the
     backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
 
     The largest micro-batches are not run but follow from two others (`boost.plan.scaling`).
@@ -49,35 +50,35 @@ def trace_block(
     """
     micro_batch, run = config.train.micro_batch, run_micro_batches(config)
     if micro_batch <= max(run):
-        return run_block(config, layer, policy, fused_norm, split_backward)
+        return run_block(config, layer, policy, on_gpu, split_backward)
 
     def compute(bare: Config, gathered: bool) -> TracedPass:
-        small, large = (run_block(with_micro_batch(config, n), layer, policy, fused_norm, split_backward) for n in run)
+        small, large = (run_block(with_micro_batch(config, n), layer, policy, on_gpu, split_backward) for n in run)
         found = scaled_pass(small, large, run, micro_batch)
-        return found or run_block(config, layer, policy, fused_norm, split_backward)
+        return found or run_block(config, layer, policy, on_gpu, split_backward)
 
-    traced: TracedPass = cached_trace(config, ("scaled", layer, policy, fused_norm, split_backward))(compute)
+    traced: TracedPass = cached_trace(config, ("scaled", layer, policy, on_gpu, split_backward))(compute)
     return traced
 
 
 def run_block(
-    config: Config, layer: int, policy: RecomputeName, fused_norm: bool = False, split_backward: bool = False
+    config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
 ) -> TracedPass:
     """Runs block `layer` on tensors without data; arguments as of `trace_block`."""
-    traced = cached_trace(config, ("block", layer, policy, fused_norm))(
-        lambda bare, gathered: _trace_block(Tracer(bare, gathered, fused_norm), layer, policy)
+    traced = cached_trace(config, ("block", layer, policy, on_gpu))(
+        lambda bare, gathered: _trace_block(Tracer(bare, gathered, on_gpu), layer, policy)
     )
     if not split_backward:
         return traced
-    return cached_trace(config, ("zero bubble", layer, policy, fused_norm))(
-        lambda bare, gathered: _with_split_backward(traced, Tracer(bare, gathered, fused_norm), layer, policy)
+    return cached_trace(config, ("zero bubble", layer, policy, on_gpu))(
+        lambda bare, gathered: _with_split_backward(traced, Tracer(bare, gathered, on_gpu), layer, policy)
     )
 
 
-def pass_of_block(config: Config, layer: int, fused_norm: bool = False, split_backward: bool = False) -> TracedPass:
+def pass_of_block(config: Config, layer: int, on_gpu: bool = False, split_backward: bool = False) -> TracedPass:
     """Trace of block `layer` under the configuration's policy; equal blocks are traced once."""
     policy = config.train.recompute_by_layer(config.model.layers)[layer]
-    return trace_block(config, alike(config.model, layer), policy, fused_norm, split_backward)
+    return trace_block(config, alike(config.model, layer), policy, on_gpu, split_backward)
 
 
 def alike(model: ModelConfig, layer: int) -> int:
@@ -85,10 +86,10 @@ def alike(model: ModelConfig, layer: int) -> int:
     return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
 
 
-def trace_loss(config: Config, fused_norm: bool = False) -> TracedPass:
+def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
     """Final norm, head and loss."""
-    return cached_trace(_with_whole_backward(config), ("loss", fused_norm))(
-        lambda bare, gathered: _trace_loss(Tracer(bare, gathered, fused_norm))
+    return cached_trace(_with_whole_backward(config), ("loss", on_gpu))(
+        lambda bare, gathered: _trace_loss(Tracer(bare, gathered, on_gpu))
     )
 
 

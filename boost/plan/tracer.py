@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from boost.config.compiling import compiled_part
 from boost.config.schema import Config
+from boost.models import kernels
 from boost.models.fused import FusedModule
 from boost.models.interface import Layout, Pending, Saved, Stream
+from boost.models.kernels import Kernel
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
@@ -20,6 +23,7 @@ from boost.plan import rules
 from boost.plan.categories import RESIDUAL, short_role
 from boost.plan.shape_tensor import RULES, Shape, ShapeTensor, contiguous, leaf, make, records
 from boost.plan.tape import GraphNode, Tape
+from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,15 @@ class _Group:
 class Tracer:
     """Runs modules and records them on a tape."""
 
-    def __init__(self, config: Config, gathered: bool, fused_norm: bool) -> None:
+    def __init__(self, config: Config, gathered: bool, on_gpu: bool) -> None:
         self.config, self.model, self.parallel = config, config.model, config.parallel
         train, p = config.train, config.parallel.tp
         self.gathered = gathered
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
-        self.device = torch.device("cuda" if fused_norm else "cpu")
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+        part = compiled_part(train.compile, self.device.type)
+        self.backend = kernels.BACKENDS["eager"] if part == "none" or kernels.is_separate() else one_pass
+        """What runs kernels."""
         self.parts = 2 if self.parallel.overlap == "halves" and p > 1 else 1
         """Parts of a micro-batch that run interleaved."""
         self.tokens = train.micro_batch * train.seq_len // self.parts
@@ -82,7 +89,7 @@ class Tracer:
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
         loss.chunks = self._chunks
         try:
-            with _Rules(self.tape, self.device):
+            with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
             torch.autograd.Function.apply, loss.chunks = usual  # type: ignore[method-assign]
@@ -95,6 +102,25 @@ class Tracer:
             if times:
                 yield start
         self.tape.times = 1
+
+
+def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+    """Runs a kernel as one operation: it reads its arguments once, writes its results once, allocates nothing else, and is as fast
+    as the slowest kind of operation in it."""
+    inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
+    tape = inputs[0].tape
+    with tape.unrecorded() as done:
+        results = kernel.function(*arguments)
+        several = isinstance(results, tuple)
+        facts = [(x.shape, x.strides, x.dtype) for x in (results if several else (results,))]
+        del results
+    made = [make(inputs[0], shape, kernel.name, dtype=d, inputs=inputs, strides=strides) for shape, strides, d in facts]
+    numel, dtype = max((x.numel_, x.dtype) for x in inputs)
+    moved = sum(x.nbytes for x in (*inputs, *made) if x.numel_ == numel)
+    kinds = {operation.kernel for operation in done}
+    slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
+    tape.record_op(slowest, (numel,), dtype, moved / (numel * dtype.itemsize))
+    return tuple(made) if several else made[0]
 
 
 class _Rules(TorchFunctionMode):

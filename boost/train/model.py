@@ -1,18 +1,22 @@
 """Builds the model of a configuration and a mesh on its device, for training, evaluation and generation."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from boost.config import Config
 from boost.config.architecture import parameter_count
+from boost.config.compiling import CompiledPart, CompileName, compiled_part
 from boost.config.rules import out_of_proportion
 from boost.config.stages import Stage, stages_of
 from boost.data.batches import Batch, join
 from boost.errors import ConfigError
+from boost.models import kernels
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam
 from boost.models.init import initialize
@@ -23,6 +27,8 @@ from boost.parallel.recompute import POLICIES
 from boost.parallel.sharding import last_backward, shard
 from boost.train.console import progress
 from boost.train.hardware import total_memory
+
+log = logging.getLogger("boost")
 
 Model = Decoder | Pipeline
 """The part of the model that this process runs."""
@@ -73,7 +79,7 @@ def initialize_model(model: Model, seed: int, show: bool = False) -> None:
 
 
 def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
-    if config.train.compile:
+    if compiled_part(config.train.compile, mesh.device.type) == "blocks":
         compile_blocks(decoder)
     if config.parallel.sharded:
         shard(root, decoder, config.parallel, mesh)
@@ -82,21 +88,48 @@ def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: 
 def compile_blocks(decoder: Decoder) -> None:
     """Compiles each block into one graph, for training and evaluation; generation stays eager.
 
-    Raises ConfigError on a CPU without a C++ compiler, which torch needs there.
+    Raises ConfigError without what torch compiles with on the device.
     """
-    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
-    if decoder.device.type == "cpu" and not any(shutil.which(compiler) for compiler in compilers):
-        raise ConfigError(
-            "train.compile = true needs a C++ compiler on a CPU; install g++, or set train.compile = false"
-        )
+    _require_compiler("blocks", decoder.device)
     for block in decoder.blocks:
         block.compile(fullgraph=True)
 
 
+def choose_kernels(name: CompileName, device: torch.device) -> None:
+    """Chooses what runs the element-wise kernels of this process, for train.compile = `name`. Raises ConfigError if they are to be
+    compiled and cannot be; with "auto" they are then not compiled, which a log line says."""
+    part = compiled_part(name, device.type)
+    if part == "kernels":
+        try:
+            _require_compiler("kernels", device)
+        except ConfigError as error:
+            if name != "auto":
+                raise
+            log.info("element-wise kernels are not compiled: %s", error)
+            part = "none"
+    kernels.use("inductor" if part == "kernels" else "eager")
+
+
+def _require_compiler(part: CompiledPart, device: torch.device) -> None:
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
+    if device.type == "cuda":
+        missing = "" if has_triton() else "Triton"
+    else:
+        missing = "" if any(shutil.which(compiler) for compiler in compilers) else "a C++ compiler (g++)"
+    if missing:
+        raise ConfigError(
+            f"train.compile = '{part}' needs {missing} on device '{device.type}'; install it, or set train.compile = 'none'"
+        )
+
+
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
-    """A decoder or a pipeline stage of one, in train.param_dtype, computing in train.compute_dtype. Weights are not initialized."""
+    """A decoder or a pipeline stage of one, in train.param_dtype, computing in train.compute_dtype. Weights are not initialized.
+
+    Chooses what runs element-wise kernels in this process (`choose_kernels`).
+    """
     layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
+    choose_kernels(train.compile, mesh.device)
     policies = [POLICIES[name] for name in train.recompute_by_layer(config.model.layers)]
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, train.param_dtype))

@@ -58,7 +58,7 @@ def test_recorded_products_are_those_that_the_performance_model_counts(contender
 
     config = block_config(make_config("float32"), contender, 2, 2)
     products = recorded(config)
-    work = block_work(config, 0, "none", fused_norm=False)
+    work = block_work(config, 0, "none", on_gpu=False)
     places = {"attention": ("qkv", "o"), "MLP": ("gate_up", "down")}
     for half, theirs in places.items():
         counted = [p for p in products if p.half == half and p.phase == "forward"]

@@ -40,7 +40,7 @@ def test_json_is_a_plan_that_fits_and_loads(capsys: pytest.CaptureFixture[str]) 
     assert (
         config.parallel.world_size == 4 and config.train.global_batch == 64 and config.train.compute_dtype == "bfloat16"
     )
-    assert max_peak(config, fused_norm=True)[0].total == best["memory_bytes"] <= best["usable_bytes"]
+    assert max_peak(config, on_gpu=True)[0].total == best["memory_bytes"] <= best["usable_bytes"]
     assert sum(best["step_parts"].values()) == pytest.approx(best["step_seconds"])
     tokens = best["tokens_per_second"]
     assert found["tokens"] == 64 * 256 == pytest.approx(tokens * best["step_seconds"])

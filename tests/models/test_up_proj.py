@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config import load
-from boost.models.up_proj import is_separate, scaled, separate_operations, up_project
+from boost.models.kernels import is_separate, scaled, separate_operations
+from boost.models.up_proj import up_project
 from boost.plan.memory import memory
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from boost.parallel.norms import OnlineSum
+from boost.parallel.norms import OnlineSum, measured
 from tests import toy
 from tests.distributed import run_distributed
 
@@ -11,7 +11,8 @@ def summed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """This process's statistic, and the sum over all."""
     axis = toy.mesh(tp=2).tp
     s_T = torch.rand(64, generator=torch.Generator().manual_seed(axis.rank)) * 1000
-    return s_T, OnlineSum([torch.ones(64, 3, dtype=dtype)], s_T, axis, width=3, eps=1e-6).wait()[1]
+    partial = measured(torch.ones(64, 3, dtype=dtype), s_T, axis)
+    return s_T, OnlineSum(partial, (), axis, width=3, eps=1e-6).wait()[1]
 
 
 def test_a_statistic_is_summed_in_fp32_among_bf16_latents() -> None:

@@ -71,8 +71,12 @@ CELLS = [
 
 def compare_with_single(config: Config) -> dict[str, float]:
     """As of a layout without overlap."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     actual = Trained(config, 2)
-    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 2)}
+    found = {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 2)}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found | ({"graphs": graphs} if graphs else {})
 
 
 @pytest.mark.parametrize(("model", "parallel", "recompute"), CELLS, ids=ids(CELLS))
@@ -80,6 +84,25 @@ def compare_with_single(config: Config) -> dict[str, float]:
 def test_halves_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
     config = config_of(model, parallel, parallel["tp"], "float64", train={"recompute": recompute})
     for errors in run_distributed(config.parallel.tp, compare_with_single, config):
+        assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
+
+
+COMPILED = [
+    ({}, {"layout": "btp", "overlap": "halves"}, "low-rank+attention-output"),
+    ({}, {"layout": "btp", "norm": "sync"}, "none"),
+    ({"family": "lax", "gate": "dense", "rank": 16}, {"layout": "btp-sp"}, "full-block"),
+    ({"family": "dense"}, {"layout": "megatron-sp", "overlap": "halves"}, "none"),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "recompute"), COMPILED, ids=ids(COMPILED))
+@pytest.mark.nightly
+def test_compiled_kernels_are_the_same_function(model: Row, parallel: Row, recompute: str) -> None:
+    train = {"recompute": recompute, "compile": "kernels"}
+    config = config_of({"layers": 2, **model}, parallel, 2, "float64", train=train)
+    for errors in run_distributed(2, compare_with_single, config, timeout=600):
+        assert errors.pop("graphs") >= 4
         assert errors["initial"] == errors["table"] == 0
         assert max(errors.values()) <= 1e-10, errors
 

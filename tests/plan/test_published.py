@@ -108,13 +108,11 @@ def test_other_hardware_is_found_out(wrong: Hardware) -> None:
 
 
 def test_the_papers_code_is_slower_than_ours() -> None:
-    """BOOST by what only it sends and by operations that are one here; the dense model not at all."""
+    """All by element-wise work, which is one kernel a piece here; BOOST most, also by what only it sends."""
     compared = Comparison(A100)
     for theirs, ours in zip(compared.steps(), compared.steps(as_published=False), strict=True):
         added = {way: theirs.seconds[way] / ours.seconds[way] - 1 for way in WAYS}
-        # Latents that are kept once are activated again in backward, which costs a per cent where nothing else is saved.
-        assert added["full-rank"] == 0 and abs(added["vanilla"]) < 0.02, added
-        assert 0.01 < added["BOOST"] < 0.25 if theirs.row.tp > 1 else abs(added["BOOST"]) < 0.02, added
+        assert 0.01 < added["full-rank"] < added["vanilla"] < added["BOOST"] < 0.35, added
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4])

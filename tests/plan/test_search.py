@@ -24,7 +24,7 @@ def test_the_search_finds_what_trying_all_finds(family: str) -> None:
     request = Request(config, 4, hardware(), fixed)
     predictor = Predictor(request.hardware)
     every = [
-        (predictor.predict(each).seconds, max_peak(each, request.hardware.has_fused_norm)[0].total, each)
+        (predictor.predict(each).seconds, max_peak(each, request.hardware.is_gpu)[0].total, each)
         for each in every_candidate(request)
     ]
     assert len(every) > 100

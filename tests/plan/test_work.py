@@ -29,8 +29,10 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": ATTENTION_BACKWARD,
 }  # fmt: skip
 PLACES = {"qkv", "attention", "o", "gate_up", "product", "down", "norm", "residual"}
-MADE, FEW = {"zeros_like", "ones_like", "zeros"}, {"empty_like", "gather", "scatter_add_"}
+MADE, FEW = {"zeros_like", "ones_like", "zeros"}, {"empty_like", "new_empty", "gather", "scatter_add_"}
 """Operations that read nothing, or next to nothing."""
+BROADCAST = {"mul", "mul_", "addcmul_"}
+"""Operations with operands that are read many times, and counted never."""
 SENT = {"all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter", "all_to_all", "wait_tensor", "device"}
 
 
@@ -49,6 +51,8 @@ class Seen(TorchDispatchMode):
         read = {key: value for key, value in (kwargs or {}).items() if key != "out"}  # which is among the outputs
         inputs = [x for x in _pytree.tree_leaves((args, read)) if isinstance(x, torch.Tensor)]
         outputs = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if name in BROADCAST:
+            inputs = [x for x in inputs if x.numel() == outputs[0].numel()]
         stored = {x.untyped_storage()._cdata for x in inputs}
         view = not func._schema.is_mutable and all(x.untyped_storage()._cdata in stored for x in outputs)
         if name in SENT or (view and outputs):
@@ -139,9 +143,9 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
     config = configuration(*CASES[case])
     seen = run(config)
     policies = config.train.recompute_by_layer(LAYERS)
-    predicted = ends_work(config, True, True, fused_norm=False)
+    predicted = ends_work(config, True, True, on_gpu=False)
     for layer in range(LAYERS):
-        predicted += block_work(config, layer, policies[layer], fused_norm=False)
+        predicted += block_work(config, layer, policies[layer], on_gpu=False)
     gemms: Counter[tuple[Any, ...]] = Counter()
     moved: dict[str, Counter[str]] = defaultdict(Counter)
     for work, times in predicted.items():
@@ -162,19 +166,19 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
 OTHER_MICRO_BATCHES = (8, 32)
 
 
-@pytest.mark.parametrize("fused_norm", [False, True])
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_two_micro_batches_tell_all_of_the_others(case: str, fused_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_micro_batches_tell_all_of_the_others(case: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations, collectives, and every tensor that is held at any time."""
     config = configuration(*CASES[case])
     layer = LAYERS - 1
     for policy in {config.train.recompute, "none"}:
         for micro_batch in OTHER_MICRO_BATCHES:
             other = with_micro_batch(config, micro_batch)
-            run = run_block(other, layer, policy, fused_norm)
+            run = run_block(other, layer, policy, on_gpu)
             with monkeypatch.context() as patch:
                 refuse_to_run(patch, micro_batch)
-                assert trace_block(other, layer, policy, fused_norm) == run
+                assert trace_block(other, layer, policy, on_gpu) == run
 
 
 def refuse_to_run(patch: pytest.MonkeyPatch, micro_batch: int) -> None:
@@ -229,9 +233,9 @@ def test_flops_are_those_that_mfu_counts() -> None:
     from boost.config.architecture import flops_per_token
 
     config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
-    total: Counter[Work] = ends_work(config, True, True, fused_norm=True)
+    total: Counter[Work] = ends_work(config, True, True, on_gpu=True)
     for layer in range(LAYERS):
-        total += block_work(config, layer, "none", fused_norm=True)
+        total += block_work(config, layer, "none", on_gpu=True)
     tokens = config.train.micro_batch * config.train.seq_len
     again = sum(n * w.flops // 5 for w, n in total.items() if w.kernel == ATTENTION_BACKWARD)
     assert sum(n * w.flops for w, n in total.items()) - again == tokens * flops_per_token(config.model, 256)
@@ -243,7 +247,7 @@ def test_recomputation_is_told_apart_and_stops_before_the_last_product() -> None
 
     def passes(policy: Any) -> dict[str, Counter[Work]]:
         found: dict[str, Counter[Work]] = defaultdict(Counter)
-        for work, times in block_work(config, 0, policy, fused_norm=True).items():
+        for work, times in block_work(config, 0, policy, on_gpu=True).items():
             assert work.place in PLACES
             found[work.phase][replace(work, phase="")] += times
         return found

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from boost.config import Config
+from boost.config import Config, load
 from boost.errors import ConfigError
+from boost.models import kernels
 from boost.models.decoder import TransformerBlock
 from boost.parallel.mesh import Mesh
 from boost.train import model
-from boost.train.model import compile_blocks
+from boost.train.model import choose_kernels, compile_blocks
 from tests import toy
 from tests.train.runs import make_config, make_trainer
 
@@ -47,8 +48,32 @@ def test_compiled_blocks_train_and_evaluate_alike(
 def test_no_compiler_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, _ = toy.toy_decoder(toy.toy_config())
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match=r"train.compile = true needs a C\+\+ compiler"):
+    with pytest.raises(ConfigError, match=r"train.compile = 'blocks' needs a C\+\+ compiler"):
         compile_blocks(decoder)
+
+
+def test_kernels_are_compiled_where_asked_and_where_they_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(kernels, "use", chosen.append)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(model, "has_triton", lambda: True)
+    for name, device in (("auto", cpu), ("auto", gpu), ("none", gpu), ("kernels", gpu), ("blocks", gpu)):
+        choose_kernels(name, device)
+    assert chosen == ["eager", "inductor", "eager", "inductor", "eager"]
+    monkeypatch.setattr(model, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="train.compile = 'kernels' needs Triton on device 'cuda'"):
+        choose_kernels("kernels", gpu)
+    with caplog.at_level("INFO", logger="boost"):
+        choose_kernels("auto", gpu)
+    assert chosen[-1] == "eager"
+    assert "element-wise kernels are not compiled: train.compile = 'kernels' needs Triton" in caplog.text
+
+
+@pytest.mark.parametrize(("written", "meant"), [("true", "blocks"), ("false", "none"), ("kernels", "kernels")])
+def test_what_to_compile_was_a_boolean(written: str, meant: str) -> None:
+    assert load(None, ["--train.compile", written]).train.compile == meant
 
 
 def test_a_model_that_no_memory_holds_names_its_dimension_before_anything_is_allocated(

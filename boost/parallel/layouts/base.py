@@ -23,6 +23,7 @@ from boost.config.layouts.spec import (
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, call
+from boost.models.kernels import is_separate
 from boost.models.linear import linear
 from boost.models.up_proj import Begin
 from boost.parallel import collectives
@@ -111,10 +112,15 @@ class BaseLayout:
         return Pending(finish)
 
     def keeps_latents_only(self, group: LinearGroup) -> bool:
-        """Whether act and B of a group are one node, which keeps nothing but the latents. Not where a whole block is recomputed:
-        that stops before its last GEMM only if this is a node of its own. Nor under zero bubble: a hand-written node computes all
-        of its gradients in both backward passes, and would send twice."""
-        return group.has_private_latents and self.policy.block is call and not self.parallel.splits_backward
+        """Whether act and B of a group are one node, which keeps nothing but the latents."""
+        return group.has_private_latents and self.has_hand_written_nodes
+
+    @property
+    def has_hand_written_nodes(self) -> bool:
+        """Whether a node of our own may have weights. Not where a whole block is recomputed: that stops before its last GEMM only
+        if this is a node of its own. Nor under zero bubble: a hand-written node computes all of its gradients in both backward
+        passes, and would send twice."""
+        return self.policy.block is call and not self.parallel.splits_backward and not is_separate()
 
     def up_segment(
         self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents = (), begin: Begin | None = None

@@ -38,10 +38,10 @@ class BTP(BaseLayout):
             return self._start_sync(stream.x, gamma, group, prev, rest)
         # The statistic travels with the (first) partial latents; the norm is applied after A, to T x R numbers.
         first, *others = group.down_weights(group.A, self.grouping)
-        u_TR, s_T = project_and_measure(stream.x, first, gamma)
-        latents = [u_TR, *(project(stream.x, a_RD, gamma) for a_RD in others)]
+        measured = project_and_measure(stream.x, first, gamma, self.axis)
+        rest_of_latents = [project(stream.x, a_RD, gamma) for a_RD in others]
         begun = self.keeps_latents_only(group)
-        started = OnlineSum(latents, s_T, self.axis, self.model.dim, self.model.norm_eps, begun)
+        started = OnlineSum(measured, rest_of_latents, self.axis, self.model.dim, self.model.norm_eps, begun)
         return Pending(lambda: (Saved(started.wait(), prev), rest))
 
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:

@@ -43,7 +43,7 @@ class BTPSP(TokenSharded):
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
         """B of this process's heads or channels."""
         if not self.policy.sharded_latents:
-            return group.up_proj(saved.tensors), ()
+            return (group.project if self.has_hand_written_nodes else group.up_proj)(saved.tensors), ()
         h, new = group.activate(saved.tensors, saved.prev_latents)
         return group.up_proj([self.start(self.to_shards, h_TR).wait() for h_TR in h]), new
 

@@ -1,0 +1,185 @@
+"""Element-wise work, as functions that one kernel each can do in one pass: every input read once, every result written once.
+
+A kernel has no gradient: hand-written autograd functions call it, in both passes. What runs it is chosen once for a process
+(`use`), from BACKENDS: "eager" runs its operations one after the other, "inductor" has torch.compile make one kernel of them.
+Inside torch.compile a kernel is part of what is compiled.
+
+Legend: T tokens, R latent width of a group, O width held here; B sequences, S tokens of each, H heads, E width of a head.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Backend = Callable[["Kernel", tuple[Any, ...]], Any]
+"""Runs a kernel on its arguments."""
+
+
+class Kernel:
+    """A function of tensors and constants that one kernel can do in one pass."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.name = function.__name__
+        KERNELS[self.name] = self
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.function(*arguments)
+        return _backend(self, arguments)
+
+
+KERNELS: dict[str, Kernel] = {}
+"""By name."""
+
+
+def _eager(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+    return kernel.function(*arguments)
+
+
+def _inductor(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+    if is_in_torch_dispatch_mode(
+        include_infra_modes=False
+    ):  # somebody counts operations, of which torch.compile shows none
+        return kernel.function(*arguments)
+    return _compiled(kernel)(*arguments)
+
+
+@functools.cache
+def _compiled(kernel: Kernel) -> Callable[..., Any]:
+    """One for all sizes: groups of a block differ in their latent width, evaluation in its number of tokens."""
+    return torch.compile(kernel.function, fullgraph=True, dynamic=True)
+
+
+BACKENDS: dict[str, Backend] = {"eager": _eager, "inductor": _inductor}
+"""By name. An outside package adds its own, which may hand what it has no kernel for to one of these."""
+
+_backend: Backend = _eager
+
+
+def use(name: str) -> None:
+    """Chooses what runs the kernels of this process from now on. Raises KeyError if there is no such backend."""
+    global _backend
+    _backend = BACKENDS[name]
+
+
+@contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Runs the kernels called in here by a backend."""
+    global _backend
+    usual, _backend = _backend, backend
+    try:
+        yield
+    finally:
+        _backend = usual
+
+
+_separate = False
+
+
+@contextmanager
+def separate_operations() -> Iterator[None]:
+    """Element-wise operations are those that published code writes, each with a gradient and saved inputs of its own. For
+    predictions of other people's measurements."""
+    global _separate
+    before, _separate = _separate, True
+    try:
+        yield
+    finally:
+        _separate = before
+
+
+def is_separate() -> bool:
+    """Whether `separate_operations` is active."""
+    return _separate
+
+
+# Parts of kernels.
+
+
+def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
+    """x c, rounded to x's dtype once, in one pass; without a gradient."""
+    if x.dtype == c_T1.dtype:
+        return x * c_T1
+    if _separate or torch.compiler.is_compiling():
+        return (x * c_T1).to(x.dtype)
+    return torch.mul(x, c_T1, out=torch.empty_like(x))
+
+
+def row_dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """<x, y> of each row, [T]: products in the operands' dtype, their sum in `dtype`."""
+    if _separate:
+        return (x * y.to(dtype)).sum(-1)
+    return (x * y).sum(-1, dtype=dtype)
+
+
+# Kernels.
+
+
+@Kernel
+def activated(u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> Tensor:
+    """Latents u -> h = act(c u), [T, R]; c [T, 1] or None (1), act is SiLU or nothing."""
+    z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
+    return F.silu(z_TR) if silu else z_TR
+
+
+@Kernel
+def activated_backward(dh_TR: Tensor, u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+    """dh -> (du = c act'(c u) dh, h = act(c u)): h is made again for the gradient of what follows."""
+    z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
+    du_TR = torch.ops.aten.silu_backward(dh_TR, z_TR) if silu else dh_TR
+    du_TR = du_TR if c_T1 is None else scaled(du_TR, c_T1)
+    return du_TR, F.silu(z_TR) if silu else z_TR
+
+
+@Kernel
+def gated(gate_TO: Tensor, up_TO: Tensor) -> Tensor:
+    """silu(gate) up (SwiGLU, arXiv 2002.05202)."""
+    return F.silu(gate_TO).mul_(up_TO)
+
+
+@Kernel
+def gated_backward(dy_TO: Tensor, gate_TO: Tensor, up_TO: Tensor) -> tuple[Tensor, Tensor]:
+    """dy -> (dgate = dy up silu'(gate), dup = dy silu(gate))."""
+    return torch.ops.aten.silu_backward(dy_TO * up_TO, gate_TO), F.silu(gate_TO).mul_(dy_TO)
+
+
+@Kernel
+def rotated(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Rotary embedding in the rotate-half form: the two halves of a head are its pairs."""
+    return _turned(x_BSHE, cos_SE, sin_SE, 1)
+
+
+@Kernel
+def rotated_backward(dy_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Its gradient, the rotation by the opposite angle."""
+    return _turned(dy_BSHE, cos_SE, sin_SE, -1)
+
+
+def _turned(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
+    half = x_BSHE.shape[-1] // 2
+    sin_S1e = sin_SE[:, None, :half]
+    y_BSHE = x_BSHE * cos_SE[:, None]
+    (x_1, x_2), (y_1, y_2) = x_BSHE.split(half, dim=-1), y_BSHE.split(half, dim=-1)
+    y_1.addcmul_(x_2, sin_S1e, value=-direction)
+    y_2.addcmul_(x_1, sin_S1e, value=direction)
+    return y_BSHE
+
+
+@Kernel
+def scaled_backward(dy_TD: Tensor, x_TD: Tensor, c_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x c: (c dy, <dy, x> [T, 1])."""
+    return scaled(dy_TD, c_T1), row_dot(dy_TD, x_TD, c_T1.dtype).unsqueeze(-1)
+
+
+@Kernel
+def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
+    """<x, y> of each row, [T], in `dtype`."""
+    return row_dot(x_TR, y_TR, dtype)

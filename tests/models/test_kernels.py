@@ -1,0 +1,153 @@
+"""Element-wise kernels: the gradients of plain formulas, one kernel each where they are compiled, one operation in predictions."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from boost.config import load
+from boost.config.schema import Config
+from boost.models import kernels
+from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
+from boost.models.pointwise import gated_product, rotary
+from boost.plan.step import block_work
+from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
+
+EAGER, INDUCTOR = BACKENDS["eager"], BACKENDS["inductor"]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    half = torch.rand(tokens, width // 2, generator=torch.Generator().manual_seed(1))
+    both = torch.cat((half, half), -1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def rotated_by_hand(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x_1, x_2) as the real and imaginary part of a number, times e^(i angle)."""
+    half = x.shape[-1] // 2
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos[:, None, :half], sin[:, None, :half])
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+FORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "swiglu": (lambda g, u: gated_product(g, u, True), lambda g, u: F.silu(g) * u, ((5, 6), (5, 6))),
+    "gated": (lambda g, u: gated_product(g, u, False), lambda g, u: g * u, ((5, 6), (5, 6))),
+    "rotary": (
+        lambda x: rotary(x, *angles(3, 8, x.dtype)), lambda x: rotated_by_hand(x, *angles(3, 8, x.dtype)), ((2, 3, 4, 8),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("separate", [False, True])
+def test_it_is_the_plain_function(form: str, separate: bool) -> None:
+    ours, plain, shapes = FORMS[form]
+    inputs = [numbers(*shape).requires_grad_() for shape in shapes]
+    results = []
+    for function in (ours, plain):
+        with kernels.separate_operations() if separate else using(EAGER):
+            y = function(*inputs)
+            results.append([y, *torch.autograd.grad((y * numbers(*y.shape)).sum(), inputs)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_kept_but_the_inputs() -> None:
+    kept: list[Tensor] = []
+    gate, up, x = numbers(5, 6).requires_grad_(), numbers(5, 6).requires_grad_(), numbers(2, 3, 4, 8).requires_grad_()
+    cos, sin = angles(3, 8, torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        gated_product(gate, up, True)
+        rotary(x, cos, sin)
+    assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (gate, up, cos, sin)}
+
+
+def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments for every kernel, of sizes that are no powers of two."""
+    u, c, x = (
+        numbers(37, 24, dtype=dtype),
+        numbers(37, 1, dtype=torch.promote_types(dtype, torch.float32)),
+        (2, 37, 3, 16),
+    )
+    cos, sin = angles(37, 16, dtype)
+    return {
+        "activated": (u, c, True),
+        "activated_backward": (u + 1, u, c, True),
+        "gated": (u, u + 1),
+        "gated_backward": (u + 2, u, u + 1),
+        "rotated": (numbers(*x, dtype=dtype), cos, sin),
+        "rotated_backward": (numbers(*x, dtype=dtype), cos, sin),
+        "scaled_backward": (u + 1, u, c),
+        "row_product": (u, u + 1, c.dtype),
+    }
+
+
+def results(kernel: Kernel, *given: Any) -> list[Tensor]:
+    made = kernel(*given)
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_each_is_one_kernel_where_it_is_compiled_and_the_same_function(dtype: torch.dtype) -> None:
+    from torch._inductor import metrics
+
+    assert arguments(dtype).keys() == KERNELS.keys()
+    for name, given in arguments(dtype).items():
+        metrics.reset()
+        with using(INDUCTOR):
+            compiled = results(KERNELS[name], *given)
+        assert metrics.generated_kernel_count == 1, name
+        for got, expected in zip(compiled, results(KERNELS[name], *given), strict=True):
+            assert (got.dtype, got.stride()) == (expected.dtype, expected.stride()), name
+            assert (got - expected).norm() <= (1e-12 if dtype == torch.float64 else 2**-7) * expected.norm(), name
+
+
+def test_a_backend_of_ones_own_runs_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def own(kernel: Kernel, given: tuple[Any, ...]) -> Any:
+        called.append(kernel.name)
+        return EAGER(kernel, given)
+
+    monkeypatch.setitem(BACKENDS, "own", own)
+    with using(EAGER):
+        kernels.use("own")
+        gated_product(numbers(2, 2), numbers(2, 2), True)
+    assert called == ["gated"]
+    with pytest.raises(KeyError):
+        kernels.use("liger")
+
+
+def planned(layout: str, compiled: str, norm: str | None = None) -> Config:
+    """7B, TP 4, 4 x 4,096 tokens, as the goals state them."""
+    words = {"parallel.layout": layout, "train.compile": compiled, "parallel.tp": 4, "parallel.pp": 1, "parallel.dp": 1}
+    words |= {"train.micro_batch": 4, "train.global_batch": 4, "train.seq_len": 4096, "train.compute_dtype": "bfloat16"}
+    words |= {"parallel.norm": norm} if norm else {}
+    return load("boost-7b", [word for key, value in words.items() for word in (f"--{key}", str(value))])
+
+
+def moved(config: Config) -> float:
+    """GB of element-wise work of a block and micro-batch."""
+    work = block_work(config, 0, "none", on_gpu=True)
+    others = [(each, n) for each, n in work.items() if each.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD)]
+    return sum(each.bytes * n for each, n in others) / 1e9
+
+
+@pytest.mark.parametrize(("layout", "eager", "fused"), [("btp", 6.7, 4.0), ("btp-sp", 4.0, 2.8)])
+def test_kernels_move_the_bytes_that_they_have_to(layout: str, eager: float, fused: float) -> None:
+    assert moved(planned(layout, "none")) == pytest.approx(eager, rel=0.03)
+    assert moved(planned(layout, "kernels")) == moved(planned(layout, "auto")) == pytest.approx(fused, rel=0.03)
+
+
+def test_online_norm_moves_no_more_than_sync() -> None:
+    assert moved(planned("btp", "auto", "online")) < moved(planned("btp", "auto", "sync"))
