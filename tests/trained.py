@@ -28,7 +28,7 @@ class Trained:
         self.model, self.mesh = toy.toy_model(config, seed)
         self.initial = {name: value.clone() for name, value in toy.weights(self.model).items()}
         self.config, self.fused_params = config, list(fused_params(self.model))
-        self.reducer = GradientReducer(self.fused_params, self.mesh)
+        self.reducer = GradientReducer(self.fused_params, self.mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = build_optimizer(self.fused_params, config, self.mesh)
         self.gradients: list[dict[str, torch.Tensor]] = []
         """After clipping, of each step."""

@@ -290,6 +290,13 @@ def _train_problems(config: Config) -> Iterator[str]:
     if train.keep_best and not train.eval_every:
         yield "train.keep_best = true needs periodic evaluations, and train.eval_every = 0; set train.eval_every, such as to 100"
     yield from _recompute_problems(config)
+    parallel = config.parallel
+    if train.reduce_dtype == "bfloat16" and (parallel.shard == "optimizer" or (parallel.sharded and parallel.pp > 1)):
+        yield (
+            "train.reduce_dtype = 'bfloat16' with weights that are sharded and gathered once a step (parallel.shard = "
+            f"'{parallel.shard}'{', parallel.pp > 1' * (parallel.shard == 'full')}) would add up micro-batches in bf16 too; "
+            "set train.reduce_dtype = 'param_dtype', or parallel.shard = 'none'"
+        )
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}
     if widths[train.param_dtype] < widths[train.compute_dtype]:
         yield (

@@ -136,6 +136,10 @@ class TrainConfig(Section):
     compute_dtype: DType = "float32"
     """Dtype of activations and GEMMs: weights are cast to it when used, gradients accumulate in param_dtype."""
 
+    reduce_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"
+    """Dtype in which gradients are summed over processes once a step (btp-sp's whole factors, replicas). bfloat16: half of the
+    bytes of fp32 sums, each rounded to 8 bits; moments and updates keep param_dtype."""
+
     deterministic: bool = False
     """True: deterministic kernels only, so resuming is bitwise exact on GPUs too, at some cost in speed. On CPUs it always is."""
 
@@ -197,6 +201,11 @@ class TrainConfig(Section):
 
     log_every: Count = 10
     """Steps between log lines when stdout is not a terminal. metrics.jsonl has every step."""
+
+    @property
+    def sum_dtype(self) -> DType:
+        """Dtype in which gradients are summed over processes."""
+        return self.param_dtype if self.reduce_dtype == "param_dtype" else self.reduce_dtype
 
     def recompute_by_layer(self, layers: int) -> tuple[RecomputeName, ...]:
         """The policy of each of `layers` blocks: `recompute` for every n-th, starting with the first, else none."""

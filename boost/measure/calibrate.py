@@ -135,7 +135,7 @@ def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
     }
     largest = max((p for p in points if p.name == "elementwise"), key=lambda p: p.shape[0])
     return {
-        "memory_gb_s": round(largest.shape[0] / largest.seconds / 1e9, 3),
+        "memory_gb_s": float(f"{largest.shape[0] / largest.seconds / 1e9:.4g}"),
         "memory_fraction": 1.0,
         "kernel_us": 0.0,
         "probe_us": round(probe * 1e6, 1),
@@ -185,7 +185,7 @@ def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     return {
         "latency_us": round(least.seconds * 1e6, 2),
         # A send to a neighbor is as fast as a gather, which sends its payload except the local shard.
-        "gb_s": round(most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers) / 1e9, 3),
+        "gb_s": float(f"{most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers) / 1e9:.4g}"),
         "measured": dict(measured),
     }
 

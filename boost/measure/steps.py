@@ -75,7 +75,7 @@ class Stepper:
         self.model = build_model(config, mesh)
         initialize_model(self.model, config.train.seed)
         self.fused_params = list(fused_params(self.model))
-        self.reducer = GradientReducer(self.fused_params, mesh)
+        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         self.batches = made_up_batches(config)
 

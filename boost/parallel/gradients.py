@@ -62,15 +62,16 @@ class GradientReducer:
     (zero bubble) call no gradient hooks; `finish` then launches every bucket.
     """
 
-    def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh) -> None:
+    def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what is sent; None: the dtype of the gradients."""
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._trainable = trainable
         self._queues = [
-            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas),
-            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp),
-            _BucketQueue(sharded, mesh.tp),
+            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype),
+            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp, dtype),
+            _BucketQueue(sharded, mesh.tp, dtype),
         ]
 
     def begin(self, micro_batches: int = 1) -> None:
@@ -104,25 +105,41 @@ def _set_local_gradient(fused: FusedParam) -> None:
 class _GradBucket:
     """Parameters whose gradients share one all-reduce."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.parameters = parameters
         self.pending = 0
         """Gradient accumulations still to come in this step."""
+        self._dtype = dtype
         self._flat: Tensor | None = None
 
     def launch(self, axis: Axis) -> None:
-        """Flattens the gradients into one tensor, makes them views of it, and starts its all-reduce."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
-        self._flat = _flatten_dense_tensors(gradients)
-        for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
-            parameter.grad = view
+        """Flattens the gradients into one tensor and starts its all-reduce. They become views of it, unless its dtype differs."""
+        gradients = self._gradients()
+        if self._is_cast:
+            self._flat = gradients[0].new_empty(sum(g.numel() for g in gradients), dtype=self._dtype)
+            torch._foreach_copy_(_unflatten_dense_tensors(self._flat, gradients), gradients)
+        else:
+            self._flat = _flatten_dense_tensors(gradients)
+            for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
+                parameter.grad = view
         start_all_reduce(self._flat, axis)
 
     def wait(self) -> None:
         """Waits for the all-reduce."""
         assert self._flat is not None
         finish_all_reduce(self._flat)
+        if self._is_cast:
+            gradients = self._gradients()
+            torch._foreach_copy_(gradients, _unflatten_dense_tensors(self._flat, gradients))
+
+    @property
+    def _is_cast(self) -> bool:
+        return self._dtype not in (None, self.parameters[0].dtype)
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
+        return gradients
 
     def reset(self, micro_batches: int) -> None:
         """Prepares for the next step."""
@@ -135,12 +152,12 @@ class _BucketQueue:
     Buckets hold parameters in reverse order: the backward pass reaches the last ones first.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> None:
         self.axis, self.active, self.next_bucket = axis, False, 0
         self.buckets: list[_GradBucket] = []
         rest = list(parameters)[::-1] if axis.size > 1 else []
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
-            self.buckets.append(_GradBucket(rest[:length]))
+            self.buckets.append(_GradBucket(rest[:length], dtype))
             rest = rest[length:]
         queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
         for index, bucket in enumerate(self.buckets):

@@ -9,6 +9,7 @@ Norms are not sharded: of a weight in ten thousand, and gathering them in bf16 w
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -21,11 +22,13 @@ from boost.models.fused import FusedModule, ParamShard, fused_params
 from boost.parallel.mesh import Mesh
 
 
-def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mesh) -> None:
+def shard(
+    root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mesh, dtype: torch.dtype | None = None
+) -> None:
     """Divides the weights of a decoder, or of a stage of one, among its replicas, in units of blocks.
 
     `root` is the module whose forward pass runs it: the decoder, or what a pipeline wraps it into. Gathers are in
-    the dtype of activations, sums of gradients in that of weights.
+    the dtype of activations, sums of gradients in `dtype` (None: that of weights).
     """
     assert mesh.device_mesh is not None
     params = list(fused_params(decoder))
@@ -40,10 +43,10 @@ def shard(root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mes
     if outer:
         options["shard_placement_fn"] = _over_replicas(outer, mesh)
     weights = next(decoder.parameters()).dtype
-    if decoder.compute_dtype != weights:
+    if decoder.compute_dtype != weights or dtype not in (None, weights):
         # Half of the bytes: weights are cast before they are gathered instead of where they are used.
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=decoder.compute_dtype, reduce_dtype=weights, cast_forward_inputs=False
+            param_dtype=decoder.compute_dtype, reduce_dtype=dtype or weights, cast_forward_inputs=False
         )
     for unit in (*decoder.blocks, root):
         fully_shard(

@@ -114,8 +114,9 @@ class _Storage:
 
     def _copied(self, config: Config) -> dict[int | None, int]:
         """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the
-        step. A bucket of one tensor is not copied."""
-        parallel = config.parallel
+        step. A bucket of one tensor is not copied. Copies in another dtype stay, all of them, until they have been summed."""
+        parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
+        kept = 0
         stored = [tensor for tensors in self.tensors.values() for tensor in tensors][::-1]
         held = [t for t in stored if t.vector or not parallel.sharded]
         late = [
@@ -133,10 +134,13 @@ class _Storage:
             for length in bucket_lengths(sizes) if processes > 1 else ():
                 filled, copied = tensors[length - 1].unit, sum(sizes[:length])
                 tensors, sizes = tensors[length:], sizes[length:]
-                if length > 1 and (filled is not None or not tensors):
+                if ratio != 1:
+                    kept += int(copied * ratio)
+                    found[filled if tensors else None] = kept
+                elif length > 1 and (filled is not None or not tensors):
                     place = filled if tensors else None
                     found[place] = max(found.get(place, 0), copied)
-        return found
+        return found | ({None: kept} if kept else {})
 
 
 _STORAGE: dict[Any, _Storage] = {}
@@ -146,7 +150,7 @@ _MAX_STORAGE = 512
 def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
     """Cached by the identity of sections, which the entries keep alive: a search asks for each mesh with many micro-batches."""
     parts = config.model, config.parallel, config.optim
-    key = *map(id, parts), config.train.param_dtype, config.train.compute_dtype, stages
+    key = *map(id, parts), config.train.param_dtype, config.train.compute_dtype, config.train.reduce_dtype, stages
     found = _STORAGE.get(key)
     if found is None:
         if len(_STORAGE) >= _MAX_STORAGE:

@@ -108,7 +108,7 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """Bucketed gradient all-reduces of one optimizer step: partial gradients over TP and DP, complete ones over DP, and
     partial ones of sharded weights over TP."""
-    parallel, dtype = config.parallel, config.train.param_dtype
+    parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
     held = [t for t in stored if t.vector or not parallel.sharded]
     late = [
@@ -123,7 +123,7 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
         sizes = [t.shard(parallel) for t in tensors]
         for length in bucket_lengths([size * ITEMSIZE[dtype] for size in sizes]) if processes > 1 else ():
             result.append(
-                Collective("step", "all-reduce", (sum(sizes[:length]),), dtype, processes, "gradients", axis=axis)
+                Collective("step", "all-reduce", (sum(sizes[:length]),), sent, processes, "gradients", axis=axis)
             )
             sizes = sizes[length:]
     return result
@@ -150,7 +150,7 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
                 "step", "all-gather", (elements,), train.compute_dtype, processes, "weights", unit, axis
             )
             scatter = Collective(
-                "step", "reduce-scatter", (elements,), train.param_dtype, processes, "gradients", unit, axis
+                "step", "reduce-scatter", (elements,), train.sum_dtype, processes, "gradients", unit, axis
             )
             between = full and unit is not None  # resharded between the two passes
             if full and not piped:

@@ -13,6 +13,7 @@ from boost.config.layouts import placement_of
 from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage
+from boost.config.traffic import ITEMSIZE
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.trace import trace_block, trace_embedding, trace_loss
 from boost.plan.work import OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
@@ -58,11 +59,13 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
+    # Into a bucket; where it has another dtype, out of it as well.
+    copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
     for tensor, count in stored.items():
         elements, held = (tensor.elements,), (tensor.shard(parallel),)
         total[of_step(STREAM, elements, dtype, 3, "weights")] += count * (accumulated - 1)
         if _travels(tensor, config):
-            total[of_step(STREAM, elements, dtype, 2, "weights")] += count
+            total[of_step(STREAM, elements, dtype, copied, "weights")] += count
         total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count
         total[of_step(STREAM, held, dtype, 2, "optimizer")] += count * (config.optim.clip > 0)
         # Reads weight, gradient and two moments; writes all but the gradient.

@@ -29,7 +29,7 @@ from boost.plan.tracer import TracedLayout, Tracer
 IGNORED_FIELDS = {
     "parallel": ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split"),
     "train": (
-        "steps", "seed", "global_batch", "deterministic", "recompute", "recompute_every", "eval_every",
+        "steps", "seed", "global_batch", "reduce_dtype", "deterministic", "recompute", "recompute_every", "eval_every",
         "eval_tokens", "save_every", "save_minutes", "async_save", "keep", "keep_every", "keep_best", "spike_sigma", "on_spike",
         "check_replicas_every", "log_every", "profile",
     ),

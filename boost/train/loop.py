@@ -108,7 +108,7 @@ class Trainer:
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
-        self.reducer = GradientReducer(self.fused_params, mesh)
+        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)

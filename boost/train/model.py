@@ -82,7 +82,7 @@ def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: 
     if compiled_part(config.train.compile, mesh.device.type) == "blocks":
         compile_blocks(decoder)
     if config.parallel.sharded:
-        shard(root, decoder, config.parallel, mesh)
+        shard(root, decoder, config.parallel, mesh, getattr(torch, config.train.sum_dtype))
 
 
 def compile_blocks(decoder: Decoder) -> None:

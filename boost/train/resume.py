@@ -12,7 +12,7 @@ from boost.train.checkpoint import Checkpoint
 from boost.train.rundir import RunDirectory
 
 HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
-    "train": ("steps", "param_dtype", "compute_dtype"),
+    "train": ("steps", "param_dtype", "compute_dtype", "reduce_dtype"),
     "optim": (),
     "data": ("isolate_documents",),
 }

@@ -3,17 +3,21 @@
 import functools
 import gc
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from boost.config import Config, traffic
+from boost.errors import ConfigError
 from boost.models.fused import fused_params
 from boost.parallel import gradients
 from boost.parallel.gradients import GradientReducer
+from boost.plan.collectives import step_collectives
 from tests import toy
 from tests.distributed import run_distributed
+from tests.trained import Trained, errors_of
 
 CONFIG = toy.toy_config(model={"family": "cola"}, parallel={"layout": "btp-sp", "tp": 2, "dp": 2})
 
@@ -108,6 +112,38 @@ def fail(*_: Any) -> None:
 
 def test_an_aborted_step_leaves_nothing_behind() -> None:
     assert run_distributed(4, in_small_buckets, error_after_an_aborted_step, CONFIG) == [0.0] * 4
+
+
+REDUCED = [
+    {"layout": "btp-sp", "tp": 2},
+    {"layout": "btp-sp", "tp": 2, "dp": 2},
+    {"layout": "btp", "dp": 2},
+    {"layout": "btp", "dp": 2, "shard": "full"},
+]
+
+
+def compare_with_one_process(config: Config) -> dict[str, float]:
+    actual = Trained(config, 1)
+    sent, table = (Counter(c.on_the_wire for c in side) for side in (actual.collectives(), step_collectives(config)))
+    return {"table": 0.0 if sent == table else 1.0, **errors_of(actual, 1)}
+
+
+@pytest.mark.parametrize("parallel", REDUCED, ids=str)
+@pytest.mark.slow
+def test_sums_in_bf16_send_half_of_the_bytes_and_are_off_by_their_rounding(parallel: dict[str, Any]) -> None:
+    train = {"reduce_dtype": "bfloat16", "global_batch": 4, "micro_batch": 2}
+    config = toy.toy_config("float32", model={"family": "cola"}, parallel=parallel, train=train)
+    for errors in run_distributed(config.parallel.world_size, compare_with_one_process, config):
+        assert errors["initial"] == errors["table"] == 0
+        assert 2**-12 < errors["first gradients"] < 2**-7, errors
+        assert errors["loss and norm"] < 1e-3, errors
+
+
+def test_sums_in_bf16_do_not_add_up_micro_batches() -> None:
+    """FSDP adds up in the dtype of its sums what it does not send after each micro-batch."""
+    for parallel in ({"shard": "optimizer"}, {"shard": "full", "pp": 2}):
+        with pytest.raises(ConfigError, match="would add up micro-batches in bf16 too; set train.reduce_dtype"):
+            toy.toy_config(parallel={"layout": "btp", "dp": 2, **parallel}, train={"reduce_dtype": "bfloat16"})
 
 
 def parameters_alive(config: Config) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -24,7 +25,7 @@ def step_peak(config: Config) -> tuple[int, int]:
     """(pipeline rank, bytes at the worst moment) of a training step. Every process calls it."""
     model, mesh = toy.toy_model(config)
     params = list(fused_params(model))
-    reducer = GradientReducer(params, mesh)
+    reducer = GradientReducer(params, mesh, getattr(torch, config.train.sum_dtype))
     optimizer = build_optimizer(params, config, mesh)
     train = config.train
     tokens, targets = toy.toy_tokens(config, 1, train.global_batch // config.parallel.dp)

@@ -214,6 +214,16 @@ def test_real_processes_peak_as_predicted(family: str, policy: str, seq_len: int
         assert peak(config, pp_rank).total == pytest.approx(seen, rel=0.1)
 
 
+@pytest.mark.parametrize("seq_len", [8, 128])
+@pytest.mark.slow
+def test_sums_in_another_dtype_are_copies_that_stay_until_the_end(seq_len: int) -> None:
+    sizes = {"dim": 64, "ffn_dim": 160, "heads": 4, "kv_heads": 4, "layers": 4, "vocab_size": 128, "rank": 16}
+    train = {"seq_len": seq_len, "micro_batch": 2, "global_batch": 16, "reduce_dtype": "bfloat16"}
+    config = toy.toy_config("float32", model={"family": "cola", **sizes}, parallel={"dp": 2}, train=train)
+    for pp_rank, seen in run_distributed(2, step_peak, config):
+        assert peak(config, pp_rank).total == pytest.approx(seen, rel=0.1)
+
+
 def test_a_pipeline_holds_what_its_order_has_in_flight() -> None:
     """Of gpipe as many micro-batches as there are, of 1f1b as many as there are processes from here to the last."""
     held = {}

@@ -44,8 +44,9 @@ def test_a_checkpoint_of_the_previous_release_continues_as_it_did(tmp_path: Path
     assert json.loads((checkpoint.path / "state.json").read_text())["config"]["optim"]["muon_steps"] == 5
     found, position = load_and_continue(checkpoint.path, 3, checkpoint.config)
     assert position.step == 3
+    # Rotary embedding is rounded less often since; AdamW's first steps amplify what is rounded.
     for (loss, norm), expected in zip(found, numbers, strict=True):
-        assert [loss, norm] == pytest.approx(expected, rel=1e-5)
+        assert [loss, norm] == pytest.approx(expected, rel=1e-4)
 
 
 def on_mesh(function: Any, folder: Path, *arguments: Any) -> list[Any]:

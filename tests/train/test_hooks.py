@@ -206,7 +206,8 @@ def test_a_checkpoint_refused_on_one_process_is_not_written_on_any(store: Path, 
     for steps, warnings, latest in run_distributed(2, refuse_on_one, config):
         assert steps == ["4"]
         assert latest == "step-00000004"
-        assert warnings == [f"checkpoint of step {step} not saved: not good enough" for step in (2, 6)]
+        said = [each for each in warnings if "training waited" not in each]  # what a slow disk is told
+        assert said == [f"checkpoint of step {step} not saved: not good enough" for step in (2, 6)]
 
 
 def test_a_refused_checkpoint_is_not_called_saved(

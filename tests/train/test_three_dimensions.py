@@ -49,7 +49,9 @@ def test_in_single_precision_too(shard: str) -> None:
     config = config_of({"pp": 2, "dp": 2, "tp": 2, "shard": shard}, "float32", train={"global_batch": 8})
     for errors in run_distributed(8, compare, config):
         # AdamW's first steps divide a gradient by its own magnitude: a rounded 0 becomes a step of full length.
-        assert max(errors[what] for what in ("initial", "loss and norm", "first gradients")) <= 1e-5, errors
+        # A shard is compared by itself: of a parameter whose gradient is 1e-5 off, some rows are more.
+        limit = 1e-5 if shard == "none" else 2e-5
+        assert max(errors[what] for what in ("initial", "loss and norm", "first gradients")) <= limit, errors
 
 
 SCHEDULES = [
