@@ -8,6 +8,7 @@ Legend: T tokens, R latent width of a group, O width held here; B sequences, S t
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+log = logging.getLogger("boost")
 
 Backend = Callable[["Kernel", tuple[Any, ...]], Any]
 """Runs a kernel on its arguments."""
@@ -45,11 +48,24 @@ def _eager(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 
 def _inductor(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-    if is_in_torch_dispatch_mode(
-        include_infra_modes=False
-    ):  # somebody counts operations, of which torch.compile shows none
+    # Somebody counts operations, of which compiled code shows none.
+    if is_in_torch_dispatch_mode(include_infra_modes=False):
         return kernel.function(*arguments)
     return _compiled(kernel)(*arguments)
+
+
+def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return _inductor(kernel, arguments)
+    except RuntimeError as error:
+        from torch._dynamo.exc import TorchDynamoException  # half a second
+
+        if not isinstance(error, TorchDynamoException):
+            raise
+        reason = str(error).strip().split("\n")[0]
+        log.warning("kernel '%s' cannot be compiled, so none is from now on: %s", kernel.name, reason)
+        use("eager")
+        return kernel.function(*arguments)
 
 
 @functools.cache
@@ -58,8 +74,13 @@ def _compiled(kernel: Kernel) -> Callable[..., Any]:
     return torch.compile(kernel.function, fullgraph=True, dynamic=True)
 
 
-BACKENDS: dict[str, Backend] = {"eager": _eager, "inductor": _inductor}
-"""By name. An outside package adds its own, which may hand what it has no kernel for to one of these."""
+BACKENDS: dict[str, Backend] = {
+    "eager": _eager,
+    "inductor": _inductor,
+    "inductor or eager": _inductor_if_it_works,
+}
+"""By name. "inductor or eager" compiles unless that fails, which is a warning. An outside package adds its own, which may hand what
+it has no kernel for to one of these."""
 
 _backend: Backend = _eager
 

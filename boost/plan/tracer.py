@@ -115,7 +115,8 @@ def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         facts = [(x.shape, x.strides, x.dtype) for x in (results if several else (results,))]
         del results
     made = [make(inputs[0], shape, kernel.name, dtype=d, inputs=inputs, strides=strides) for shape, strides, d in facts]
-    numel, dtype = max((x.numel_, x.dtype) for x in inputs)
+    largest = max(inputs, key=lambda x: x.numel_)
+    numel, dtype = largest.numel_, largest.dtype
     moved = sum(x.nbytes for x in (*inputs, *made) if x.numel_ == numel)
     kinds = {operation.kernel for operation in done}
     slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)

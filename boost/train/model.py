@@ -107,7 +107,8 @@ def choose_kernels(name: CompileName, device: torch.device) -> None:
                 raise
             log.info("element-wise kernels are not compiled: %s", error)
             part = "none"
-    kernels.use("inductor" if part == "kernels" else "eager")
+    compiled = "inductor or eager" if name == "auto" else "inductor"
+    kernels.use(compiled if part == "kernels" else "eager")
 
 
 def _require_compiler(part: CompiledPart, device: torch.device) -> None:

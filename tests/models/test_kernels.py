@@ -128,6 +128,26 @@ def test_a_backend_of_ones_own_runs_every_kernel(monkeypatch: pytest.MonkeyPatch
         kernels.use("liger")
 
 
+def test_a_kernel_that_cannot_be_compiled_is_a_warning_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch._dynamo.exc.Unsupported("no such device\nand a page of advice")
+
+    monkeypatch.setattr(kernels, "_compiled", lambda kernel: fail)
+    x, y = numbers(2, 2), numbers(2, 2)
+    with using(EAGER):
+        kernels.use("inductor")
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            gated_product(x, y, True)
+        kernels.use("inductor or eager")
+        for _ in range(2):
+            torch.testing.assert_close(gated_product(x, y, True), F.silu(x) * y)
+    (said,) = caplog.messages
+    assert said.startswith("kernel 'gated' cannot be compiled, so none is from now on: no such device")
+    assert "advice" not in said
+
+
 def planned(layout: str, compiled: str, norm: str | None = None) -> Config:
     """7B, TP 4, 4 x 4,096 tokens, as the goals state them."""
     words = {"parallel.layout": layout, "train.compile": compiled, "parallel.tp": 4, "parallel.pp": 1, "parallel.dp": 1}
