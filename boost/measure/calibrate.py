@@ -135,7 +135,7 @@ def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
     }
     largest = max((p for p in points if p.name == "elementwise"), key=lambda p: p.shape[0])
     return {
-        "memory_gb_s": float(f"{largest.shape[0] / largest.seconds / 1e9:.4g}"),
+        "memory_gb_s": _gb_s(largest.shape[0] / largest.seconds),
         "memory_fraction": 1.0,
         "kernel_us": 0.0,
         "probe_us": round(probe * 1e6, 1),
@@ -172,6 +172,11 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
     return result
 
 
+def _gb_s(bytes_per_second: float) -> float:
+    """In GB/s, to four significant digits: on a machine that is busy with other things a wire is slow, and never 0."""
+    return float(f"{bytes_per_second / 1e9:.4g}")
+
+
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     """Measured collectives, and a latency and a bandwidth for all others."""
     if not points:
@@ -185,7 +190,7 @@ def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     return {
         "latency_us": round(least.seconds * 1e6, 2),
         # A send to a neighbor is as fast as a gather, which sends its payload except the local shard.
-        "gb_s": float(f"{most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers) / 1e9:.4g}"),
+        "gb_s": _gb_s(most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers)),
         "measured": dict(measured),
     }
 

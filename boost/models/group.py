@@ -15,7 +15,6 @@ from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
-from boost.models.kernels import is_separate
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
 from boost.models.up_proj import Begin, up_project
@@ -99,7 +98,7 @@ class LinearGroup(FusedModule):
     @property
     def has_private_latents(self) -> bool:
         """Whether latents neither come from the previous block nor go to the next one, so that one node may take them."""
-        return self.latent_gate is None and not self.feeds_next and not is_separate()
+        return self.latent_gate is None and not self.feeds_next
 
     def scale_act_and_project(
         self, latents: Sequence[Tensor], scale_T1: Tensor | None, begin: Begin | None = None

@@ -67,14 +67,14 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
     """GEMMs and attention of pipeline rank `pp_rank` in a step, longest first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
-    policies, fused = train.recompute_by_layer(config.model.layers), hardware.is_gpu
+    policies, on_gpu = train.recompute_by_layer(config.model.layers), hardware.is_gpu
     total: Counted = Counter()
     held = stages_of(config, pp_rank)
     for stage in held:
         alike = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
         for (layer, policy), blocks in alike.items():
-            _add(total, block_work(config, layer, policy, fused), blocks * count)
-        _add(total, ends_work(config, stage.has_embedding, stage.has_head, fused), count)
+            _add(total, block_work(config, layer, policy, on_gpu), blocks * count)
+        _add(total, ends_work(config, stage.has_embedding, stage.has_head, on_gpu), count)
     _add(total, step_work(config, held), 1)
     speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
     peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}

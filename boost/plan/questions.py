@@ -165,8 +165,8 @@ def _largest(config: Config, grow: Grow, hardware: Hardware, beyond: int, most: 
 
 
 def _fits(config: Config, hardware: Hardware) -> bool:
-    usable, fused = hardware.usable_bytes, hardware.is_gpu
-    return legal(config) and all(peak(config, rank, fused).total <= usable for rank in peak_ranks(config))
+    usable, on_gpu = hardware.usable_bytes, hardware.is_gpu
+    return legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config))
 
 
 def _plan(config: Config, request: Request) -> Plan:
