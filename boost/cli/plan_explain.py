@@ -90,7 +90,10 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     rest = listed[len(shown) :]
     if rest:
         out.print(f"and {len(rest)} smaller shapes: {human_seconds(sum(each.seconds for each in rest))}", style="dim")
-    out.print("Shape of attention: sequences, heads, key/value heads, tokens, head dimension.", style="dim")
+    out.print(
+        "Shape of attention: sequences, heads, key/value heads, tokens, head dimension (, tokens of the keys).",
+        style="dim",
+    )
 
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:

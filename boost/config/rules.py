@@ -120,21 +120,28 @@ def _parallel_problems(config: Config) -> Iterator[str]:
 
 
 def _overlap_problems(config: Config) -> Iterator[str]:
-    """Whether a micro-batch has two equal halves."""
+    """Whether a micro-batch has two equal halves: of its sequences, or of its one sequence."""
     parallel, train = config.parallel, config.train
     if parallel.overlap == "none":
         return
-    if train.micro_batch % 2:
+    if train.micro_batch > 1 and train.micro_batch % 2:
         yield (
             f"train.micro_batch = {train.micro_batch} has no two halves for parallel.overlap = '{parallel.overlap}'; nearest "
             f"valid value: {train.micro_batch + 1}, or take overlap = 'none'"
         )
-    if layout_spec(parallel.layout).residual == "tokens" and train.seq_len % parallel.tp:
-        best = nearest(train.seq_len, 2 * max(train.seq_len, parallel.tp), lambda length: length % parallel.tp == 0)
+    one = train.micro_batch == 1
+    parts = 2 * parallel.tp if one else parallel.tp
+    if (one or layout_spec(parallel.layout).residual == "tokens") and train.seq_len % parts:
+        best = nearest(train.seq_len, 2 * max(train.seq_len, parts), lambda length: length % parts == 0)
+        what = f"{'2 x ' * one}parallel.tp = {parts}"
+        why = (
+            "one sequence has two halves"
+            if one
+            else f"parallel.layout = '{parallel.layout}' can shard the tokens of either half"
+        )
         yield (
-            f"train.seq_len = {train.seq_len} must be divisible by parallel.tp = {parallel.tp}, so that parallel.layout = "
-            f"'{parallel.layout}' can shard the tokens of either half (parallel.overlap = '{parallel.overlap}'); nearest valid "
-            f"value: {best}"
+            f"train.seq_len = {train.seq_len} must be divisible by {what}, so that {why} (parallel.overlap = "
+            f"'{parallel.overlap}'); nearest valid value: {best}"
         )
     if parallel.schedule == "zero-bubble" and parallel.pp > 1:
         yield (

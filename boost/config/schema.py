@@ -64,9 +64,8 @@ class ParallelConfig(Tagged):
     """Blocks per stage (pp x virtual numbers), such as [9, 8, 8, 7]. Empty: balanced by cost, including embedding and head."""
 
     overlap: Literal["none", "halves"] = "none"
-    """Communication of TP behind computation. halves: each micro-batch runs as two halves of its sequences, and one computes
-    while the other's collectives are in flight, in both passes; needs train.micro_batch >= 2. none: every collective is waited
-    for."""
+    """Communication of TP behind computation. halves: each micro-batch runs as two halves of its sequences (of one sequence: of its
+    tokens), and one computes while the other's collectives are in flight, in both passes. none: every collective is waited for."""
 
     grouping: bool = True
     """True: linears with one input (q,k,v; gate,up) share one GEMM and one collective; False: each has its own."""

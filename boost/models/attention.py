@@ -3,13 +3,14 @@
 Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads held here, E width of a head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.models.documents import Documents, documents_of
+from boost.models.documents import Documents, causal, documents_of
 from boost.models.pointwise import rotary
 
 
@@ -30,6 +31,10 @@ class KVCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
 
+KeysValues = tuple[Tensor, ...]
+"""Rotated keys and values [B, K, S, E] of the first half of each sequence, for the second; or nothing."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What attention needs to know of a micro-batch, the same for every block."""
@@ -43,6 +48,35 @@ class Context:
     """Tokens attend to earlier tokens of their own document only; None: to all earlier tokens of the sequence."""
     caches: tuple[KVCache, ...] = ()
     """One a block while generating, else empty."""
+    before: list[KeysValues] | None = None
+    """Of the half of the sequence before this one, in the order of blocks: each block takes one. None: nothing is before."""
+    after: list[KeysValues] | None = None
+    """Where each block leaves its keys and values for the half after this one. None: nobody takes them."""
+
+    def halves(self) -> "list[Context]":
+        """Of the two halves of the sequences, or of the tokens of one sequence."""
+        if self.batch == 1:
+            return self._halves_of_tokens()
+        sizes = [-(-self.batch // 2), self.batch // 2]
+        documents = [None, None] if self.documents is None else self.documents.split(sizes)
+        return [replace(self, batch=n, documents=each) for n, each in zip(sizes, documents, strict=True)]
+
+    def _halves_of_tokens(self) -> "list[Context]":
+        tokens = self.cos.shape[0] // 2
+        documents = (None, None) if self.documents is None else self.documents.split_tokens(tokens)
+        angles = zip(self.cos.split(tokens), self.sin.split(tokens), strict=True)
+        first, second = (Context(1, *each, found) for each, found in zip(angles, documents, strict=True))
+        passed: list[KeysValues] = []
+        return [replace(first, after=passed), replace(second, before=passed)]
+
+    def take(self) -> KeysValues:
+        """What the half before this one left for the block that asks."""
+        return self.before.pop(0) if self.before is not None else ()
+
+    def leave(self, found: KeysValues) -> None:
+        """Leaves this block's keys and values for the half after this one."""
+        if self.after is not None:
+            self.after.append(found)
 
 
 def make_context(
@@ -69,8 +103,17 @@ def make_context(
     return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents)
 
 
-def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Context, layer_index: int) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v for every head held here: [T, H * E], [T, K * E] twice -> [T, H * E]."""
+def attend(
+    q_TO: Tensor,
+    k_TO: Tensor,
+    v_TO: Tensor,
+    head_dim: int,
+    context: Context,
+    layer_index: int,
+    before: KeysValues = (),
+) -> tuple[Tensor, KeysValues]:
+    """softmax(q k^T / sqrt(E)) v for every head held here: [T, H * E], [T, K * E] twice -> [T, H * E], and the keys and values
+    that the second half of the sequence needs; of that half, `before` has those of the first."""
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim) for y in (q_TO, k_TO, v_TO))
     q, k = rotary(q, context.cos, context.sin), rotary(k, context.cos, context.sin)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -79,11 +122,23 @@ def attend(q_TO: Tensor, k_TO: Tensor, v_TO: Tensor, head_dim: int, context: Con
         first = context.caches[layer_index].length == 0
         k, v = context.caches[layer_index].append(k, v)
     assert first or q.shape[2] == 1, "a cache that is not empty takes one token at a time"
+    found = (k, v) if context.after is not None else ()
     documents = context.documents
+    if before:
+        k, v = _prepended(before, k, v, None if documents is None else documents.before)
     if documents is not None and documents.mask is None:
-        return documents.attend(q, k, v)
-    mask = None if documents is None else documents.mask
-    a = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=first and mask is None, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return a.transpose(1, 2).reshape(q_TO.shape)
+        return documents.attend(q, k, v), found
+    if documents is not None or not first:
+        mask = None if documents is None else documents.mask
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        a = causal(q, k, v)
+    return a.transpose(1, 2).reshape(q_TO.shape), found
+
+
+def _prepended(before: KeysValues, k: Tensor, v: Tensor, tokens: int | None) -> Sequence[Tensor]:
+    """Keys and values after the last `tokens` of those before them; None: after all of them."""
+    length = before[0].shape[2]
+    tokens = length if tokens is None else tokens
+    each = zip(before, (k, v), strict=True)
+    return [torch.cat((x.narrow(2, length - tokens, tokens), y), dim=2) for x, y in each]

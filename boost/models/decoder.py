@@ -14,7 +14,7 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import Context, KVCache, attend, make_context
+from boost.models.attention import Context, KeysValues, KVCache, attend, make_context
 from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup
 from boost.models.interface import (
@@ -81,7 +81,9 @@ class TransformerBlock(FusedModule):
         return interleave(runs, layout.lag)
 
     def _run_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
-        partial, latents = layout.policy.attention(self._attention, layout, context, saved)
+        found = layout.policy.attention(self._attention, layout, context, saved, context.take())
+        partial, latents, keys_values = found
+        context.leave(keys_values)
         return layout.out_proj_comm(stream.put(latents), partial, self.o)
 
     def _run_mlp(self, layout: Layout, saved: Saved, stream: Stream) -> Pending[Stream]:
@@ -93,9 +95,12 @@ class TransformerBlock(FusedModule):
         """In forward order."""
         return self.qkv, self.o, self.gate_up, self.down
 
-    def _attention(self, layout: Layout, context: Context, saved: Saved) -> tuple[Tensor, Latents]:
+    def _attention(
+        self, layout: Layout, context: Context, saved: Saved, before: KeysValues
+    ) -> tuple[Tensor, Latents, KeysValues]:
         (q, k, v), latents = layout.in_proj_local(saved, self.qkv)
-        return layout.out_proj_local(attend(q, k, v, self.head_dim, context, self.layer_index), self.o), latents
+        attended, keys_values = attend(q, k, v, self.head_dim, context, self.layer_index, before)
+        return layout.out_proj_local(attended, self.o), latents, keys_values
 
     def _gated_product(self, layout: Layout, saved: Saved) -> tuple[Tensor, Latents]:
         (gate, up), latents = layout.in_proj_local(saved, self.gate_up)
@@ -150,14 +155,15 @@ class Decoder(FusedModule):
         With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. A pipeline stage takes the
         outputs of the previous stage as `received`; if it is not the last, it returns (residual stream, *latents).
         """
-        halves = self.layout.halves and tokens_BS.shape[0] > 1
+        batch, length = tokens_BS.shape
+        halves = self.layout.halves and (batch > 1 or length % (2 * self.layout.size) == 0)
         layout = self.layout.with_options(split=True) if halves else self.layout
-        parts = self._parts(tokens_BS, document_ids_BS, received, 2 if halves else 1)
+        parts = self._parts(tokens_BS, document_ids_BS, received, halves)
         streams = self._run_blocks(layout, parts)
         if not self.stage.has_head:
             sent = [(stream.x, *stream.prev_latents) for stream in streams]
             return tuple(torch.cat(each) for each in zip(*sent, strict=True)) if halves else sent[0]
-        targets = [each.reshape(-1) for each in targets_BS.split([part.context.batch for part in parts])]
+        targets = targets_BS.reshape(-1).split([part.tokens_BS.numel() for part in parts])
         each = zip(streams, targets, strict=True)
         first, *rest = interleave([layout.loss(s.x, self.final_norm, self.head, t) for s, t in each])
         return first + rest[0] if rest else first
@@ -217,20 +223,17 @@ class Decoder(FusedModule):
         )
 
     def _parts(
-        self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], count: int
+        self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool
     ) -> "list[_Part]":
-        """A micro-batch as `count` parts of whole sequences."""
+        """A micro-batch whole, or as two halves of its sequences, or of the tokens of its one sequence."""
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         context = self._context(tokens_BS, positions_S, document_ids_BS)
-        if count == 1:
+        if not halves:
             return [_Part(tokens_BS, context, received)]
-        tokens = tokens_BS.tensor_split(count)
-        sizes = [each.shape[0] for each in tokens]
-        documents = [None] * count if context.documents is None else context.documents.split(sizes)
-        contexts = [replace(context, batch=n, documents=each) for n, each in zip(sizes, documents, strict=True)]
+        tokens = tokens_BS.tensor_split(2, dim=0 if tokens_BS.shape[0] > 1 else 1)
         rows = [self.layout.residual_shape(each.numel())[0] for each in tokens]
-        arrived = zip(*(x.split(rows) for x in received), strict=True) if received else [()] * count
-        return [_Part(*each) for each in zip(tokens, contexts, arrived, strict=True)]
+        arrived = zip(*(x.split(rows) for x in received), strict=True) if received else [()] * 2
+        return [_Part(*each) for each in zip(tokens, context.halves(), arrived, strict=True)]
 
     def _run_blocks(self, layout: Layout, parts: "Sequence[_Part]") -> list[Stream]:
         if self.stage.has_embedding:
@@ -265,7 +268,7 @@ class Decoder(FusedModule):
 
 
 class _Part(NamedTuple):
-    """Some sequences of a micro-batch."""
+    """A micro-batch, or a half of one."""
 
     tokens_BS: Tensor
     context: Context

@@ -8,11 +8,12 @@ import inspect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from boost.config.attention import DocumentForm, document_form
 
@@ -30,6 +31,9 @@ class Documents:
     """varlen: where each document starts in [T, ...], int32, then T, more than once, so that few batches differ in N."""
     mask: Tensor | None = None
     """mask: [B, 1, S, S] to add to the scores: 0 where a token may look, -inf elsewhere."""
+    before: int | None = None
+    """Tokens of the first document that lie in the half of the sequence before this one, whose keys come in front; None: all of
+    that half's keys do (mask), or there is none."""
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
         """Of parts with so many sequences."""
@@ -40,13 +44,54 @@ class Documents:
         starts = [None if device is None else _starts(lengths, device) for lengths in each]
         return [Documents(self.form, *of_part) for of_part in zip(each, starts, masks, strict=True)]
 
+    def split_tokens(self, tokens: int) -> "tuple[Documents, Documents]":
+        """Of the first `tokens` tokens of one sequence, and of those after them."""
+        if self.mask is not None:
+            first, second = self.mask[:, :, :tokens, :tokens], self.mask[:, :, tokens:]
+            return replace(self, mask=first), replace(self, mask=second)
+        ends = list(itertools.accumulate(self.lengths[0]))
+        start = max((end for end in ends if end <= tokens), default=0)
+        cut = {0, tokens, *ends}
+        heads, tails = (
+            tuple(b - a for a, b in itertools.pairwise(sorted(each)))
+            for each in ({c for c in cut if c <= tokens}, {c for c in cut if c >= tokens})
+        )
+        device = None if self.starts_N is None else self.starts_N.device
+        starts = [None if device is None else _starts((each,), device) for each in (heads, tails)]
+        return (
+            Documents(self.form, (heads,), starts[0]),
+            Documents(self.form, (tails,), starts[1], before=tokens - start),
+        )
+
     def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(E)) v, [T, H * E], for segments and varlen."""
         q_THE, k_TKE, v_TKE = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSE, k_BKSE, v_BKSE))
+        before = self.before or 0
         if self.form == "varlen":
             assert self.starts_N is not None
-            return _varlen(q_THE, k_TKE, v_TKE, self.starts_N, q_BHSE.shape[2]).flatten(1)
-        return _segments(q_THE, k_TKE, v_TKE, self.lengths).flatten(1)
+            starts_N = self.starts_N
+            key_starts_N = torch.where(starts_N > 0, starts_N + before, 0) if before else starts_N
+            return _varlen(q_THE, k_TKE, v_TKE, (starts_N, key_starts_N), k_BKSE.shape[2]).flatten(1)
+        return _segments(q_THE, k_TKE, v_TKE, self.lengths, before).flatten(1)
+
+
+def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(E)) v, [B, H, S, E], where a query sees the keys up to its own; fewer queries than keys are those of
+    the last tokens."""
+    grouped, tokens, keys = q_BHSE.shape[1] != k_BKSE.shape[1], q_BHSE.shape[2], k_BKSE.shape[2]
+    if tokens == keys:
+        return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped)
+    if q_BHSE.device.type == "cuda" and q_BHSE.dtype in (torch.bfloat16, torch.float16):
+        return F.scaled_dot_product_attention(
+            q_BHSE, k_BKSE, v_BKSE, attn_mask=causal_lower_right(tokens, keys), enable_gqa=grouped
+        )
+    # Queries of no token in front: a third more scores than needed, but no mask of tokens x keys. Padded in the order of memory,
+    # so that what attention returns is laid out by tokens.
+    padded_BSHE = F.pad(q_BHSE.transpose(1, 2), (0, 0, 0, 0, keys - tokens, 0))
+    attended = F.scaled_dot_product_attention(
+        padded_BSHE.transpose(1, 2), k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped
+    )
+    return attended.narrow(2, keys - tokens, tokens)
 
 
 def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dtype, compiled: bool) -> Documents | None:
@@ -84,15 +129,13 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
 
 
-def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths) -> Tensor:
-    """[T, H, E], one document after another."""
+def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, before: int) -> Tensor:
+    """[T, H, E], one document after another; `before`: keys of the first one in front of its queries' own."""
     sizes = list(itertools.chain(*lengths))
-    grouped = q_THE.shape[1] != k_TKE.shape[1]
-    queries, keys, values = ([x.transpose(0, 1)[None] for x in y.split(sizes)] for y in (q_THE, k_TKE, v_TKE))
-    attended = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        for q, k, v in zip(queries, keys, values, strict=True)
-    ]
+    key_sizes = [sizes[0] + before, *sizes[1:]]
+    each = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
+    queries, keys, values = ([x.transpose(0, 1)[None] for x in y.split(lengths)] for y, lengths in each)
+    attended = [causal(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat([a[0].transpose(0, 1) for a in attended])
 
 
@@ -106,13 +149,12 @@ def _has_varlen() -> bool:
     return {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
-def _varlen(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts_N: Tensor, longest: int) -> Tensor:
-    """[T, H, E]. `longest`: the sequence length rather than the longest document, for compiled code the same in all batches."""
+def _varlen(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: tuple[Tensor, Tensor], longest: int) -> Tensor:
+    """[T, H, E]. `starts`: of queries, and of keys; `longest`: the sequence length rather than the longest document, for compiled
+    code the same in all batches."""
     from torch.nn.attention.varlen import varlen_attn
 
-    causal, grouped = (-1, 0), q_THE.shape[1] != k_TKE.shape[1]
-    attended = varlen_attn(
-        q_THE, k_TKE, v_TKE, starts_N, starts_N, longest, longest, window_size=causal, enable_gqa=grouped
-    )
+    grouped = q_THE.shape[1] != k_TKE.shape[1]
+    attended = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(attended, Tensor), "nothing else was asked for"
     return attended

@@ -267,6 +267,18 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
     return record(made, list(parts), backward)
 
 
+@rule(F.pad)
+def pad(x: ShapeTensor, sizes: Sequence[int], mode: str = "constant", value: float | None = None) -> ShapeTensor:
+    """Numbers around x; the gradient is a copy of what is not padding."""
+    added = [before + after for before, after in zip(sizes[::2], sizes[1::2], strict=True)][
+        ::-1
+    ]  # the last dimension is first
+    kept = x.ndim - len(added)
+    shape = (*x.shape[:kept], *(n + more for n, more in zip(x.shape[kept:], added, strict=True)))
+    like = x.without_storage()
+    return record(lambda: make(x, shape, "pad", 2.0), [x], lambda g, s: [make(like, like.shape, "pad", 2.0)])
+
+
 @rule(torch.stack)
 def stack(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
     """Stack, outside autograd only."""
@@ -420,7 +432,10 @@ def attention(
 ) -> ShapeTensor:
     """Fused attention; saves the logsumexp per row of scores. Its output is laid out by tokens, not by heads."""
     batch, heads, length, width = q.shape
-    shape = batch, heads, k.shape[1], length, width
+    shape: tuple[int, ...] = batch, heads, k.shape[1], length, width
+    if k.shape[2] != length:
+        assert attn_mask is not None, "queries of the last tokens say so"
+        shape = *shape, k.shape[2]
     tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
     def kernel() -> tuple[Any, Any]:

@@ -295,7 +295,7 @@ class Search:
 
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
         """Lower bound of the bytes that some rank needs in addition to training state: for the loss, or for one block."""
-        if parallel.overlap != "none":  # two halves hold at least what one does
+        if parallel.overlap != "none" and micro_batch > 1:  # two halves hold at least what one does
             parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
         config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
         loss = trace_loss(config, on_gpu)

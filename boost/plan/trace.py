@@ -219,7 +219,7 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entere
     """(what entered, the residual stream and the latents for the next block of each part)."""
     tape, parts = tracer.tape, tracer.parts
     block, layout = _block(tracer, layer, policy)
-    context = Context(tracer.config.train.micro_batch // parts, _angles(tracer), _angles(tracer))
+    context = Context(tracer.config.train.micro_batch, _angles(tracer), _angles(tracer))
     before = tape.live
     streams = []
     for _ in range(parts):
@@ -234,7 +234,7 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entere
     tape.begin_pass()
     latents = [h for stream in streams for h in stream.prev_latents]
     entered = _Entered([h.nbytes for h in latents], [weakref.ref(h.storage) for h in latents], input_bytes)
-    after = block(layout, streams, [context] * parts)
+    after = block(layout, streams, context.halves() if parts == 2 else [context])
     return entered, [y for stream in after for y in (stream.x, *stream.prev_latents)]
 
 

@@ -51,8 +51,8 @@ class Work:
     """One of KERNELS."""
     dtype: str
     shape: tuple[int, ...]
-    """GEMM: (batch, m, n, k), [m, k] x [k, n]; attention: (sequences, heads, key/value heads, tokens, head dimension); else: the
-    shape of the output."""
+    """GEMM: (batch, m, n, k), [m, k] x [k, n]; attention: (sequences, heads, key/value heads, tokens, head dimension), and
+    where queries are those of the last tokens only, the tokens of the keys; else: the shape of the output."""
     flops: int
     bytes: int
     """Read and written."""
@@ -71,11 +71,12 @@ class Work:
             batch, m, n, k = shape
             flops, numbers = 2 * batch * m * n * k, batch * (m * k + k * n + m * n)
         elif kernel in (ATTENTION, ATTENTION_BACKWARD):
-            sequences, heads, kv, tokens, width = shape
-            # Causal: half of the scores. Two products forward, five backward (scores are recomputed).
+            sequences, heads, kv, tokens, width, *rest = shape
+            keys = rest[0] if rest else tokens
+            # Causal: a query sees the keys up to its own. Two products forward, five backward (scores are recomputed).
             products, tensors = (2, 2) if kernel == ATTENTION else (5, 4)
-            flops = products * sequences * tokens**2 * heads * width
-            numbers = tensors * sequences * tokens * width * (heads + kv)
+            flops = products * sequences * (2 * keys - tokens) * tokens * heads * width
+            numbers = tensors * sequences * width * (tokens * heads + keys * kv)
         return cls(kernel, dtype, shape, flops, round(numbers * ITEMSIZE[dtype]), place=place, phase=phase)
 
     @property

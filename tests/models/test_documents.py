@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.flop_counter import FlopCounterMode
 
 from boost.config.attention import document_form
 from boost.models import documents
 from boost.models.attention import Context, attend, make_context
-from boost.models.documents import Documents
+from boost.models.documents import Documents, causal
 
 HEADS, KV_HEADS, WIDTH, BATCH, LENGTH = 4, 2, 8, 3, 24
 IDS = torch.tensor([[0] * 5 + [1] * 18 + [2], [7] * LENGTH, list(range(LENGTH))], dtype=torch.int32)
@@ -31,17 +33,24 @@ def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
         torch.randn(BATCH * LENGTH, width, generator=generator, dtype=torch.float64) for width in widths
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    attended = attend(*inputs, WIDTH, of, 0)
+    attended, keys_values = attend(*inputs, WIDTH, of, 0)
+    assert keys_values == ()
     yield attended
     yield from torch.autograd.grad(attended, inputs, upstream)
 
 
 def reference_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *longest: int, **options: Any):
-    """What FlashAttention computes of packed documents, said in plain operations."""
-    assert starts is starts_k and starts.dtype == torch.int32 and longest == (LENGTH, LENGTH)
+    """What FlashAttention computes of packed documents, said in plain operations: queries are the last ones of their document."""
+    assert starts.dtype == starts_k.dtype == torch.int32 and longest[0] == longest[1] >= starts_k.diff().max()
     assert options == {"window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
-    number = torch.bucketize(torch.arange(q.shape[0]), starts, right=True)
-    allowed = (number[:, None] == number).tril()
+    places = []
+    for x, begin in ((q, starts), (k, starts_k)):
+        number = torch.bucketize(torch.arange(x.shape[0]), begin, right=True)
+        places.append(
+            (number[:, None], (torch.arange(x.shape[0]) - begin[number])[:, None])
+        )  # before the document's end
+    (number_q, end_q), (number_k, end_k) = places
+    allowed = (number_q == number_k.T) & (end_q >= end_k.T)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("the,she->hts", q, k) / WIDTH**0.5
     return torch.einsum("hts,she->the", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
@@ -97,6 +106,39 @@ def test_parts_have_their_own_documents(form: Any, monkeypatch: pytest.MonkeyPat
         assert (part.form, part.lengths) == (alone.form, alone.lengths)
         for a, b in ((part.starts_N, alone.starts_N), (part.mask, alone.mask)):
             assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+@pytest.mark.parametrize("form", ["segments", "varlen", "mask"])
+@pytest.mark.parametrize("lengths", [(24,), (12, 12), (3, 6, 15), (5, 6, 8, 5), (1, 1, 22), (12, 1, 11)], ids=str)
+def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "varlen":
+        monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", reference_varlen)
+    monkeypatch.setattr(documents, "document_form", lambda *_: form)
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    whole = make_context(1, torch.arange(LENGTH), WIDTH, 10000.0, torch.float64, ids)
+    q, k, v, upstream = (
+        torch.randn(LENGTH, n * WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    parts = []
+    for half, *projected in zip(whole.halves(), *(x.split(LENGTH // 2) for x in inputs), strict=True):
+        part, keys_values = attend(*projected, WIDTH, half, 0, half.take())
+        half.leave(keys_values)
+        parts.append(part)
+    assert half.before == []
+    attended, halved = attend(*inputs, WIDTH, whole, 0)[0], torch.cat(parts)
+    expected = (attended, *torch.autograd.grad(attended, inputs, upstream))
+    actual = (halved, *torch.autograd.grad(halved, inputs, upstream))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+def test_queries_of_the_last_tokens(kv_heads: int) -> None:
+    """As torch's mask of that name has it, which on GPUs is a kernel."""
+    q, k, v = (torch.randn(BATCH, heads, n, WIDTH) for heads, n in ((HEADS, 7), (kv_heads, LENGTH), (kv_heads, LENGTH)))
+    bias, grouped = causal_lower_right(7, LENGTH), kv_heads != HEADS
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
+    torch.testing.assert_close(causal(q, k, v), expected)
 
 
 def test_the_form_follows_from_device_dtype_and_compile() -> None:

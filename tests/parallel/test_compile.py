@@ -104,3 +104,33 @@ def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str)
     for loss, gradients, same in run_distributed(2, compare, config_of("cola", parallel, policy)):
         assert max(loss, gradients) <= 1e-12
         assert same
+
+
+def compare_halves_of_one_sequence(config: Config) -> tuple[float, float, int]:
+    """Relative errors of loss and gradients of a compiled model, and its graphs."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    decoder, _ = toy.toy_decoder(config)
+    tokens = toy.toy_tokens(config, batch=1)
+    ids = torch.arange(config.train.seq_len)[None] // 7
+    found = []
+    for compiled in (False, True):
+        for block in decoder.blocks if compiled else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        decoder.zero_grad()
+        loss = decoder(*tokens, ids)
+        loss.backward()
+        found.append((loss.item(), {name: value.clone() for name, value in toy.gradients(decoder).items()}))
+    (loss, gradients), (compiled_loss, compiled_gradients) = found
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return abs(compiled_loss / loss - 1), toy.worst_error(compiled_gradients, gradients), graphs
+
+
+@pytest.mark.parametrize("layout", ["btp", "btp-sp"])
+def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
+    """The keys and values that the first half passes to the second stay in it."""
+    parallel, train = {"tp": 2, "layout": layout, "overlap": "halves"}, {"micro_batch": 1, "global_batch": 1}
+    config = toy.toy_config("float64", model={"layers": 3}, parallel=parallel, train=train)
+    for loss, gradients, graphs in run_distributed(2, compare_halves_of_one_sequence, config):
+        assert max(loss, gradients) <= 1e-12
+        assert graphs == 1

@@ -17,6 +17,7 @@ from boost.plan.memory import memory
 from boost.plan.peak import peak
 from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block
+from boost.plan.work import ATTENTION
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import (
@@ -85,6 +86,32 @@ def test_halves_are_the_same_function(model: Row, parallel: Row, recompute: str)
     config = config_of(model, parallel, parallel["tp"], "float64", train={"recompute": recompute})
     for errors in run_distributed(config.parallel.tp, compare_with_single, config):
         assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
+
+
+ONE_SEQUENCE = [
+    ({}, {"layout": "btp"}, "none", {}),
+    ({"kv_heads": 1}, {"layout": "btp-sp"}, "low-rank", {}),
+    ({"family": "lax", "gate": "dense", "rank": 16}, {"layout": "btp"}, "low-rank+attention-output", {}),
+    ({}, {"layout": "btp-sp"}, "low-rank-sharded", {"data": {"isolate_documents": True}}),
+    ({}, {"layout": "vanilla"}, "full-block", {}),
+    ({"family": "dense"}, {"layout": "megatron"}, "full-block", {"data": {"isolate_documents": True}}),
+    ({"family": "dense", "kv_heads": 2}, {"layout": "megatron-sp", "tp": 4}, "none", {}),
+    ({}, {"layout": "btp", "pp": 2}, "none", {"data": {"isolate_documents": True}}),
+    ({}, {"layout": "btp-sp", "pp": 2, "schedule": "interleaved-1f1b"}, "none", {}),
+    ({}, {"layout": "btp", "dp": 2, "shard": "full"}, "none", {}),
+]
+"""(model, parallel, recompute, other sections)."""
+
+
+@pytest.mark.parametrize(("model", "parallel", "recompute", "sections"), ONE_SEQUENCE, ids=ids(ONE_SEQUENCE))
+@pytest.mark.slow
+def test_halves_of_one_sequence(model: Row, parallel: Row, recompute: str, sections: dict[str, Any]) -> None:
+    parallel = {"tp": 2, **HALVES, **parallel}
+    train = {"micro_batch": 1, "global_batch": 4, "recompute": recompute}
+    config = toy.toy_config(model={"layers": 4, **model}, parallel=parallel, train=train, **sections)
+    whole = config.parallel.world_size == config.parallel.tp
+    for errors in run_distributed(config.parallel.world_size, compare_with_single if whole else compare, config):
         assert max(errors.values()) <= 1e-10, errors
 
 
@@ -209,13 +236,21 @@ def test_the_order_of_two_halves() -> None:
     assert seen == ["start a1", "start b1", "wait a1", "start a2", "wait a2", "wait b1", "start b2", "wait b2"]
 
 
+def halved(layout: Row, policy: str, sequences: int = 2) -> Config:
+    """Two halves of a micro-batch of so many sequences."""
+    family = "dense" if layout in DENSE_LAYOUTS else "cola"
+    config = memory_config(family, {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
+    train = {} if sequences == 2 else {"micro_batch": sequences, "global_batch": sequences, "seq_len": 24}
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
 @pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, DENSE_LAYOUTS[1]], ids=str)
-def test_memory_of_halves_is_predicted(layout: Row, policy: str) -> None:
-    dense = layout in DENSE_LAYOUTS
-    if dense and policy == "low-rank":
+def test_memory_of_halves_is_predicted(layout: Row, policy: str, sequences: int) -> None:
+    if layout in DENSE_LAYOUTS and policy == "low-rank":
         return
-    config = memory_config("dense" if dense else "cola", {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
+    config = halved(layout, policy, sequences)
     seen, predicted = measure(config), memory(config)
     assert {c: n for c, n in predicted.by_category.items() if c in seen.activations} == seen.activations
     if layout["layout"] != "btp-sp":  # its peak is where gradients are reduced, which is not measured
@@ -226,16 +261,31 @@ def every(layout: Row) -> Iterator[str]:
     yield from ("none", *policies("dense" if layout in DENSE_LAYOUTS else "cola", layout))
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS], ids=str)
-def test_the_trace_sends_what_the_table_says(layout: Row) -> None:
-    family = "dense" if layout in DENSE_LAYOUTS else "cola"
+def test_the_trace_sends_what_the_table_says(layout: Row, sequences: int) -> None:
     for policy in every(layout):
-        config = memory_config(family, {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
+        config = halved(layout, policy, sequences)
         table = [c for c in step_collectives(config) if c.layer == 1]
         traced = trace_block(config, 1, config.train.recompute)
         assert sorted(c.on_the_wire for c in traced.collectives) == sorted(c.on_the_wire for c in table)
         waited = [flight.number for flight in traced.flights if flight.waited]
         assert sorted(waited) == list(range(len(traced.collectives)))
+
+
+def test_attention_of_half_a_sequence_is_predicted() -> None:
+    """The second half's queries see all keys. GPUs compute no score that nobody needs, CPUs a third more."""
+    config = halved({"layout": "btp"}, "none", sequences=1)
+    unsplit = config.parallel.model_copy(update={"overlap": "none"})
+    whole = trace_block(config.model_copy(update={"parallel": unsplit}), 1, "none", True)
+    kernels = {
+        on_gpu: [work for work in trace_block(config, 1, "none", on_gpu).work.elements() if work.kernel == ATTENTION]
+        for on_gpu in (False, True)
+    }
+    (expected,) = (work for work in whole.work.elements() if work.kernel == ATTENTION)
+    assert sorted(work.shape for work in kernels[True]) == [(1, 2, 1, 12, 12), (1, 2, 1, 12, 12, 24)]
+    assert sum(work.flops for work in kernels[True]) == expected.flops
+    assert sum(work.flops for work in kernels[False]) == expected.flops * 5 // 4
 
 
 def test_a_predicted_step_hides_communication() -> None:
@@ -249,6 +299,10 @@ def test_a_predicted_step_hides_communication() -> None:
 def test_what_halves_need() -> None:
     with pytest.raises(ConfigError, match=r"train.micro_batch = 3 has no two halves .*nearest valid value: 4"):
         toy.toy_config(parallel={"tp": 2, **HALVES}, train={"micro_batch": 3, "global_batch": 3})
+    with pytest.raises(
+        ConfigError, match=r"seq_len = 18 must be divisible by 2 x parallel.tp = 4, .*one sequence .*value: 20"
+    ):
+        toy.toy_config(parallel={"tp": 2, **HALVES}, train={"micro_batch": 1, "seq_len": 18})
     with pytest.raises(ConfigError, match=r"train.seq_len = 15 must be divisible by parallel.tp = 2"):
         toy.toy_config(parallel={"tp": 2, "layout": "btp-sp", **HALVES}, train={"seq_len": 15})
     with pytest.raises(ConfigError, match=r"parallel.overlap = 'halves' orders .*'zero-bubble'"):
