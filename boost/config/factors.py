@@ -3,6 +3,8 @@
 A factor is tall here: [n, r], B as it is and A transposed; n is the wide side as one TP process holds it, r the whole rank.
 """
 
+import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +12,7 @@ from typing import Literal
 from boost.config.architecture import Parameter
 from boost.config.layouts import Placement
 from boost.config.schema import OptimConfig
-from boost.config.traffic import BUCKET_BYTES, bucket_lengths
+from boost.config.traffic import ALL_GATHER, ALL_REDUCE, BUCKET_BYTES, bucket_lengths
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,53 @@ def factor_buckets(units: Sequence[Sequence[FactorShape]], optim: OptimConfig, i
     return bucket_lengths(sizes, optim.factor_bucket * BUCKET_BYTES)
 
 
-def dealt(sizes: Sequence[int], processes: int) -> int:
-    """The most elements that one of `processes` has when results of `sizes` elements are dealt out to them in turn."""
-    return max(sum(sizes[process::processes]) for process in range(processes))
+@dataclass(frozen=True)
+class Deal:
+    """Problems dealt out to processes: who solves each, and where its solution lies in a buffer that all receive."""
+
+    owners: tuple[int, ...]
+    """The process that solves each problem."""
+    sizes: tuple[int, ...]
+    """Elements of each solution."""
+    starts: tuple[int, ...]
+    """The first element of each solution in the buffer."""
+    part: int
+    """Elements that each process contributes: of an all-gather its own part, of an all-reduce the whole buffer."""
+    elements: int
+    """Of the buffer: the payload of the collective."""
+    kind: str
+    """all-gather, with parts as long as the longest; all-reduce, with zeros where others solve, if that sends less: where there are
+    many more processes than problems, most of the gathered parts would be padding."""
+
+    def on(self, process: int) -> list[int]:
+        """Numbers of the problems that a process solves."""
+        return [number for number, owner in enumerate(self.owners) if owner == process]
+
+
+def deal(costs: Sequence[int], sizes: Sequence[int], processes: int) -> Deal:
+    """Deals problems of these costs, with solutions of `sizes` elements: the most expensive first, each to the process with the
+    least to do, the first of several. Problems of equal cost go round in turn."""
+    loads = [(0, process) for process in range(processes)]
+    owners, starts, filled = [0] * len(costs), [0] * len(costs), [0] * processes
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + costs[number], owner))
+        owners[number], starts[number] = owner, filled[owner]
+        filled[owner] += sizes[number]
+    part, total = max(filled), sum(sizes)
+    if processes * part <= 2 * total:
+        starts = [owner * part + start for owner, start in zip(owners, starts, strict=True)]
+        return Deal(tuple(owners), tuple(sizes), tuple(starts), part, processes * part, ALL_GATHER)
+    starts = list(itertools.accumulate(sizes[:-1], initial=0))
+    return Deal(tuple(owners), tuple(sizes), tuple(starts), total, total, ALL_REDUCE)
+
+
+def deal_grams(factors: Sequence[FactorShape], processes: int) -> Deal:
+    """Muon's iterations on the Gram matrices [r, r] of these factors: r^3 operations each."""
+    return deal([f.rank**3 for f in factors], [f.rank**2 for f in factors], processes)
+
+
+def deal_pairs(sides: Sequence[tuple[int, int, int]], processes: int) -> Deal:
+    """LORO's small problems, (columns of the basis of B, of A, rank) of each pair: an SVD of a matrix of the two bases."""
+    costs = [b * a * min(b, a) for b, a, _ in sides]
+    return deal(costs, [(b + a) * rank for b, a, rank in sides], processes)

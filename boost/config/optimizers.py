@@ -164,6 +164,7 @@ class MuonConfig(OptimConfig):
     """Orthogonalized momentum for the factors, AdamW for the rest."""
 
     for_factors: ClassVar[bool] = True
+    factor_bucket: ClassVar[int] = 4  # enough Gram matrices that most processes have some to iterate on
     name: Literal["muon"] = "muon"
 
     muon_lr: NonNegative = 0.0

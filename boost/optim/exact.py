@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from boost.config.factors import dealt
+from boost.config.factors import deal_pairs
+from boost.optim.dealing import solve_all
 from boost.optim.factors import Factor
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
@@ -51,26 +52,15 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
 def retract_all(
     pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
 ) -> list[tuple[Tensor, Tensor]]:
-    """`retract` of every pair, replicated over an axis: pairs are assigned to its processes round-robin, each solves its own.
+    """`retract` of every pair, replicated over an axis: pairs are dealt out to its processes, in one collective over it."""
+    sides = [(m_K2R.shape[0], n_K2R.shape[0], m_K2R.shape[1] // 2) for m_K2R, n_K2R in pairs]
 
-    One all-gather over the axis, padded to the largest contribution; none for one process.
-    """
-    own = [retract(*pair, rate, decay) for pair in pairs[axis.rank :: axis.size]]
-    if axis.size == 1:
-        return own
-    shapes = [[(x_K2R.shape[0], x_K2R.shape[1] // 2) for x_K2R in pair] for pair in pairs]
-    sizes = [sum(rows * rank for rows, rank in both) for both in shapes]
-    flat = pairs[0][0].new_zeros(dealt(sizes, axis.size))
-    filled = torch.cat([x_KR.flatten() for both in own for x_KR in both]) if own else flat[:0]
-    flat[: filled.numel()] = filled
-    gathered = all_gather(flat, axis).view(axis.size, -1)
-    solved, taken = [], [0] * axis.size
-    for number, ((m_rows, rank), (n_rows, _)) in enumerate(shapes):
-        process = number % axis.size
-        both = gathered[process].narrow(0, taken[process], sizes[number]).view(m_rows + n_rows, rank)
-        taken[process] += sizes[number]
-        solved.append((both[:m_rows], both[m_rows:]))
-    return solved
+    def solve(number: int) -> Tensor:
+        return torch.cat(retract(*pairs[number], rate, decay))
+
+    solved = solve_all(deal_pairs(sides, axis.size), solve, pairs[0][0], axis)
+    both = [flat.view(-1, rank).tensor_split((m_rows,)) for flat, (m_rows, _, rank) in zip(solved, sides, strict=True)]
+    return [(m_KR, n_KR) for m_KR, n_KR in both]
 
 
 def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tuple[Tensor, Tensor]:

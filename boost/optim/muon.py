@@ -3,23 +3,26 @@
 The function is torch.optim.Muon's, with its coefficients, of each WHOLE factor: not of a shard, nor of the stack in which
 factors A of one input are stored. torch's own class would treat either as a matrix, and iterates in bf16, whose rounding
 depends on the sharding. An iterate of X is X times a polynomial of X^T X, so the iteration can run on that Gram matrix [r, r],
-all-reduced once over the processes that shard X, and all tall matrices are local: X_k = X P_k. It sums and iterates in fp32
-(fp64 for fp64 weights). Unlike an inverse root, a polynomial does not amplify rounding errors in the Gram matrix's small
-eigenvalues by more than the eigenvalues themselves (docs/design.md has figures).
+all-reduced once over the processes that shard X, and all tall matrices are local: X_k = X P_k. The iterations are dealt out to all
+processes that hold the factors (`optim.dealing`). It sums and iterates in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
+polynomial does not amplify rounding errors in the Gram matrix's small eigenvalues by more than the eigenvalues themselves
+(docs/design.md has figures).
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from boost.config import Config
-from boost.config.factors import is_factor
+from boost.config.factors import deal_grams, is_factor
 from boost.config.optimizers import MuonConfig
 from boost.models.fused import FusedParam
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
-from boost.optim.factors import Factor, FactorBuckets
+from boost.optim.dealing import solve_all
+from boost.optim.factors import Factor, FactorBuckets, FactorUnit
 from boost.parallel.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -54,13 +57,25 @@ class Muon(Optimizer):
         rate *= optim.muon_lr / optim.lr if optim.muon_lr else 1.0
         if optim.weight_decay and self._decaying:
             torch._foreach_mul_(self._decaying, 1 - rate * optim.weight_decay)
-        for bucket in self.factors.buckets:
-            tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._update).items()}
-            grams = self.factors.grams(tall, bucket)
-            for factor in (factor for unit in bucket for factor in unit.factors):
-                x_NR = tall[factor.name] @ newton_schulz(grams[factor.name], optim.muon_steps)
-                for view, value in factor.own(factor.fused.tensor, x_NR):
-                    view.sub_(value, alpha=rate * _adjusted(factor, optim))
+        with without_tf32():
+            for bucket in self.factors.buckets:
+                tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._update).items()}
+                for factor, p_RR in self._iterated(bucket, tall):
+                    for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
+                        view.sub_(value, alpha=rate * _adjusted(factor, optim))
+
+    def _iterated(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> list[tuple[Factor, Tensor]]:
+        """`newton_schulz` [R, R] of every factor of a bucket. All processes with a copy of a weight have the same Gram matrices,
+        and each iterates on its part of them: in fp32 the iterations would take longer than all else in the step."""
+        factors = [factor for unit in bucket for factor in unit.factors]
+        grams, axis = self.factors.grams(tall, bucket), self.factors.mesh.replicas
+
+        def solve(number: int) -> Tensor:
+            return newton_schulz(grams[factors[number].name], self.optim.muon_steps)
+
+        shapes = [factor.shape for factor in factors]
+        solved = solve_all(deal_grams(shapes, axis.size), solve, tall[factors[0].name], axis)
+        return [(f, p.view(f.shape.rank, f.shape.rank)) for f, p in zip(factors, solved, strict=True)]
 
     def _update(self, fused: FusedParam) -> Tensor:
         """The updated momentum of a fused parameter, before orthogonalization, [rows, columns, 1]."""
@@ -69,6 +84,18 @@ class Muon(Optimizer):
         momentum.lerp_(gradient, 1 - self.optim.muon_momentum)
         update = gradient.lerp(momentum, self.optim.muon_momentum) if self.optim.muon_nesterov else momentum
         return update.unsqueeze(-1)
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """fp32 products in fp32, even if the process allows TF32 on GPUs (some container images do): an iteration on a Gram matrix
+    amplifies rounding errors, and TF32's would make steps several times too long (docs/optimizers.md)."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def newton_schulz(gram_RR: Tensor, steps: int) -> Tensor:

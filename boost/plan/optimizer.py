@@ -1,13 +1,16 @@
 """Collectives and memory of optimizers that need unsharded factors: gathered factors, triangles, Gram matrices."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from boost.config.architecture import Parameter, groups
 from boost.config.factors import (
+    Deal,
     FactorShape,
     copies,
-    dealt,
+    deal_grams,
+    deal_pairs,
     factor_buckets,
     factor_shape,
     needs_whole_factors,
@@ -47,10 +50,8 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     if not (needs_whole_factors(optim) or _has_exact_steps(optim)):
         return []
     dtype, tp = work_dtype(optim, config.train.param_dtype), parallel.tp
-    units = [unit for stage in stages_of(config, pp_rank) for unit in _units(config, stage)]
     result = []
-    for length in factor_buckets([unit.shapes for unit in units], optim, ITEMSIZE[dtype]):
-        bucket, units = units[:length], units[length:]
+    for bucket in _buckets(config, stages_of(config, pp_rank)):
         shapes = [shape for unit in bucket for shape in unit.shapes]
         for over_replicas in (False, True):
             stored = [t for unit in bucket for t in unit.stored if t.over_replicas(parallel) == over_replicas]
@@ -65,10 +66,41 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
         kind = "all-gather" if isinstance(optim, LOROConfig) else "all-reduce"
         if small := sum(shape.triangle(tp) if isinstance(optim, LOROConfig) else shape.gram for shape in shapes):
             result.append(Collective("step", kind, (small,), dtype, tp, PLACE))
-        if isinstance(optim, LOROConfig) and (p := tp * parallel.dp) > 1:
-            solved = [a.basis(tp) * a.rank + b.basis(tp) * b.rank for unit in bucket for a, b in unit.pairs]
-            result.append(Collective("step", "all-gather", (p * dealt(solved, p),), dtype, p, PLACE, axis="replicas"))
+        if (p := tp * parallel.dp) > 1 and (deal := _deal(config, bucket)):
+            result.append(Collective("step", deal.kind, (deal.elements,), dtype, p, PLACE, axis="replicas"))
     return result
+
+
+def iterations(config: Config, stages: Sequence[Stage]) -> Counter[int]:
+    """Gram matrices [r, r] that Muon iterates on in a step, by r: bucket by bucket of the process with the most to do, for which
+    the others wait."""
+    result: Counter[int] = Counter()
+    for bucket in _buckets(config, stages):
+        ranks = [shape.rank for unit in bucket for shape in unit.shapes]
+        deal = _deal(config, bucket)
+        assert deal is not None, "Muon deals its iterations out"
+        loads = ([ranks[number] for number in deal.on(owner)] for owner in set(deal.owners))
+        result.update(max(loads, key=lambda load: sum(rank**3 for rank in load)))
+    return result
+
+
+def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUnit]]:
+    """The factors of these stages as a step takes them."""
+    units = [unit for stage in stages for unit in _units(config, stage)]
+    itemsize = ITEMSIZE[work_dtype(config.optim, config.train.param_dtype)]
+    for length in factor_buckets([unit.shapes for unit in units], config.optim, itemsize):
+        yield units[:length]
+        units = units[length:]
+
+
+def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
+    """Of what the processes with the same weights share: LORO's small problems, Muon's iterations. None: nothing."""
+    tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp
+    if isinstance(config.optim, LOROConfig):
+        sides = [(b.basis(tp), a.basis(tp), a.rank) for unit in bucket for a, b in unit.pairs]
+        return deal_pairs(sides, processes)
+    shapes = [shape for unit in bucket for shape in unit.shapes]
+    return deal_grams(shapes, processes) if isinstance(config.optim, MuonConfig) else None
 
 
 def _has_exact_steps(optim: OptimConfig) -> bool:
@@ -95,24 +127,22 @@ def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
     torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors; LORO's exact step a bucket of
     factors and directions in fp64, and a basis of each.
     """
-    optim, parallel = config.optim, config.parallel
+    optim = config.optim
     exact = _has_exact_steps(optim)
     if not (needs_whole_factors(optim) or exact):
         return 0
-    dtype, worst = work_dtype(optim, config.train.param_dtype), 0
-    units = [unit for stage in stages for unit in _units(config, stage)]
-    for length in factor_buckets([unit.shapes for unit in units], optim, ITEMSIZE[dtype]):
-        bucket = _LoroBucket(units[:length], parallel)
-        units = units[length:]
+    worst = 0
+    for units in _buckets(config, stages):
+        bucket = _LoroBucket(units, config.parallel, _deal(config, units))
         worst = max(worst, bucket.exact() if exact else bucket.grams(config))
-    return worst * ITEMSIZE[dtype]
+    return worst * ITEMSIZE[work_dtype(optim, config.train.param_dtype)]
 
 
 class _LoroBucket:
     """Elements alive while a bucket of factors is processed: n r per factor, r r per small matrix."""
 
-    def __init__(self, units: Sequence[_FactorUnit], parallel: ParallelConfig) -> None:
-        self.tp, self.dp = parallel.tp, parallel.dp
+    def __init__(self, units: Sequence[_FactorUnit], parallel: ParallelConfig, deal: Deal | None) -> None:
+        self.tp = parallel.tp
         self.shapes = [shape for unit in units for shape in unit.shapes]
         self.pairs = [pair for unit in units for pair in unit.pairs]
         stored = [tensor for unit in units for tensor in unit.stored]
@@ -122,6 +152,10 @@ class _LoroBucket:
         self.largest = max(tensor.shard(parallel) for tensor in stored)
         self.shared = any(tensor.shard_count(parallel) > 1 for tensor in stored)
         self.whole = sum(shape.elements for shape in self.shapes)
+        self.solved = deal.part if deal else 0
+        """Own solutions of what is dealt out."""
+        self.received = deal.elements if deal and parallel.tp * parallel.dp > 1 else 0
+        """Everyone's."""
         self.rank_sharded = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 
     def _whole_factors(self, copies: int, held: int) -> tuple[int, int]:
@@ -145,9 +179,8 @@ class _LoroBucket:
         largest = max(s.elements for s in self.shapes)
         finding = tall + max(bases + 2 * largest, max(bases, final) + triangles + triangles // self.tp)
         sides = [(a.basis(self.tp), b.basis(self.tp), a.rank) for a, b in self.pairs]
-        solved = sum((a + b) * rank for a, b, rank in sides)
         small = max(4 * (a * b + (a + b) * rank) for a, b, rank in sides)
-        moving = final + solved * (2 if self.tp * self.dp > 1 else 1) + max(small, largest)
+        moving = final + self.solved + self.received + max(small, largest)
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
@@ -157,8 +190,12 @@ class _LoroBucket:
         views = same and not (isinstance(config.optim, MuonConfig) and config.optim.muon_nesterov)
         making, tall = self._whole_factors(1, 0 if views else 1)
         rank, largest = max(s.rank for s in self.shapes), max(s.elements for s in self.shapes)
-        grams = sum(s.rank**2 for s in self.shapes) + 2 * sum(s.gram for s in self.shapes) * (self.tp > 1)
-        return max(making, tall + grams + largest + 6 * rank**2 * muon)
+        grams = sum(s.rank**2 for s in self.shapes)
+        summed = 2 * sum(s.gram for s in self.shapes) * (self.tp > 1)
+        if not muon:
+            return max(making, tall + grams + max(summed, largest))
+        iterating = grams + max(summed, self.solved + max(6 * rank**2, self.received))
+        return max(making, tall + max(iterating, (self.received or self.solved) + largest))
 
 
 def _units(config: Config, stage: Stage) -> Iterator[_FactorUnit]:

@@ -14,6 +14,7 @@ from boost.config.optimizers import MuonConfig
 from boost.config.schema import Config, ModelConfig, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import ITEMSIZE
+from boost.plan.optimizer import iterations
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.trace import trace_block, trace_embedding, trace_loss
 from boost.plan.work import OPTIMIZER, REDUCE, STREAM, Counted, Work, gemm, moved
@@ -86,7 +87,8 @@ def _per_step(work: Work, place: str) -> Work:
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in at least fp32."""
+    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in at least fp32. Iterations
+    are dealt out to the replicas."""
     model, parallel, optim = config.model, config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
@@ -96,8 +98,9 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
                 shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
                 n, r = shape.rows, shape.rank
                 total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count
-                # Each iteration: g g, p q and, except for the last one, q g q.
-                total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
                 total[_per_step(gemm(n, r, r, dtype), "optimizer")] += count
                 total[_per_step(moved(STREAM, n * r, 8, dtype), "optimizer")] += count
+    for r, count in iterations(config, stages).items():
+        # Each iteration: g g, p q and, except for the last one, q g q.
+        total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
     return total

@@ -1,15 +1,19 @@
 """Optimizers of whole factors: under every cut, sharing and pipeline the step of one process, and what it sends in the table."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from boost.config import Config, factors, load
+from boost.config.stages import stages_of
 from boost.config.traffic import Collective
+from boost.optim import muon
+from boost.optim.muon import newton_schulz
 from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import step_collectives
-from boost.plan.optimizer import optimizer_collectives
+from boost.plan.optimizer import iterations, optimizer_collectives
 from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, errors_of
@@ -80,7 +84,12 @@ LORO: list[dict[str, Any]] = [
     {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"},
     {"dp": 3, "shard": "optimizer"},
 ]
-CASES = [*((name, parallel) for name in OPTIMIZERS for parallel in EVERY), *(("loro", parallel) for parallel in LORO)]
+MUON: list[dict[str, Any]] = [{"dp": 3}, {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"}]
+CASES = [
+    *((name, parallel) for name in OPTIMIZERS for parallel in EVERY),
+    *(("loro", parallel) for parallel in LORO),
+    *(("muon", parallel) for parallel in MUON),
+]
 
 
 @pytest.mark.parametrize(("optimizer", "parallel"), CASES, ids=str)
@@ -109,8 +118,52 @@ def run_in_small_buckets(config: Config) -> Any:
         return run(config)
 
 
-def test_small_buckets_are_the_same_step() -> None:
-    check(config_of("loro", {"tp": 2, "layout": "btp"}), run_in_small_buckets)
+@pytest.mark.parametrize(("optimizer", "tp"), [("loro", 2), ("loro", 4), ("muon", 2)])
+def test_small_buckets_are_the_same_step(optimizer: str, tp: int) -> None:
+    """LORO at TP 4: one pair for four processes, whose solution is summed."""
+    config = config_of(optimizer, {"tp": tp, "layout": "btp"})
+    check(config, run_in_small_buckets)
+
+
+def ranks_iterated_on(config: Config) -> Counter[int]:
+    """Of the Gram matrices of one step, on this process."""
+    ranks: Counter[int] = Counter()
+    trained = Trained(config, 0)
+
+    def counted(gram_RR: torch.Tensor, steps: int) -> torch.Tensor:
+        ranks[gram_RR.shape[0]] += 1
+        return newton_schulz(gram_RR, steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "newton_schulz", counted)
+        trained.step(0)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2, "dp": 2, "layout": "btp"}, {"dp": 3}, {"tp": 2, "layout": "vanilla"}], ids=str
+)
+def test_each_gram_matrix_is_iterated_on_once(parallel: dict[str, Any]) -> None:
+    """By one of the processes that have it; the busiest has what the planner counts."""
+    config = config_of("muon", parallel, model={"ranks": RANKS}, train={"global_batch": 12})
+    results = run_distributed(config.parallel.world_size, ranks_iterated_on, config)
+    alone = iterations(toy.single(config), stages_of(config, 0))
+    assert sum(results, Counter()) == alone and alone.total() == 14 * config.model.layers
+    busiest = max(results, key=lambda ranks: sum(count * rank**3 for rank, count in ranks.items()))
+    assert iterations(config, stages_of(config, 0)) == busiest
+
+
+def test_what_iterations_of_large_factors_send() -> None:
+    """A 7B model: one result of every factor, and at most half as much padding."""
+    words = ["--optim.name", "muon", "--model.family", "svd", "--parallel.layout", "btp", "--parallel.tp", "4"]
+    for dp in (1, 2, 16):
+        config = load("boost-7b", [*words, "--parallel.dp", str(dp), "--train.global_batch", "64"])
+        results = 14 * config.model.layers * 1024**2
+        shared = [c for c in optimizer_collectives(config) if c.axis == "replicas"]
+        assert {(c.dtype, c.processes) for c in shared} == {("float32", 4 * dp)}
+        sent = sum(c.sent_bytes for c in shared) / (4 * (4 * dp - 1) / (4 * dp))
+        assert results <= sent <= 2 * results
+        assert iterations(config, stages_of(config, 0))[1024] < 1.2 * 14 * config.model.layers / (4 * dp) + 16
 
 
 def test_what_large_factors_send() -> None:
@@ -121,7 +174,8 @@ def test_what_large_factors_send() -> None:
     layers, r, d, f = config.model.layers, 1024, 4096, 11008
     triangles = 2 * r * (11 * min(d // 4, 2 * r) + 3 * min(f // 4, 2 * r)) * 4 * layers
     assert 2 * layers <= len(table) <= 4 * layers
-    assert {(c.kind, c.dtype, c.processes) for c in table} == {("all-gather", "float64", 4)}
+    assert {(c.kind, c.dtype, c.processes) for c in table[:-1]} == {("all-gather", "float64", 4)}
+    assert table[-1].kind == "all-reduce", "one pair is left for four processes"
     assert sum(c.elements for c in table[::2]) == triangles
     results = 7 * layers * 2 * (2 * r) * r
     assert results <= sum(c.elements for c in table[1::2]) <= 1.2 * results, (

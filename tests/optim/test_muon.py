@@ -8,7 +8,8 @@ from torch.optim import _muon
 
 from boost.config import Config
 from boost.config.optimizers import MuonConfig
-from boost.optim.muon import COEFFICIENTS, EPSILON, newton_schulz
+from boost.optim import muon
+from boost.optim.muon import COEFFICIENTS, EPSILON, newton_schulz, without_tf32
 from tests import toy
 from tests.trained import Trained
 
@@ -75,3 +76,48 @@ def test_iterating_on_the_gram_matrix_in_fp32_is_sound() -> None:
     ours = error(x32 @ newton_schulz(x32.mT @ x32, 5))
     theirs = error(_muon._zeropower_via_newtonschulz(x32, COEFFICIENTS, 5, EPSILON))
     assert ours < 1e-3 and theirs > 100 * ours, (ours, theirs)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """fp32 to TF32's ten bits of mantissa, as tensor cores round the operands of a product."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**11).round(), exponent - 11)
+
+
+def test_iterating_on_the_gram_matrix_in_tf32_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A momentum along one direction: steps of ten times their length."""
+    generator = torch.Generator().manual_seed(0)
+    u, _ = torch.linalg.qr(torch.randn(256, 64, generator=generator))
+    v, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator))
+    values = torch.full((64,), 1e-3)
+    values[0] = 1.0
+    x = u * values @ v.mT
+    longest = torch.linalg.matrix_norm(x @ newton_schulz(x.mT @ x, 5), 2)
+    matmul, addmm = torch.Tensor.__matmul__, torch.addmm
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: matmul(rounded(a), rounded(b)))
+    monkeypatch.setattr(torch, "addmm", lambda c, a, b, alpha: addmm(c, rounded(a), rounded(b), alpha=alpha))
+    gram = matmul(x.mT, x)
+    in_tf32 = torch.linalg.matrix_norm(matmul(x, newton_schulz(gram, 5)), 2)
+    assert 0.6 < longest < 1.2 and in_tf32 > 3 * longest, (longest, in_tf32)
+
+
+def test_a_step_allows_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor after an error is the setting of the process another one."""
+    products = torch.backends.cuda.matmul
+    before, seen = products.fp32_precision, []
+    trained = Trained(config_of(), 0)
+
+    def noted(gram_RR: torch.Tensor, steps: int) -> torch.Tensor:
+        seen.append(products.fp32_precision)
+        return newton_schulz(gram_RR, steps)
+
+    monkeypatch.setattr(muon, "newton_schulz", noted)
+    try:
+        products.fp32_precision = "tf32"
+        trained.step(0)
+        assert set(seen) == {"ieee"} and products.fp32_precision == "tf32"
+        with pytest.raises(ZeroDivisionError), without_tf32():
+            _ = 1 / 0
+        assert products.fp32_precision == "tf32"
+    finally:
+        products.fp32_precision = before
