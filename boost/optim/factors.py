@@ -99,13 +99,17 @@ class FactorBuckets:
 
     def grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
         """T^T T [R, R] of every tall factor T [N, R] of a bucket, over all processes: at most one all-reduce over TP."""
-        grams = {name: t_NR.mT @ t_NR for name, t_NR in tall.items()}
+        summed = self.summed_grams(tall, bucket)
+        return {name: summed[name] if name in summed else t_NR.mT @ t_NR for name, t_NR in tall.items()}
+
+    def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
+        """The same of those factors only of which each process has a part of the rows."""
         summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
-        if summed:
-            flat = all_reduce(torch.cat([grams[f.name].flatten() for f in summed]), self.mesh.tp)
-            for factor, gram in zip(summed, flat.split([f.shape.gram for f in summed]), strict=True):
-                grams[factor.name] = gram.view_as(grams[factor.name])
-        return grams
+        if not summed:
+            return {}
+        flat = all_reduce(torch.cat([(tall[f.name].mT @ tall[f.name]).flatten() for f in summed]), self.mesh.tp)
+        grams = zip(summed, flat.split([f.shape.gram for f in summed]), strict=True)
+        return {f.name: gram.view(f.shape.rank, f.shape.rank) for f, gram in grams}
 
     def _whole_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
         sharded = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]

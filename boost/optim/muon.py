@@ -65,13 +65,16 @@ class Muon(Optimizer):
                         view.sub_(value, alpha=rate * _adjusted(factor, optim))
 
     def _iterated(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> list[tuple[Factor, Tensor]]:
-        """`newton_schulz` [R, R] of every factor of a bucket. All processes with a copy of a weight have the same Gram matrices,
-        and each iterates on its part of them: in fp32 the iterations would take longer than all else in the step."""
+        """`newton_schulz` [R, R] of every factor of a bucket. All processes with a copy of a weight have the same Gram matrices, or
+        can make them, and each iterates on its part of them: in fp32 the iterations would take longer than the rest of this step.
+        """
         factors = [factor for unit in bucket for factor in unit.factors]
-        grams, axis = self.factors.grams(tall, bucket), self.factors.mesh.replicas
+        grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.replicas
 
         def solve(number: int) -> Tensor:
-            return newton_schulz(grams[factors[number].name], self.optim.muon_steps)
+            name = factors[number].name
+            gram_RR = grams[name] if name in grams else tall[name].mT @ tall[name]
+            return newton_schulz(gram_RR, self.optim.muon_steps)
 
         shapes = [factor.shape for factor in factors]
         solved = solve_all(deal_grams(shapes, axis.size), solve, tall[factors[0].name], axis)

@@ -71,16 +71,15 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     return result
 
 
-def iterations(config: Config, stages: Sequence[Stage]) -> Counter[int]:
-    """Gram matrices [r, r] that Muon iterates on in a step, by r: bucket by bucket of the process with the most to do, for which
-    the others wait."""
-    result: Counter[int] = Counter()
+def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
+    """Factors on whose Gram matrices Muon iterates in a step: bucket by bucket those of the process with the most to do, for
+    which the others wait."""
+    result: Counter[FactorShape] = Counter()
     for bucket in _buckets(config, stages):
-        ranks = [shape.rank for unit in bucket for shape in unit.shapes]
-        deal = _deal(config, bucket)
+        shapes, deal = [shape for unit in bucket for shape in unit.shapes], _deal(config, bucket)
         assert deal is not None, "Muon deals its iterations out"
-        loads = ([ranks[number] for number in deal.on(owner)] for owner in set(deal.owners))
-        result.update(max(loads, key=lambda load: sum(rank**3 for rank in load)))
+        loads = ([shapes[number] for number in deal.on(owner)] for owner in sorted(set(deal.owners)))
+        result.update(max(loads, key=lambda load: sum(shape.rank**3 for shape in load)))
     return result
 
 
@@ -191,10 +190,11 @@ class _LoroBucket:
         making, tall = self._whole_factors(1, 0 if views else 1)
         rank, largest = max(s.rank for s in self.shapes), max(s.elements for s in self.shapes)
         grams = sum(s.rank**2 for s in self.shapes)
-        summed = 2 * sum(s.gram for s in self.shapes) * (self.tp > 1)
+        summed = sum(s.gram for s in self.shapes) * (self.tp > 1)
         if not muon:
-            return max(making, tall + grams + max(summed, largest))
-        iterating = grams + max(summed, self.solved + max(6 * rank**2, self.received))
+            return max(making, tall + max(3 * summed, grams + largest))
+        # Gram matrices of which nothing is summed are made by the process that iterates on them, one at a time.
+        iterating = max(3 * summed, summed + self.solved + max(7 * rank**2, self.received))
         return max(making, tall + max(iterating, (self.received or self.solved) + largest))
 
 

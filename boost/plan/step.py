@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from boost.config.architecture import first_alike, groups
-from boost.config.factors import factor_shape, work_dtype
+from boost.config.factors import FactorShape, factor_shape, work_dtype
 from boost.config.layouts import placement_of
 from boost.config.optimizers import MuonConfig
-from boost.config.schema import Config, ModelConfig, RecomputeName
+from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage
 from boost.config.traffic import ITEMSIZE
 from boost.plan.optimizer import iterations
@@ -88,7 +88,7 @@ def _per_step(work: Work, place: str) -> Work:
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in at least fp32. Iterations
-    are dealt out to the replicas."""
+    are dealt out to the replicas, with the Gram matrices that need no sum over TP."""
     model, parallel, optim = config.model, config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
@@ -97,10 +97,17 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
             for parameter in (*group.parameters("", "A"), *group.parameters("", "B")):
                 shape = factor_shape(parameter, placement_of(parameter.role, model, parallel), parallel.tp)
                 n, r = shape.rows, shape.rank
-                total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count
+                total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * _is_summed(shape, parallel)
                 total[_per_step(gemm(n, r, r, dtype), "optimizer")] += count
                 total[_per_step(moved(STREAM, n * r, 8, dtype), "optimizer")] += count
-    for r, count in iterations(config, stages).items():
+    for shape, count in iterations(config, stages).items():
+        n, r = shape.rows, shape.rank
+        total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * (not _is_summed(shape, parallel))
         # Each iteration: g g, p q and, except for the last one, q g q.
         total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
     return total
+
+
+def _is_summed(shape: FactorShape, parallel: ParallelConfig) -> bool:
+    """Whether each TP process has a term of its Gram matrix."""
+    return shape.gram > 0 and parallel.tp > 1
