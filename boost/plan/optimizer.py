@@ -1,4 +1,4 @@
-"""Collectives and memory of optimizers that need unsharded factors: gathered factors, triangles, Gram matrices."""
+"""Collectives and memory of optimizers that need unsharded factors: gathered factors, triangles, Gram matrices, solutions."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from boost.config import Config, factors, load
 from boost.config.factors import FactorShape
@@ -15,6 +16,7 @@ from boost.optim.muon import newton_schulz
 from boost.parallel.counting import CollectiveCounter
 from boost.plan.collectives import step_collectives
 from boost.plan.optimizer import iterations, optimizer_collectives
+from boost.plan.step import step_work
 from tests import toy
 from tests.distributed import run_distributed
 from tests.trained import Trained, errors_of
@@ -159,6 +161,28 @@ def test_each_gram_matrix_is_iterated_on_once(parallel: dict[str, Any]) -> None:
     assert sum(results, Counter()) == alone and alone.total() == 14 * config.model.layers
     busiest = max(results, key=lambda ranks: sum(count * rank**3 for rank, count in ranks.items()))
     assert planned == busiest
+
+
+def flops_of_a_step(config: Config) -> int:
+    """Of products in the update, on this process."""
+    trained = Trained(config, 0)
+    usual, counter = trained.optimizer.step, FlopCounterMode(display=False)
+
+    def counted(number: int, rate: float) -> None:
+        with counter:
+            usual(number, rate)
+
+    trained.optimizer.step = counted  # type: ignore[method-assign]
+    trained.step(0)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "dp": 2, "layout": "btp"}, {"tp": 2, "layout": "vanilla"}], ids=str)
+def test_products_of_a_step_are_the_planners(parallel: dict[str, Any]) -> None:
+    """Under vanilla Gram matrices are dealt out too, and processes with as many of them differ by their rows."""
+    config = config_of("muon", parallel)
+    planned = sum(work.flops * count for work, count in step_work(config, stages_of(config, 0)).items())
+    assert planned in run_distributed(config.parallel.world_size, flops_of_a_step, config)
 
 
 def test_what_iterations_of_large_factors_send() -> None:
