@@ -102,7 +102,7 @@ def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dty
         form = "mask"
     lengths = _lengths(document_ids_BS)
     if form == "mask":
-        return Documents(form, lengths, mask=_mask(document_ids_BS.to(device), dtype))
+        return Documents(form, lengths, mask=_mask(document_ids_BS.to(device, non_blocking=True), dtype))
     if all(len(each) == 1 for each in lengths):
         return None
     return Documents(form, lengths, _starts(lengths, device) if form == "varlen" else None)

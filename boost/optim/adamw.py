@@ -84,6 +84,27 @@ class Optimizer:
         self._updates += 1
 
     @property
+    def takes_tensors(self) -> bool:
+        """Whether `launch` is all of a step: not where a subclass has a step of its own, which may read numbers on the host."""
+        return type(self).step is Optimizer.step
+
+    def launch(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+        """The update with gradients over `divisor`, or none if `skip` is 1: fp32 scalars on the device of the parameters, which the
+        host does not read. Gradients are divided in place. An update that turns out to have been skipped is to be
+        taken back (`take_back`)."""
+        set_learning_rate(self.adamw, rate)
+        self.adamw.grad_scale, self.adamw.found_inf = divisor, skip  # type: ignore[attr-defined]
+        try:
+            self.adamw.step()
+        finally:
+            del self.adamw.grad_scale, self.adamw.found_inf  # type: ignore[attr-defined]
+        self._updates += 1
+
+    def take_back(self) -> None:
+        """The latest `launch` was skipped: it does not count. The counts on the device, which it corrected itself, stay."""
+        self._updates -= 1
+
+    @property
     def updates(self) -> int:
         """Updates since moments were zero, for AdamW's bias correction (skipped steps do not count)."""
         return self._updates

@@ -5,6 +5,7 @@ Every parameter counts once in the norm, whichever processes hold its shards and
 
 import enum
 import functools
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,11 @@ class StepStats:
     """Flags that any process raised."""
     scale: float = 1.0
     """Factor still to be applied to the gradients: the backward pass divided by all positions, not by those with a target."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient norm are: if not, the step changes nothing."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class GradientReducer:
@@ -199,7 +205,43 @@ def _gradient_hook(reference: "weakref.ref[_BucketQueue]", index: int, parameter
         queue.mark_gradient_ready(index)
 
 
-@torch.no_grad()
+class LaunchedStats:
+    """Statistics of a step that were launched: on a GPU, the host has not waited for them."""
+
+    def __init__(self, sums: Tensor, tokens: int) -> None:
+        """`sums`: loss, squared gradient norm, targets and encoded flags, fp64 [4]; `tokens` as of `reduce_step_stats`."""
+        self._sums, self._tokens = sums, tokens
+        self._host, self._arrived = sums, None
+        if sums.device.type == "cuda":
+            self._host = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(sums.device))
+
+    def read(self) -> StepStats:
+        """The numbers. Waits for what was launched before them, and for nothing that was launched since."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss_sum, square_sum, count, flag_sum = self._host.tolist()
+        scale = self._tokens / max(count, 1)
+        return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
+
+    @torch.no_grad()
+    def for_update(self, max_norm: float) -> tuple[Tensor, Tensor]:
+        """(divisor, skip) of the gradients, fp32 scalars on the device, for `Optimizer.launch`.
+
+        Divided by the divisor, gradients are what `clip_gradients` makes of them but for rounding; 1 exactly if there is nothing to
+        do. skip: 1 if loss or norm are not finite, else 0.
+        """
+        loss_sum, square_sum, count = self._sums[:3]
+        scale = self._tokens / count.clamp(min=1)
+        norm = square_sum.sqrt() * scale
+        divisor = 1 / scale
+        if max_norm:
+            divisor = divisor * (norm / max_norm).clamp(min=1)
+        sound = (loss_sum * scale).isfinite() & norm.isfinite()
+        return divisor.float(), (~sound).float()
+
+
 def reduce_step_stats(
     fused_params: Sequence[FusedParam],
     loss: Tensor,
@@ -214,6 +256,19 @@ def reduce_step_stats(
     the head; gradients are those of the same quotient. `targets`: positions of this replica that have one; `tokens`: all
     positions of the global batch. The two differ only where positions have no target.
     """
+    return launch_step_stats(fused_params, loss, targets, tokens, mesh, flags).read()
+
+
+@torch.no_grad()
+def launch_step_stats(
+    fused_params: Sequence[FusedParam],
+    loss: Tensor,
+    targets: int,
+    tokens: int,
+    mesh: Mesh,
+    flags: StepFlags = StepFlags.NONE,
+) -> LaunchedStats:
+    """`reduce_step_stats`, not yet read."""
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for fused in fused_params:
@@ -222,13 +277,12 @@ def reduce_step_stats(
     for copies, gradients in by_copies.items():  # each of `copies` processes adds its fraction
         squares += _sum_of_squares(gradients) / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
-    local = [loss.new_tensor(x, dtype=torch.double) for x in (counted, _encode(flags))]
-    packed = torch.stack((loss.double() / mesh.tp.size, squares, *local))
+    # Filled on the device: a copy of a number from the host would wait for all that was launched.
+    local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
+    sums = torch.stack((loss.double() / mesh.tp.size, squares, *local))
     if mesh.size > 1:
-        packed = all_reduce(packed, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
-    loss_sum, square_sum, count, flag_sum = packed.tolist()
-    scale = tokens / max(count, 1)
-    return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
+        sums = all_reduce(sums, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
+    return LaunchedStats(sums, tokens)
 
 
 def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:

@@ -43,8 +43,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from boost.train.loop import Trainer, TrainResult
+    from boost.train.loop import Trainer
     from boost.train.metrics import EvalMetrics, StepMetrics
+    from boost.train.outcome import TrainResult
 
 log = logging.getLogger("boost")
 

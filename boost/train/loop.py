@@ -1,35 +1,27 @@
-"""Training: the step function, the position, and the loop that calls hooks around each step, on one process or a mesh.
+"""Training: the position, and the loop that calls hooks around each step, on one process or a mesh.
 
 A step is a pure function of (weights, optimizer state, step number): the data, the learning rate and everything else follow
 from the step, so a resumed run is bitwise identical to an uninterrupted one.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from boost.config import Config
-from boost.config.architecture import IGNORED, flops_per_token
+from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
 from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
-from boost.parallel.gradients import (
-    GradientReducer,
-    StepFlags,
-    StepStats,
-    clip_gradients,
-    reduce_flags,
-    reduce_step_stats,
-)
+from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
 from boost.parallel.replicas import check_replicas
 from boost.train import checkpoint as ckpt
@@ -51,12 +43,14 @@ from boost.train.hooks import (
     TrainStart,
 )
 from boost.train.metrics import EvalMetrics, StepMetrics
-from boost.train.model import Model, backward, build_model, initialize_model
+from boost.train.model import Model, build_model, initialize_model
+from boost.train.outcome import RunTrouble, TrainResult
 from boost.train.replica_check import require_sound
 from boost.train.resume import check_resumable, check_start, data_identity, resume_warnings
 from boost.train.rollback import Rollbacks
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
+from boost.train.step import Passes, StepClock, Stepper, Update
 
 log = logging.getLogger("boost")
 
@@ -66,40 +60,20 @@ LAST_SAVE_S = 60.0
 """How long a run that fails waits for a background save to finish."""
 
 
-@dataclass(frozen=True)
-class RunTrouble:
-    """What is currently wrong with a run."""
-
-    text: str
-    ruined: bool
-    """Whether its weights are unusable: a checkpoint of them is marked, and only resumed from if given by its path."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended."""
-
-    position: Position
-    evaluation: Evaluation | None
-    """On the whole held-out split; None if the run was stopped before its last step."""
-    checkpoint: Path | None
-    """The latest complete checkpoint."""
-    stopped_by: str | None = None
-    """Name of the signal, or the hook's reason, that stopped the run before its last step."""
-    by_signal: bool = False
-    """Whether a signal to any process stopped it."""
-    received_signal: bool = False
-    """Whether this process received that signal."""
-
-
 class Trainer:
     """A run on this process: weights, optimizer, data, position, and the hooks around each step.
 
     `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly, by all processes of the mesh.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = ()) -> None:
-        """Builds everything at step 0. Raises DataError if the token store does not match the configuration."""
+    def __init__(
+        self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = (), ahead: bool | None = None
+    ) -> None:
+        """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
+
+        `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the one before; None: on GPUs. Never for
+        optimizers that read numbers in their step (`Optimizer.takes_tensors`).
+        """
         self.config, self.mesh, self.run = config, mesh, run
         train = config.train
         self.store = open_fitting_store(config)
@@ -110,6 +84,9 @@ class Trainer:
         self.fused_params = list(fused_params(self.model))
         self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
+        self._stepper = Stepper(
+            config, mesh, self.model, self.fused_params, self.reducer, self.optimizer, self.batches, ahead
+        )
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0
@@ -213,29 +190,33 @@ class Trainer:
             return end.result
         finally:
             self._stop_reason, self._save_requested = None, False
+            self._stepper.prefetcher.close()
             self._saver.close(LAST_SAVE_S)
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
         """Steps until the last one, or until any process asks to stop. Returns the flags that stopped the run, if any."""
-        train = self.config.train
+        train, stepper, clock = self.config.train, self._stepper, StepClock(self.mesh.device)
         self._signals_to_reduce = True
+        passes: Passes | None = None
         while self.position.step < train.steps:
             if self._signals_to_reduce and self._signal_anywhere():
                 self.finish_save()  # the save in flight may be of this position
                 if not self._is_saved():
                     self.save_last(urgent=True)
                 return StepFlags.SIGNAL
-            enter(Phase.STEP, self.position.step + 1)
-            lr = learning_rate(self.config.optim, self.position.step, train.steps)
-            start = StepStart(self.position.step + 1, lr)
-            self.notify(Hook.before_step, start)
-            begin = time.perf_counter()
-            stats = self.step(lr)
+            if passes is None or not stepper.is_current(passes, self.position):
+                passes = self._begin_step(clock)
+            clock.resume()
+            update = self._update(passes)
+            last = self.position.step == train.steps
+            passes = self._begin_step(clock) if stepper.ahead and not last else None
+            stats = self._read(update)
+            seconds = clock.seconds(update)
+            clock.pause()
             if self._saver.in_flight is not None and self._saver.done_everywhere():
                 self.finish_save()
-            metrics = self._step_metrics(stats, lr, time.perf_counter() - begin, peak)
-            last = self.position.step == train.steps
+            metrics = self._step_metrics(stats, update.lr, seconds, peak)
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             end = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), StepFlags.SAVE in stats.flags)
             self.notify(Hook.after_step, end)
@@ -246,30 +227,44 @@ class Trainer:
                 self._rollbacks.roll_back(self, reason)
         return StepFlags.NONE
 
+    def _begin_step(self, clock: StepClock) -> Passes:
+        """Launches the passes of the next step."""
+        step = self.position.step
+        enter(Phase.STEP, step + 1)
+        lr = learning_rate(self.config.optim, step, self.config.train.steps)
+        start = StepStart(step + 1, lr)
+        self.notify(Hook.before_step, start)
+        clock.resume()
+        return self._passes(lr)
+
     def step(self, lr: float) -> StepStats:
         """One optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite.
 
         Raises TrainingError after too many consecutive such steps (`BadStepLimit`).
         """
-        train, mesh = self.config.train, self.mesh
-        tokens = train.global_batch * train.seq_len
-        data_step = self.position.step + self.position.skipped
-        batches = list(self.batches.micro_batches(data_step, mesh.dp.rank, mesh.dp.size, train.micro_batch))
-        self.reducer.begin(len(batches))
-        loss = backward(self.model, batches, self.config, divisor=tokens)
-        self.reducer.finish()
+        return self._read(self._update(self._passes(lr)))
+
+    def _passes(self, lr: float) -> Passes:
+        passes = self._stepper.passes(self.position, lr)
         self.notify(Hook.after_backward)
-        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
-        stats = reduce_step_stats(self.fused_params, loss, targets, tokens, mesh, self._take_flags())
-        if math.isfinite(stats.loss) and math.isfinite(stats.gradient_norm):
-            clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
-            self.optimizer.step(self.position.step, lr)
+        return passes
+
+    def _update(self, passes: Passes) -> Update:
+        """Launches the update of a step; the position is then behind it."""
+        update = self._stepper.update(passes, self._take_flags())
+        step, tokens = self.position.step + 1, self.position.tokens + self._stepper.tokens
+        self.position = replace(self.position, step=step, tokens=tokens)
+        return update
+
+    def _read(self, update: Update) -> StepStats:
+        """The numbers of the step that leads to the current position."""
+        stats = self._stepper.read(update)
+        if stats.is_finite:
             self.bad_steps = 0
         else:
             self.bad_steps += 1
-            event = BadStep(self.position.step + 1, stats.loss, stats.gradient_norm, self.bad_steps)
+            event = BadStep(self.position.step, stats.loss, stats.gradient_norm, self.bad_steps)
             self.notify(Hook.on_bad_step, event)
-        self.position = replace(self.position, step=self.position.step + 1, tokens=self.position.tokens + tokens)
         return stats
 
     def _step_metrics(self, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:

@@ -3,7 +3,8 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,24 +142,46 @@ def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Dec
         torch.set_default_dtype(default_dtype)
 
 
-def to_device(batch: Batch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+class HostBatch(NamedTuple):
+    """A batch as tensors in host memory: `tokens` and `targets` [B, S] int64, `document_ids` [B, S] int32."""
+
+    tokens: Tensor
+    targets: Tensor
+    document_ids: Tensor
+
+
+def host_batch(batch: Batch, pin: bool = False) -> HostBatch:
+    """The same memory as tensors; with `pin` a copy in pinned memory, from which a copy to a GPU waits for nothing."""
+    tensors = (torch.from_numpy(x) for x in (batch.tokens, batch.targets, batch.document_ids))
+    return HostBatch(*(x.pin_memory() if pin else x for x in tensors))
+
+
+def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """(tokens, targets, document ids or None) of a batch, as inputs of the decoder. Ids stay on the host, which reads them."""
-    tokens, targets = (torch.from_numpy(x).to(device, non_blocking=True) for x in (batch.tokens, batch.targets))
-    return tokens, targets, torch.from_numpy(batch.document_ids) if isolate else None
+    host = batch if isinstance(batch, HostBatch) else host_batch(batch)
+    tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
+    return tokens, targets, host.document_ids if isolate else None
 
 
 def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:
-    """Forward and backward pass over this process's micro-batches of a step; accumulates gradients.
+    """`run_passes` of batches that are not yet tensors."""
+    whole = [join(batches)] if isinstance(model, Pipeline) else batches
+    return run_passes(model, [host_batch(batch) for batch in whole], config, divisor)
+
+
+def run_passes(model: Model, batches: Sequence[HostBatch], config: Config, divisor: int) -> Tensor:
+    """Forward and backward pass over this process's micro-batches of a step; accumulates gradients. A pipeline takes one batch, all
+    micro-batches one below the other.
 
     Returns the fp64 sum of the losses divided by `divisor`, as are the gradients; 0 on a process without the head.
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline):
-        return model.backward(*to_device(join(batches), isolate, model.device), divisor)
+        (whole,) = batches
+        return model.backward(*to_device(whole, isolate, model.device), divisor)
     total = torch.zeros((), dtype=torch.double, device=model.device)
-    micro_batches = list(batches)
-    for number, batch in enumerate(micro_batches, start=1):
-        last_backward(model, number == len(micro_batches), config.parallel)
+    for number, batch in enumerate(batches, start=1):
+        last_backward(model, number == len(batches), config.parallel)
         loss = model(*to_device(batch, isolate, model.device)) / divisor
         loss.backward()
         total += loss.detach()

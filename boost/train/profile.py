@@ -24,7 +24,8 @@ class ProfileHook(Hook):
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self._profiler: profile | None = None
-        self._step: record_function | None = None
+        self._step: tuple[int, record_function] | None = None
+        """The step whose range is open. On GPUs the next one begins before `after_step`."""
 
     def before_step(self, trainer: "Trainer", event: StepStart) -> None:
         if event.step == self.first:
@@ -33,11 +34,13 @@ class ProfileHook(Hook):
             self._profiler = profile(activities=activities)
             self._profiler.start()
         if self._profiler is not None:
-            self._step = record_function(f"step {event.step}")
-            self._step.__enter__()
+            self._end_step()
+            self._step = event.step, record_function(f"step {event.step}")
+            self._step[1].__enter__()
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        self._end_step()
+        if self._step is not None and self._step[0] == event.metrics.step:
+            self._end_step()
         if event.metrics.step == self.last or event.last or event.stopping:
             self._write(trainer)
 
@@ -46,7 +49,7 @@ class ProfileHook(Hook):
 
     def _end_step(self) -> None:
         if self._step is not None:
-            self._step.__exit__(None, None, None)
+            self._step[1].__exit__(None, None, None)
             self._step = None
 
     def _write(self, trainer: "Trainer") -> None:

@@ -20,9 +20,10 @@ from boost.train.failures import failure_report, first_sentence, is_lost_connect
 from boost.train.faults import Fault, FaultInjection
 from boost.train.generate import Sampling, generate
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
-from boost.train.loop import Trainer, TrainResult
+from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.model import Model
+from boost.train.outcome import TrainResult
 from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
 from boost.train.rundir import RunDirectory, configure_logging

@@ -1,0 +1,125 @@
+"""Batches read ahead: the same for every step as read when it runs, errors where the batch is used, and a thread that ends."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from boost.data.batches import Batch, Batches
+from boost.errors import DataError
+from boost.parallel.mesh import Mesh
+from boost.train.hooks import Hook, StepEnd
+from boost.train.loop import Trainer
+from boost.train.model import host_batch
+from boost.train.prefetch import Prefetcher
+from tests import toy
+from tests.train.runs import RATE, make_config, make_trainer
+
+
+class Counted:
+    """Batches that name their step in every token; some steps cannot be read."""
+
+    def __init__(self, broken: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.broken, self.read = broken, list[int]()
+
+    def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
+        self.read.append(step)
+        if step in self.broken:
+            raise DataError(f"step {step} cannot be read")
+        for _ in range(2):
+            tokens = np.full((micro_batch, 4), step)
+            yield Batch(tokens, np.where(np.arange(4) < 3, tokens, -100), np.zeros((micro_batch, 4), np.int32))
+
+
+def prefetcher(batches: Any, **parallel: Any) -> Prefetcher:
+    return Prefetcher(batches, toy.toy_config(train={"micro_batch": 2}, parallel=parallel), Mesh(toy.CPU))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("boost-data")]
+
+
+def test_a_step_gets_its_own_data_whatever_was_read_ahead() -> None:
+    """In order, after a jump (a rollback) and without anything read ahead."""
+    batches = Counted()
+    data = prefetcher(batches)
+    for step, following in ((0, 1), (1, 2), (7, 8), (8, None), (3, 4)):
+        found = data.take(step, following)
+        assert {int(x) for batch in found.batches for x in batch.tokens.flatten()} == {step}
+        assert (found.micro_batches, found.targets) == (2, 12)
+    data.close()
+    # Step 2 was read ahead and dropped, or dropped before the thread came to it; so is step 4.
+    assert [step for step in batches.read if step not in (2, 4)] == [0, 1, 7, 8, 3]
+
+
+def test_a_pipeline_gets_one_batch() -> None:
+    data = prefetcher(Counted(), pp=2)
+    found = data.take(5)
+    assert [batch.tokens.shape for batch in found.batches] == [(4, 4)]
+    assert found.micro_batches == 2
+    data.close()
+
+
+def test_an_error_is_raised_by_the_step_that_uses_the_batch() -> None:
+    data = prefetcher(Counted({1}))
+    assert data.take(0, 1).targets == 12
+    with pytest.raises(DataError, match="step 1 cannot be read"):
+        data.take(1, 2)
+    assert data.take(2).targets == 12, "an error that is over is forgotten"
+    data.close()
+
+
+def test_an_error_of_a_step_that_is_not_used_is_not_raised() -> None:
+    data = prefetcher(Counted({1}))
+    data.take(0, 1)
+    assert data.take(4).targets == 12
+    data.close()
+
+
+def test_the_thread_ends_with_a_run_that_ends_and_with_one_that_fails(store: Path, tmp_path: Path) -> None:
+    class Fail(Hook):
+        def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+            seen.append(len(threads()))
+            if event.metrics.step == 2:
+                raise ZeroDivisionError
+
+    seen: list[int] = []
+    before = set(threads())
+    trainer = make_trainer(make_config(store, tmp_path), Fail())
+    trainer.start([])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    assert seen == [len(before) + 1] * 2
+    for thread in set(threads()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
+    trainer.step(RATE)
+    assert trainer.position.step == 3, "and starts again"
+
+
+def test_steps_are_read_by_a_thread_one_ahead_and_none_beyond_the_last(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    usual = Batches.micro_batches
+
+    def noted(batches: Batches, step: int, *rest: Any) -> Iterator[Batch]:
+        asked.append((step, threading.current_thread() is threading.main_thread()))
+        return usual(batches, step, *rest)
+
+    monkeypatch.setattr(Batches, "micro_batches", noted)
+    trainer = make_trainer(make_config(store, tmp_path, train={"steps": 3}))
+    trainer.start([])
+    trainer.fit()
+    assert asked == [(step, False) for step in range(3)]
+
+
+def test_batches_become_tensors_without_a_copy() -> None:
+    batch = next(Counted().micro_batches(3, 0, 1, 2))
+    tensors = host_batch(batch)
+    assert [x.dtype for x in tensors] == [torch.int64, torch.int64, torch.int32]
+    assert all(x.data_ptr() == y.ctypes.data for x, y in zip(tensors, vars(batch).values(), strict=True))

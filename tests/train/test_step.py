@@ -1,0 +1,322 @@
+"""Steps whose passes are launched ahead, and updates that are launched without their numbers: the same run to the bit."""
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config
+from boost.errors import TrainingError
+from boost.train import checkpoint as ckpt
+from boost.train import step as stepping
+from boost.train.hooks import BadStep, EvaluationEnd, Hook, Rollback, SaveEnd, StepEnd, StepStart
+from boost.train.loop import Trainer
+from boost.train.metrics import MetricsHook, read_metrics
+from boost.train.profile import ProfileHook
+from boost.train.resume import resume_candidates
+from boost.train.step import StepClock, Update
+from tests import toy
+from tests.distributed import run_distributed
+from tests.train.runs import RATE, make_config, make_trainer
+
+MODES = ("usual", "tensors", "ahead")
+"""As on CPUs; updates launched from tensors; and the passes of the next step ahead of the numbers, as on GPUs."""
+
+
+class Diary(Hook):
+    """All that hooks can see at the events that have an order of their own, but for how long it took."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.order: list[tuple[str, int]] = []
+
+    def _write(self, trainer: Trainer, name: str, *values: Any) -> None:
+        weights = hashlib.sha256()
+        for fused in trainer.fused_params:
+            weights.update(fused.tensor.detach().numpy().tobytes())
+            for moment in trainer.optimizer.moments[fused.tensor].values():
+                weights.update(moment.numpy().tobytes())
+        counts = {state["step"].item() for state in trainer.optimizer.adamw.state.values()}
+        where = (trainer.position, trainer.bad_steps, trainer.trouble, trainer.optimizer.updates, counts)
+        self.seen.append((name, *values, *where, weights.hexdigest()))
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        self.order.append(("before_step", event.step))
+
+    def after_backward(self, trainer: Trainer) -> None:
+        self.order.append(("after_backward", trainer.position.step + 1))
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        self.order.append(("after_step", event.metrics.step))
+        of_step = {
+            k: v for k, v in vars(event.metrics).items() if k in ("step", "loss", "lr", "gradient_norm", "tokens")
+        }
+        rest = (event.skipped, event.last, event.stopping, event.save_requested)
+        self._write(trainer, "step", repr(of_step), *rest)  # repr: NaN is not equal to itself
+
+    def on_bad_step(self, trainer: Trainer, event: BadStep) -> None:
+        self._write(trainer, "bad step", event.step, event.consecutive)
+
+    def on_evaluation(self, trainer: Trainer, event: EvaluationEnd) -> None:
+        self._write(trainer, "evaluation", event.metrics, event.complete)
+
+    def after_save(self, trainer: Trainer, event: SaveEnd) -> None:
+        self._write(trainer, "save", event.step)
+
+    def on_rollback(self, trainer: Trainer, event: Rollback) -> None:
+        self._write(trainer, "rollback", event)
+
+
+class Act(Hook):
+    """Does something at one step, once."""
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+
+    def before_step(self, trainer: Trainer, event: StepStart) -> None:
+        if event.step == self.step and self.what in ("stop", "save"):
+            trainer.request_stop("the test") if self.what == "stop" else trainer.request_save()
+        if event.step == self.step and self.what == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def after_backward(self, trainer: Trainer) -> None:
+        if self.what.startswith("nan") and 0 <= trainer.position.step + 1 - self.step < int(self.what[3:] or 1):
+            gradients = (s.tensor.grad for s in trainer.fused_params if s.tensor.grad is not None)
+            next(gradients).view(-1)[0] = float("nan")
+
+    def after_step(self, trainer: Trainer, event: StepEnd) -> None:
+        if event.metrics.step != self.step:
+            return
+        if self.what == "late stop":
+            trainer.request_stop("the test")
+        elif self.what == "late signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.what == "ruin":
+            self.step = 0
+            with torch.no_grad():
+                for fused in trainer.fused_params:
+                    fused.tensor.mul_(-50.0)
+
+
+def trainer_of(config: Config, mode: str, *hooks: Hook) -> Trainer:
+    trainer = make_trainer(config, *hooks, ahead=mode == "ahead")
+    trainer._stepper.from_tensors = mode != "usual"
+    return trainer
+
+
+def config_of(store: Path, run: Path, clip: float = 0.0, tp: int = 1, **sections: Any) -> Config:
+    train = {"steps": 8, "eval_every": 3, "eval_tokens": 64, "save_every": 2, "keep": 9, "async_save": False}
+    dtype = sections.pop("dtype", "float64")
+    config = make_config(store, run, tp, dtype, **{**sections, "train": {**train, **sections.get("train", {})}})
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"clip": clip})})
+
+
+def moved(config: Config, name: str) -> Config:
+    """The same run in a folder of its own."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{config.run.dir}/{name}"})})
+
+
+def run(config: Config, mode: str, what: str = "", step: int = 0, resume: str | None = None) -> Diary:
+    """What hooks saw, up to the end of the run or the error that ended it."""
+    config, diary = moved(config, mode), Diary()
+    trainer = trainer_of(config, mode, Act(what, step), diary, MetricsHook())
+    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+    trainer.start(resume_candidates(resume, trainer.run))
+    try:
+        result = trainer.fit()
+        diary.seen.append((result.position, result.stopped_by, result.by_signal, result.evaluation))
+    except TrainingError as error:
+        diary.seen.append((str(error).replace(f"/{mode}/", "/"),))
+    return diary
+
+
+def runs(config: Config, what: str = "", step: int = 0) -> dict[str, tuple[list[Any], list[Any]]]:
+    """(what hooks saw, the order of events) in each mode."""
+    return {mode: (diary.seen, diary.order) for mode in MODES if (diary := run(config, mode, what, step))}
+
+
+ACTIONS = [
+    ("", 0),
+    ("stop", 4),
+    ("late stop", 4),
+    ("save", 5),
+    ("signal", 6),
+    ("late signal", 4),
+    ("late signal", 5),
+    ("nan", 1),
+    ("nan2", 4),
+    ("nan3", 4),
+    ("nan", 8),
+    ("ruin", 6),
+]
+
+
+@pytest.mark.parametrize(("what", "step"), ACTIONS)
+def test_hooks_see_the_same_run(store: Path, tmp_path: Path, what: str, step: int) -> None:
+    """Losses, weights, moments, counts, positions, evaluations, saves, rollbacks and errors; and files of the same bytes."""
+    train = {"on_spike": "rollback", "save_every": 1} if what == "ruin" else {}
+    found = runs(config_of(store, tmp_path, train=train), what, step)
+    assert found["ahead"][0] == found["tensors"][0] == found["usual"][0]
+    files = [contents(tmp_path / mode) for mode in MODES]
+    assert files[0] == files[1] == files[2]
+    assert len(files[0]) > 1
+
+
+def contents(run: Path) -> dict[str, Any]:
+    """Tensors of the checkpoints, and the lines of the metrics without their times."""
+    tensors = {str(f.relative_to(run)): f.read_bytes() for f in run.rglob("*.safetensors")}
+    times = ("seconds", "tokens_per_second", "mfu", "memory_bytes")
+    lines = [repr({k: v for k, v in line.items() if k not in times}) for line in read_metrics(run / "metrics.jsonl")]
+    return {**tensors, "metrics": lines}
+
+
+def test_with_clipping_only_the_last_bits_differ(store: Path, tmp_path: Path) -> None:
+    """The divisor is of fp32: the same whenever it is launched, another rounding than a factor of fp64 on the host."""
+    found = runs(config_of(store, tmp_path, clip=0.05, dtype="float32"))
+    assert found["ahead"][0] == found["tensors"][0]
+    losses = [
+        [line["loss"] for line in read_metrics(tmp_path / mode / "metrics.jsonl") if line["kind"] == "step"]
+        for mode in MODES
+    ]
+    norms = [line["gradient_norm"] for line in read_metrics(tmp_path / "usual/metrics.jsonl") if line["kind"] == "step"]
+    assert min(norms) > 0.05 and len(losses[0]) == 8
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def modes_agree(config: Config, what: str, step: int) -> bool:
+    found = runs(config, what, step)
+    return found["ahead"][0] == found["tensors"][0] == found["usual"][0]
+
+
+@pytest.mark.parametrize(("what", "step"), [("", 0), ("nan2", 4), ("late stop", 4), ("ruin", 6)])
+@pytest.mark.slow
+def test_processes_see_the_same_run(store: Path, tmp_path: Path, what: str, step: int) -> None:
+    train = {"on_spike": "rollback", "save_every": 1} if what == "ruin" else {}
+    config = config_of(store, tmp_path, tp=2, train=train)
+    assert run_distributed(2, modes_agree, config, what, step) == [True, True]
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 2, "shard": "optimizer"}, {"pp": 2}], ids=str)
+@pytest.mark.slow
+def test_replicas_and_stages_see_the_same_run(store: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    config = config_of(store, tmp_path, parallel=parallel)
+    toy.skip_what_torch_cannot(config)
+    assert run_distributed(2, modes_agree, config, "nan", 4) == [True, True]
+
+
+def test_a_run_goes_on_ahead_to_the_bit(store: Path, tmp_path: Path) -> None:
+    config = config_of(store, tmp_path)
+    whole = run(config, "usual").seen[-1]
+    run(config, "ahead", "late stop", 4)
+    again = run(config, "ahead", resume="auto")
+    assert again.order[0] == ("before_step", 6) and again.seen[-1] == whole
+
+
+def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
+    """No pass is repeated for an evaluation or a save, and none runs behind the last step."""
+    events = ("before_step", "after_backward")
+    order = run(config_of(store, tmp_path, train={"steps": 3, "eval_every": 1}), "ahead").order
+    assert order == [
+        *[(name, 1) for name in events],
+        *[(name, 2) for name in events],
+        ("after_step", 1),
+        *[(name, 3) for name in events],
+        ("after_step", 2),
+        ("after_step", 3),
+    ]
+
+
+def sharded_order(config: Config) -> list[str]:
+    return [name for name, _ in run(config, "ahead").order]
+
+
+@pytest.mark.slow
+def test_no_pass_is_repeated_where_weights_are_sharded(store: Path, tmp_path: Path) -> None:
+    config = config_of(store, tmp_path, parallel={"dp": 2, "shard": "full"}, train={"eval_every": 2})
+    toy.skip_what_torch_cannot(config)
+    for order in run_distributed(2, sharded_order, config):
+        assert order.count("after_backward") == 8
+
+
+def test_passes_with_weights_that_a_hook_has_changed_are_repeated(store: Path, tmp_path: Path) -> None:
+    order = run(config_of(store, tmp_path, train={"steps": 4}), "ahead", "ruin", 2).order
+    assert [step for name, step in order if name == "after_backward"] == [1, 2, 3, 3, 4]
+
+
+def test_what_needs_numbers_on_the_host_is_never_ahead(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path)
+    optim = {"name": "muon", "lr": RATE, "warmup_steps": 3}
+    muon = Config.model_validate(config.model_dump() | {"optim": optim})
+    for each, expected in ((config, True), (muon, False)):
+        stepper = make_trainer(each, ahead=True)._stepper
+        assert stepper.ahead == stepper.from_tensors == expected
+    usual = make_trainer(config)._stepper
+    assert not usual.ahead and not usual.from_tensors, "on a CPU nothing waits"
+
+
+def test_the_timeline_of_one_step_holds_it_ahead_too(store: Path, tmp_path: Path) -> None:
+    config = config_of(store, tmp_path, train={"steps": 5, "eval_every": 0, "save_every": 0, "profile": [2, 3]})
+    for mode in ("usual", "ahead"):
+        trainer = trainer_of(moved(config, mode), mode)
+        assert any(isinstance(hook, ProfileHook) for hook in trainer.hooks)
+        trainer.start([])
+        trainer.fit()
+        text = (tmp_path / mode / "profile/rank0.json").read_text()
+        assert all(f'"step {step}"' in text for step in (2, 3)) and '"step 1"' not in text
+
+
+class Moments:
+    """A clock that tests set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.time = 0.0
+        patch.setattr(stepping, "now", lambda device: self.time)
+
+    def update(self, end: float) -> Update:
+        self.time = end
+        return Update(0.0, None, end)  # type: ignore[arg-type]
+
+
+def test_seconds_of_a_step_leave_out_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Moments(monkeypatch)
+    clock = StepClock(toy.CPU)
+    at.time = 5.0
+    clock.resume()
+    assert clock.seconds(at.update(7.0)) == 2.0
+    clock.pause()
+    at.time = 17.0
+    clock.resume()
+    at.time = 18.0
+    clock.resume()
+    assert clock.seconds(at.update(20.0)) == 3.0
+    assert clock.seconds(at.update(21.0)) == 1.0, "a pause counts once"
+
+
+def test_ahead_a_step_ends_where_its_update_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes of the next step, launched before the numbers are read, are the next step's."""
+    at = Moments(monkeypatch)
+    clock = StepClock(toy.CPU)
+    clock.resume()
+    first = at.update(4.0)
+    at.time = 7.0
+    assert clock.seconds(first) == 4.0
+    clock.pause()
+    at.time = 8.0
+    clock.resume()
+    assert clock.seconds(at.update(9.0)) == 4.0
+
+
+def test_checkpoints_in_the_background_hold_the_step_they_name(store: Path, tmp_path: Path) -> None:
+    """The passes that were launched before a save change nothing that it copies."""
+    config = config_of(store, tmp_path, train={"async_save": True})
+    saved: list[list[bytes]] = []
+    for mode in ("usual", "ahead"):
+        run(config, mode)
+        folders = ckpt.complete_checkpoints(tmp_path / mode / "checkpoints")
+        assert [ckpt.step_of(folder) for folder in folders] == [2, 4, 6, 8]
+        saved.append([file.read_bytes() for folder in folders for file in sorted((folder / "tensors").iterdir())])
+    assert saved[0] == saved[1]
