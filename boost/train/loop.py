@@ -196,7 +196,7 @@ class Trainer:
 
     def _train(self, peak: float) -> StepFlags:
         """Steps until the last one, or until any process asks to stop. Returns the flags that stopped the run, if any."""
-        train, stepper, clock = self.config.train, self._stepper, StepClock(self.mesh.device)
+        train, stepper, clock = self.config.train, self._stepper, StepClock(self._stepper.timed_on)
         self._signals_to_reduce = True
         passes: Passes | None = None
         while self.position.step < train.steps:

@@ -78,6 +78,8 @@ class Stepper:
         # On a CPU, where nothing waits, numbers save a pass over gradients that need no clipping.
         self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
         """Whether updates are launched without their numbers."""
+        self.timed_on = mesh.device if self.ahead else torch.device("cpu")
+        """Whose time the seconds of a step are. Ahead, the host launches a step while the device makes another one."""
 
     @property
     def tokens(self) -> int:
@@ -113,7 +115,7 @@ class Stepper:
             if found.is_finite:
                 clip_gradients((s.tensor for s in self.fused_params), found, clip)
                 optimizer.step(passes.position.step, passes.lr)
-        return Update(passes.lr, stats, now(self.mesh.device))
+        return Update(passes.lr, stats, now(self.timed_on))
 
     def read(self, update: Update) -> StepStats:
         """The numbers of a step. Waits for its update, but for nothing that was launched since."""

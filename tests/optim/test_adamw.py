@@ -5,6 +5,8 @@ import torch
 
 from boost.models.fused import fused_params
 from boost.optim.adamw import Optimizer, build_adamw
+from boost.optim.build import build_optimizer
+from boost.parallel.mesh import Mesh
 from tests import toy
 
 
@@ -40,3 +42,60 @@ def test_state_that_exists_from_the_start_changes_nothing() -> None:
     assert {state["step"].item() for state in a.state.values()} == {7.0}
     counted.step(0, o.lr)
     assert counted.updates == 8 and {state["step"].item() for state in a.state.values()} == {8.0}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> None:
+    """To the bit where gradients stay as they are; skipped, it changes neither weights nor moments nor counts."""
+    config = toy.toy_config(dtype)
+    models = [toy.toy_decoder(config)[0] for _ in range(2)]
+    ours, usual = (Optimizer(build_adamw(list(fused_params(model)), config.optim)) for model in models)
+
+    def gradients(factor: float) -> None:
+        for model in models:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, factor)
+
+    def state() -> list[torch.Tensor]:
+        return [x.clone() for x in (*models[0].parameters(), *ours.state_tensors())]
+
+    def same() -> bool:
+        pairs = [zip(*(model.parameters() for model in models), strict=True)]
+        pairs.append(zip(ours.state_tensors(), usual.state_tensors(), strict=True))
+        return all(torch.equal(a, b) for each in pairs for a, b in each) and ours.updates == usual.updates
+
+    one, zero = torch.tensor(1.0), torch.tensor(0.0)
+    for number in range(2):
+        gradients(0.1 * (number + 1))
+        ours.launch(0.01, one, zero)
+        usual.step(number, 0.01)
+        assert same()
+    before = state()
+    gradients(float("nan"))
+    ours.launch(0.01, torch.tensor(float("nan")), one)
+    assert ours.updates == 3
+    ours.take_back()
+    assert same() and all(torch.equal(a, b) for a, b in zip(state(), before, strict=True))
+    gradients(0.5)
+    ours.launch(0.01, torch.tensor(4.0), zero)
+    gradients(0.125)
+    usual.step(2, 0.01)
+    assert same(), "a power of two divides exactly"
+    ours.adamw.step()  # nothing of a launch is left behind for a step that is none
+
+
+@pytest.mark.parametrize(
+    ("optim", "expected"),
+    [
+        ({}, True),
+        ({"frobenius_decay": 0.1}, False),
+        ({"name": "muon"}, False),
+        ({"name": "loro", "exact_every": 2}, False),
+    ],
+    ids=str,
+)
+def test_who_takes_tensors(optim: dict[str, object], expected: bool) -> None:
+    family = {"family": "svd"} if optim.get("name") == "loro" else {}
+    config = toy.toy_config(model=family, optim=optim)
+    optimizer = build_optimizer(list(fused_params(toy.toy_decoder(config)[0])), config, Mesh(toy.CPU))
+    assert optimizer.takes_tensors == expected

@@ -192,3 +192,24 @@ def test_clipping_only_makes_gradients_smaller(norm: float, limit: float, factor
         weight.grad = torch.ones(3)
         gradients.clip_gradients([weight], gradients.StepStats(1.0, norm, scale=scale), limit)
         assert weight.grad.tolist() == [factor * scale] * 3
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 5.0])
+@pytest.mark.parametrize("count", [64, 16, 0])
+def test_the_divisor_on_the_device_is_that_of_the_numbers(limit: float, count: int) -> None:
+    """Of 64 positions, `count` have a target; the norm of the sums is 2."""
+    launched = gradients.LaunchedStats(torch.tensor([3.0, 4.0, count, 0.0], dtype=torch.double), 64)
+    divisor, skip = launched.for_update(limit)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    gradients.clip_gradients([weight], launched.read(), limit)
+    assert (divisor.dtype, skip.dtype, skip.item()) == (torch.float32, torch.float32, 0.0)
+    assert weight.grad[0].item() == pytest.approx(1 / divisor.item(), rel=1e-6)
+    if count == 64 and limit != 0.5:
+        assert divisor.item() == 1.0
+
+
+@pytest.mark.parametrize("sums", [(float("nan"), 4.0), (3.0, float("nan")), (3.0, float("inf")), (float("inf"), 4.0)])
+def test_what_is_not_finite_is_skipped_on_the_device_as_on_the_host(sums: tuple[float, float]) -> None:
+    launched = gradients.LaunchedStats(torch.tensor([*sums, 64.0, 0.0], dtype=torch.double), 64)
+    assert launched.for_update(1.0)[1].item() == 1.0 and not launched.read().is_finite
