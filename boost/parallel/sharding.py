@@ -79,6 +79,16 @@ def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> No
         module.set_reshard_after_backward(every_time)
 
 
+def forget_gathered(module: nn.Module) -> None:
+    """Frees the weights that forward passes without a backward pass have left gathered, as an evaluation does.
+
+    To be called when weights have changed: the next forward pass would use the old ones. On every process alike.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def _over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:
     """What places some parameters on dp x tp and leaves the others where they are."""
     assert mesh.replicas.group is not None

@@ -17,7 +17,7 @@ from anywhere.
 
 A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
 
-**On GPUs** `fit` launches the passes of step n + 1 before it reads the numbers of step n, so that the GPU does not wait for the host:
+**On GPUs** `fit` launches the passes of step n + 1 before it reads the numbers of step n, so that the GPU never waits for the host.
 `before_step` and `after_backward` of step n + 1 come before `on_bad_step`, `after_step` and whatever follows from step n.
 The update of step n + 1 comes after all of these. Evaluations, saves and rollbacks of step n therefore see what they see on
 CPUs: its weights, optimizer state and position; only gradients are already those of step n + 1. Exceptions:
@@ -39,9 +39,9 @@ several processes, a main-only hook that calls them raises RuntimeError.
 
 **Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
 travel with the step statistics: from `before_step` and `after_backward` they take effect after the same step, from any other
-event after the next one. That holds on GPUs too: the statistics of step n + 1 are sent after `after_step` of step n. `before_save` may
-refuse a checkpoint by returning a reason; one process is enough, and the checkpoint is then skipped on all of them, even the last
-one of the run.
+event after the next one. That holds on GPUs too: the statistics of step n + 1 are sent after `after_step` of step n. `before_save`
+may refuse a checkpoint by returning a reason; one process is enough, and the checkpoint is then skipped on all of them, even the
+last one of the run.
 
 **Errors.** A hook that raises ends the run: hooks after it do not see the event, `on_train_end` is not called, `teardown` is.
 The launcher then ends the other processes, as for any error in one process. An error in `before_save` is raised on all processes
@@ -171,7 +171,10 @@ class Hook:
         """Called inside each step, when gradients are reduced and before they are measured, clipped and applied."""
 
     def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
-        """Called before `after_step` of a step with a non-finite loss or gradient norm, on all processes; the position is behind it."""
+        """Called before `after_step` of a step with a non-finite loss or gradient norm, on all processes.
+
+        The position is that after the step.
+        """
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         """Called after each step, bad ones included."""

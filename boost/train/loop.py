@@ -24,6 +24,7 @@ from boost.optim.schedule import learning_rate
 from boost.parallel.gradients import GradientReducer, StepFlags, StepStats, reduce_flags
 from boost.parallel.mesh import Mesh
 from boost.parallel.replicas import check_replicas
+from boost.parallel.sharding import forget_gathered
 from boost.train import checkpoint as ckpt
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
@@ -149,6 +150,7 @@ class Trainer:
     def load(self, found: Checkpoint) -> None:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
+        forget_gathered(self.model)
         self.position = replace(position, trouble="")
 
     @property

@@ -25,6 +25,7 @@ from boost.parallel.gradients import (
     launch_step_stats,
 )
 from boost.parallel.mesh import Mesh
+from boost.parallel.sharding import forget_gathered
 from boost.train.checkpoint import Position
 from boost.train.model import Model, run_passes
 from boost.train.prefetch import Prefetcher
@@ -115,6 +116,7 @@ class Stepper:
             if found.is_finite:
                 clip_gradients((s.tensor for s in self.fused_params), found, clip)
                 optimizer.step(passes.position.step, passes.lr)
+        forget_gathered(self.model)  # by hooks since the passes
         return Update(passes.lr, stats, now(self.timed_on))
 
     def read(self, update: Update) -> StepStats:

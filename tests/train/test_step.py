@@ -200,10 +200,14 @@ def test_processes_see_the_same_run(store: Path, tmp_path: Path, what: str, step
     assert run_distributed(2, modes_agree, config, what, step) == [True, True]
 
 
-@pytest.mark.parametrize("parallel", [{"dp": 2, "shard": "optimizer"}, {"pp": 2}], ids=str)
+SHARDED = [{"dp": 2, "shard": "optimizer"}, {"dp": 2, "shard": "full"}]
+
+
+@pytest.mark.parametrize("parallel", [*SHARDED, {"pp": 2}], ids=str)
 @pytest.mark.slow
 def test_replicas_and_stages_see_the_same_run(store: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    config = config_of(store, tmp_path, parallel=parallel)
+    """Evaluations gather weights between passes and their update, also before the last one."""
+    config = config_of(store, tmp_path, parallel=parallel, train={"eval_every": 1})
     toy.skip_what_torch_cannot(config)
     assert run_distributed(2, modes_agree, config, "nan", 4) == [True, True]
 
@@ -228,6 +232,30 @@ def test_the_order_of_events_ahead(store: Path, tmp_path: Path) -> None:
         ("after_step", 2),
         ("after_step", 3),
     ]
+
+
+def losses_after_a_load(config: Config) -> list[tuple[float, float]]:
+    """(loss, held-out loss) with initial weights, and when they were loaded again after an evaluation of others."""
+    trainer = make_trainer(config)
+    trainer.start([])
+    saved = trainer.save()
+    found = []
+    for _ in range(2):
+        evaluation = trainer.evaluate(64)
+        stats = trainer.step(0.1)
+        assert evaluation is not None and saved is not None
+        found.append((stats.loss, evaluation.loss))
+        trainer.evaluate(64)
+        trainer.load(ckpt.open_checkpoint(saved))
+    return found
+
+
+@pytest.mark.parametrize("parallel", SHARDED, ids=str)
+@pytest.mark.slow
+def test_loaded_weights_are_those_of_the_next_pass(store: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """Not those that an evaluation before it has gathered, as before a rollback."""
+    for first, second in run_distributed(2, losses_after_a_load, config_of(store, tmp_path, parallel=parallel)):
+        assert first == second
 
 
 def sharded_order(config: Config) -> list[str]:
