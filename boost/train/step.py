@@ -33,7 +33,7 @@ from boost.train.prefetch import Prefetcher
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes of a step, launched. The gradients are there for `Stepper.update`, and sent to nobody else."""
+    """Forward and backward passes of a step, launched. The gradients are where `Stepper.update` finds them."""
 
     position: Position
     """Of the weights they were computed with."""
@@ -120,7 +120,7 @@ class Stepper:
         return Update(passes.lr, stats, now(self.timed_on))
 
     def read(self, update: Update) -> StepStats:
-        """The numbers of a step. Waits for its update, but for nothing that was launched since."""
+        """The numbers of a step. Waits until they are known, but for nothing that was launched since."""
         stats = update.stats.read()
         if self.from_tensors and not stats.is_finite:
             self.optimizer.take_back()
