@@ -82,7 +82,7 @@ def loaded(path: Path) -> tuple[Decoder, Checkpoint]:
 def all_logits(decoder: Decoder, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of every position."""
     batch, length = tokens_BS.shape
-    (stream,) = decoder._run_blocks(decoder.layout, decoder._parts(tokens_BS, None, (), 1))
+    (stream,) = decoder._run_blocks(decoder.layout, decoder._parts(tokens_BS, None, (), False))
     x = stream.x
     logits = decoder.layout.logits(x, decoder.final_norm, decoder.head, torch.arange(batch * length))
     return logits.view(batch, length, -1)
