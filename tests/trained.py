@@ -16,6 +16,7 @@ from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, reduce_step_stats
+from boost.parallel.working import WorkingCopies
 from boost.plan.collectives import step_collectives
 from boost.train.model import backward
 from tests import toy
@@ -29,6 +30,7 @@ class Trained:
         self.initial = {name: value.clone() for name, value in toy.weights(self.model).items()}
         self.config, self.fused_params = config, list(fused_params(self.model))
         self.reducer = GradientReducer(self.fused_params, self.mesh, getattr(torch, config.train.sum_dtype))
+        self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
         self.optimizer = build_optimizer(self.fused_params, config, self.mesh)
         self.gradients: list[dict[str, torch.Tensor]] = []
         """After clipping, of each step."""
@@ -47,7 +49,8 @@ class Trained:
         batches = list(micro_batches(self.config, step, self.mesh.dp.rank))
         positions = self.config.train.global_batch * self.config.train.seq_len
         self.reducer.begin(len(batches))
-        loss = backward(self.model, batches, self.config, positions)
+        with self.copies.in_use():
+            loss = backward(self.model, batches, self.config, positions)
         self.reducer.finish()
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
         return reduce_step_stats(self.fused_params, loss, targets, positions, self.mesh)

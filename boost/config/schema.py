@@ -133,7 +133,12 @@ class TrainConfig(Section):
     """Dtype of master weights, gradients and optimizer state."""
 
     compute_dtype: DType = "float32"
-    """Dtype of activations and GEMMs: weights are cast to it when used, gradients accumulate in param_dtype."""
+    """Dtype of activations and GEMMs: weights are cast to it, gradients accumulate in param_dtype."""
+
+    working_copies: bool = True
+    """True: weights are cast to compute_dtype once a step, and their gradients added up in param_dtype in one pass; the copies are
+    held while passes run. False: each use casts a weight. Same bits, but for weights that one pass uses twice (parallel.overlap).
+    No effect where the dtypes are equal, where weights are sharded (cast before they are gathered), and under zero bubble."""
 
     reduce_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"
     """Dtype in which gradients are summed over processes once a step (btp-sp's whole factors, replicas). bfloat16: half of the

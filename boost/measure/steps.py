@@ -31,6 +31,7 @@ from boost.optim.build import build_optimizer
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.gradients import GradientReducer, clip_gradients, reduce_step_stats
 from boost.parallel.mesh import Mesh, choose_device, close_mesh, mesh_of, open_mesh
+from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware
 from boost.plan.prediction import prediction
@@ -76,6 +77,7 @@ class Stepper:
         initialize_model(self.model, config.train.seed)
         self.fused_params = list(fused_params(self.model))
         self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
+        self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         self.batches = made_up_batches(config)
 
@@ -84,7 +86,8 @@ class Stepper:
         train = self.config.train
         tokens = train.global_batch * train.seq_len
         self.reducer.begin(len(self.batches))
-        loss = backward(self.model, self.batches, self.config, divisor=tokens)
+        with self.copies.in_use():
+            loss = backward(self.model, self.batches, self.config, divisor=tokens)
         self.reducer.finish()
         targets = sum(batch.targets.size for batch in self.batches)
         stats = reduce_step_stats(self.fused_params, loss, targets, tokens, self.mesh)

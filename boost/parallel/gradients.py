@@ -87,6 +87,12 @@ class GradientReducer:
         for queue in self._queues:
             queue.prepare_for_backward(micro_batches)
 
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """Counts one micro-batch for a parameter whose gradient somebody else than autograd has added up (`parallel.working`)."""
+        for queue in self._queues:
+            if queue.active and parameter in queue.bucket_of:
+                queue.mark_gradient_ready(queue.bucket_of[parameter])
+
     @torch.no_grad()
     def finish(self) -> None:
         """Launches the remaining buckets and waits for all of them. Gradients of stored tensors then hold the sums."""
@@ -165,10 +171,10 @@ class _BucketQueue:
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
             self.buckets.append(_GradBucket(rest[:length], dtype))
             rest = rest[length:]
+        self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
         queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
-        for index, bucket in enumerate(self.buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, queue, index))
+        for parameter, index in self.bucket_of.items():
+            parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, queue, index))
 
     def prepare_for_backward(self, micro_batches: int) -> None:
         """Starts a step. Gradients of any other backward pass are ignored."""

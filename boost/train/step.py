@@ -26,6 +26,7 @@ from boost.parallel.gradients import (
 )
 from boost.parallel.mesh import Mesh
 from boost.parallel.sharding import forget_gathered
+from boost.parallel.working import WorkingCopies
 from boost.train.checkpoint import Position
 from boost.train.model import Model, run_passes
 from boost.train.prefetch import Prefetcher
@@ -73,6 +74,7 @@ class Stepper:
         """`ahead`: as of `Trainer`."""
         self.config, self.mesh, self.model = config, mesh, model
         self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
+        self.copies = WorkingCopies(model, config, reducer.accumulated)
         self.prefetcher = Prefetcher(batches, config, mesh)
         self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
         """Whether the passes of a step are launched before the numbers of the step before it are read."""
@@ -97,7 +99,8 @@ class Stepper:
         data = self.prefetcher.take(data_step, data_step + 1 if position.step + 1 < self.config.train.steps else None)
         versions = self._versions()
         self.reducer.begin(data.micro_batches)
-        loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
+        with self.copies.in_use():
+            loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
         self.reducer.finish()
         return Passes(position, versions, lr, loss, data.targets)
 

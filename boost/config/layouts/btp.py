@@ -49,6 +49,7 @@ class BTPSpec(LayoutSpec):
         "latent.whole": PARTIAL,
     }
     head_comms = (GATHER,)
+    scaled = frozenset({"enter.A"})  # by gamma
     searched: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("online", "sync")}
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:

@@ -113,6 +113,9 @@ class LayoutSpec:
     """Of width d, before the head."""
     searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
     """Options of its own that the planner chooses, with their values; it leaves the others as they are."""
+    scaled: ClassVar[frozenset[str]] = frozenset()
+    """Roles of weights that the runtime multiplies before it casts them: a working copy (train.working_copies) would round them
+    twice, so they have none."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are gathered (train.recompute = "low-rank-sharded")."""
     single_process: ClassVar[bool] = False

@@ -1,0 +1,73 @@
+"""Working copies: weights in the dtype of activations, which modules hold instead of their parameters while passes run."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from boost.config import Config
+from boost.config.copies import has_working_copies, may_have_copy
+from boost.models.fused import FusedModule
+
+
+class WorkingCopies:
+    """Casts weights once a step, and adds the gradients of the copies into those of the weights, in one pass each:
+
+        reducer.begin(micro_batches)
+        with copies.in_use():
+            for each micro-batch:
+                loss.backward()
+        reducer.finish()
+
+    Copies are leaves, so autograd adds up the gradients of all uses of one pass in the dtype of activations; those of micro-batches
+    are added up in the dtype of the weights.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, accumulated: Callable[[nn.Parameter], None]) -> None:
+        """Copies of what of a model, or of its pipeline stages, has some under `config` (`boost.config.copies`). `accumulated` is
+        called whenever the gradient of a pass has been added to that of a parameter, whose own hooks autograd does not call."""
+        self._dtype, self._accumulated = getattr(torch, config.train.compute_dtype), accumulated
+        self._places = [
+            (module, name)
+            for module in (model.modules() if has_working_copies(config) else ())
+            if isinstance(module, FusedModule)
+            for name, slices in module.slices.items()
+            if may_have_copy(slices[0].parameter.role, config.parallel)
+        ]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Modules hold copies of the current weights in here: forward and backward passes, with whatever these recompute."""
+        weights = [module.get_parameter(name) for module, name in self._places]
+        copies = self._copies_of(weights)
+        try:
+            self._put(copies)
+            yield
+        finally:
+            self._put(weights)
+
+    def _put(self, parameters: list[nn.Parameter]) -> None:
+        for (module, name), parameter in zip(self._places, parameters, strict=True):
+            setattr(module, name, parameter)
+
+    @torch.no_grad()
+    def _copies_of(self, weights: list[nn.Parameter]) -> list[nn.Parameter]:
+        copies = [nn.Parameter(torch.empty_like(w, dtype=self._dtype), w.requires_grad) for w in weights]
+        if copies:
+            torch._foreach_copy_(list[Tensor](copies), list[Tensor](weights))
+        for weight, copy in zip(weights, copies, strict=True):
+            if weight.requires_grad:
+                copy.register_post_accumulate_grad_hook(functools.partial(self._add_gradient, weight))
+        return copies
+
+    @torch.no_grad()
+    def _add_gradient(self, weight: nn.Parameter, copy: Tensor) -> None:
+        assert copy.grad is not None
+        if weight.grad is None:
+            weight.grad = copy.grad.to(weight.dtype)
+        else:
+            weight.grad.add_(copy.grad)  # of two dtypes, in one kernel
+        copy.grad = None
+        self._accumulated(weight)

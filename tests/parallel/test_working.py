@@ -1,0 +1,221 @@
+"""Working copies: the bits of weights cast at each use, half of the accesses, and nothing left behind."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from boost.config import Config, traffic
+from boost.config.copies import has_working_copies
+from boost.models.fused import fused_params
+from boost.parallel.gradients import GradientReducer
+from boost.parallel.working import WorkingCopies
+from tests import toy
+from tests.distributed import run_distributed
+from tests.matrices import DENSE, LOW_RANK, Row, ids, policies
+from tests.trained import Trained, keeps_table
+
+BF16 = {"compute_dtype": "bfloat16", "param_dtype": "float32", "micro_batch": 2}
+
+
+def without(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"working_copies": False})})
+
+
+def differences(config: Config) -> list[str]:
+    """What differs in any bit after two steps from weights that are cast at each use."""
+    assert has_working_copies(config), "otherwise this compares a thing with itself"
+    usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
+    try:
+        copied, cast = Trained(config), Trained(without(config))
+    finally:
+        traffic.BUCKET_BYTES = usual
+    found = [] if copied.numbers == cast.numbers else [f"loss or norm {copied.numbers} {cast.numbers}"]
+    for number, (ours, theirs) in enumerate(zip(copied.gradients, cast.gradients, strict=True)):
+        found += [f"{number} {name}" for name in theirs if not torch.equal(ours[name], theirs[name])]
+    ours, theirs = toy.weights(copied.model), toy.weights(cast.model)
+    return found + [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+CELLS: list[tuple[str, Row, str]] = [
+    *(("cola", layout, policies("cola", layout)[n % 3] if n % 2 else "none") for n, layout in enumerate(LOW_RANK)),
+    *(("dense", layout, "full-block" if n % 2 else "none") for n, layout in enumerate(DENSE)),
+    ("svd", {"layout": "btp-sp"}, "low-rank-sharded"),
+    ("lax", {"layout": "btp"}, "low-rank"),
+    ("lax", {"layout": "btp-sp", "grouping": False}, "none"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "policy"), CELLS, ids=ids(CELLS))
+@pytest.mark.slow
+def test_every_bit_is_that_of_weights_cast_at_each_use(family: str, layout: Row, policy: str) -> None:
+    """Three micro-batches, fewer key/value heads than processes; a weight is used once in each."""
+    train = {**BF16, "global_batch": 6, "recompute": policy}
+    model = {"family": family, "kv_heads": 1, **({"gate": "tensor", "rank": 16} if family == "lax" else {})}
+    config = toy.toy_config("bfloat16", model=model, parallel={**layout, "tp": 2}, train=train)
+    assert run_distributed(2, differences, config) == [[], []]
+
+
+def test_the_same_on_one_process() -> None:
+    for model in ({"family": "cola"}, {"family": "dense", "kv_heads": 1}, {"family": "svd"}):
+        assert differences(toy.toy_config("bfloat16", model=model, train={**BF16, "global_batch": 6})) == []
+
+
+MESHES = [
+    ({"pp": 2, "schedule": "gpipe"}, 2),
+    ({"pp": 2, "schedule": "1f1b"}, 2),
+    ({"pp": 2, "schedule": "interleaved-1f1b"}, 2),
+    ({"layout": "btp", "tp": 2, "dp": 2}, 4),
+    ({"layout": "btp-sp", "tp": 2, "pp": 2}, 4),
+]
+
+
+@pytest.mark.parametrize(("parallel", "size"), MESHES, ids=str)
+@pytest.mark.slow
+def test_in_pipelines_and_replicas_too(parallel: Row, size: int) -> None:
+    train = {**BF16, "global_batch": 8 * parallel.get("dp", 1)}
+    config = toy.toy_config("bfloat16", model={"layers": 4}, parallel=parallel, train=train)
+    assert run_distributed(size, differences, config) == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train"),
+    [
+        ({}, {"param_dtype": "bfloat16"}),
+        ({}, {"working_copies": False}),
+        ({"dp": 2, "shard": "full"}, {}),
+        ({"dp": 2, "shard": "optimizer"}, {}),
+        ({"pp": 2, "schedule": "zero-bubble"}, {}),
+    ],
+    ids=str,
+)
+def test_there_are_none_where_they_are_of_no_use(parallel: Row, train: Row) -> None:
+    config = toy.toy_config("bfloat16", model={"layers": 4}, parallel=parallel, train={**BF16, "global_batch": 8, **train})
+    assert not has_working_copies(config)
+    model = torch.nn.Module()
+    with WorkingCopies(model, config, lambda _: None).in_use():
+        pass
+
+
+def copied(config: Config) -> set[str]:
+    """First parameters of what modules hold in another dtype while passes run."""
+    decoder, _ = toy.toy_decoder(config)
+    before = list(fused_params(decoder))
+    with WorkingCopies(decoder, config, lambda _: None).in_use():
+        during = list(fused_params(decoder))
+    after = list(fused_params(decoder))
+    assert all(a.parameter is b.parameter for a, b in zip(before, after, strict=True))
+    for old, new in zip(before, during, strict=True):
+        assert torch.equal(old.parameter.to(new.parameter.dtype), new.parameter)
+    return {s.slices[0].parameter.role for s in during if s.parameter.dtype == torch.bfloat16}
+
+
+def test_what_is_scaled_before_it_is_cast_has_none() -> None:
+    """Under btp that is A of norm(x): rounded twice, online norm would be off by more than sync."""
+    config = toy.toy_config("bfloat16", parallel={"layout": "btp", "tp": 2}, train=BF16)
+    assert run_distributed(2, copied, config) == [{"enter.B", "kv.B", "leave.A", "leave.B", "head"}] * 2
+    assert copied(toy.single(config)) == {"enter.A", "enter.B", "kv.B", "leave.A", "leave.B", "head"}
+
+
+def test_a_failed_pass_leaves_the_weights_in_place() -> None:
+    config = toy.toy_config("bfloat16", train=BF16)
+    decoder, mesh = toy.toy_decoder(config)
+    params = list(fused_params(decoder))
+    reducer = GradientReducer(params, mesh)
+    copies = WorkingCopies(decoder, config, reducer.accumulated)
+    with pytest.raises(ZeroDivisionError), copies.in_use():
+        reducer.begin()
+        loss = decoder(*toy.toy_tokens(config))
+        gone = [weakref.ref(s.parameter) for s in fused_params(decoder) if s.parameter.dtype == torch.bfloat16]
+        loss.backward()
+        assert all(reference().grad is None for reference in gone), "only the weights' own gradients stay"  # type: ignore[union-attr]
+        del loss
+        raise ZeroDivisionError
+    assert [s.parameter for s in fused_params(decoder)] == [s.parameter for s in params]
+    assert all(s.parameter.grad.dtype == torch.float32 for s in params)  # type: ignore[union-attr]
+    gc.collect()
+    assert gone and all(reference() is None for reference in gone)
+
+
+def test_a_frozen_weight_is_copied_and_has_no_gradient() -> None:
+    config = toy.toy_config("bfloat16", train=BF16)
+    decoder, _ = toy.toy_decoder(config)
+    decoder.head.requires_grad_(False)
+    with WorkingCopies(decoder, config, lambda _: None).in_use():
+        assert decoder.head.dtype == torch.bfloat16
+        decoder(*toy.toy_tokens(config)).backward()
+    assert decoder.head.grad is None
+    assert all(p.grad is not None for p in decoder.parameters() if p.requires_grad)
+
+
+def launched_during_backward(config: Config) -> tuple[int, int, bool]:
+    """(buckets launched when the last backward pass is done, all buckets, whether the step kept the table of collectives)."""
+    usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
+    try:
+        trained = Trained(config, 0)
+        launched: list[int] = []
+        finish = trained.reducer.finish
+
+        def at_the_end() -> None:
+            launched.append(sum(queue.next_bucket for queue in trained.reducer._queues))
+            finish()
+
+        trained.reducer.finish = at_the_end  # type: ignore[method-assign]
+        counted = trained.collectives()
+        return launched[0], sum(len(queue.buckets) for queue in trained.reducer._queues), keeps_table(config, counted)
+    finally:
+        traffic.BUCKET_BYTES = usual
+
+
+def test_buckets_are_launched_while_the_last_backward_pass_runs() -> None:
+    config = toy.toy_config(
+        "bfloat16", parallel={"layout": "btp-sp", "tp": 2, "dp": 2}, train={**BF16, "global_batch": 8}
+    )
+    assert has_working_copies(config)
+    for launched, of, as_the_table in run_distributed(4, launched_during_backward, config):
+        assert launched == of > 4
+        assert as_the_table
+
+
+def errors_of_halves(config: Config) -> tuple[float, float]:
+    """(of copies, of weights cast at each use): relative error of the whole gradient in bf16 against fp64."""
+    wide = {"param_dtype": "float64", "compute_dtype": "float64"}
+    exact = Trained(config.model_copy(update={"train": config.train.model_copy(update=wide)}), 1).gradients[0]
+    norm = sum(g.square().sum() for g in exact.values()) ** 0.5
+
+    def error(other: Config) -> float:
+        found = Trained(other, 1).gradients[0]
+        return float(sum((found[k].double() - exact[k]).square().sum() for k in exact) ** 0.5 / norm)
+
+    return error(config), error(without(config))
+
+
+def test_halves_add_up_in_bf16_what_one_pass_uses_twice() -> None:
+    parallel = {"layout": "btp-sp", "tp": 2, "overlap": "halves"}
+    config = toy.toy_config("bfloat16", parallel=parallel, train={**BF16, "global_batch": 4})
+    for copied, cast in run_distributed(2, errors_of_halves, config):
+        print("halves", copied, cast)
+        assert copied < 1.05 * cast
+
+
+def compiled_difference(config: Config) -> float:
+    """Largest relative difference of gradients over two micro-batches between copies and casts, blocks compiled."""
+    results: list[dict[str, torch.Tensor]] = []
+    for each in (config, without(config)):
+        torch._dynamo.reset()
+        decoder, _ = toy.toy_decoder(config)
+        for block in decoder.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        with WorkingCopies(decoder, each, lambda _: None).in_use():
+            for seed in range(2):
+                decoder(*toy.toy_tokens(config, seed)).backward()
+        results.append(toy.gradients(decoder))
+    return toy.worst_error(*results)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_them() -> None:
+    config = toy.toy_config("bfloat16", parallel={"layout": "btp-sp", "tp": 2}, train=BF16)
+    assert run_distributed(2, compiled_difference, config) == [0.0] * 2
