@@ -25,6 +25,7 @@ from boost.models.interface import Pending
 from boost.models.kernels import BACKENDS, using
 from boost.optim.build import build_optimizer
 from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, LOGITS, OPTIMIZER, SAVED, WEIGHTS, WORK, category_of, short_role
 from boost.train.model import build_decoder
 
@@ -176,7 +177,13 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
             tracker.watch(storage.tensor.grad, GRADIENTS)
     for value in optimizer.state_tensors():
         tracker.watch(value, OPTIMIZER)
-    hooks = [s.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS)) for s in params]
+
+    def accumulated(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        tracker.watch(parameter.grad, GRADIENTS)
+
+    hooks = [s.tensor.register_post_accumulate_grad_hook(accumulated) for s in params]
+    copies = WorkingCopies(decoder, config, accumulated)
     usual = decoder.layout.loss
 
     def loss(*arguments: Any) -> Pending[Tensor]:
@@ -186,13 +193,14 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
     decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
     try:
         with tracker, using(BACKENDS["eager"]):  # of fake tensors nothing can be compiled
-            total = decoder(*batch)
-            if not isinstance(total, FakeTensor):
-                tracker.settle()
-            kept = dict(+tracker.live)
-            tracker.scope = WORK
-            total.backward()
-            kept[GRADIENTS] = tracker.live[GRADIENTS]
+            with copies.in_use():
+                total = decoder(*batch)
+                if not isinstance(total, FakeTensor):
+                    tracker.settle()
+                kept = dict(+tracker.live)
+                tracker.scope = WORK
+                total.backward()
+                kept[GRADIENTS] = tracker.live[GRADIENTS]
             optimizer.step(0, config.optim.lr)
     finally:
         decoder.layout.loss = usual  # type: ignore[method-assign]

@@ -5,10 +5,11 @@ recomputation policy. Saved activations come from a trace of the decoder (`boost
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from boost.config.copies import has_working_copies
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE
-from boost.plan.categories import GRADIENTS, LATENTS, OPTIMIZER, SAVED, WEIGHTS
+from boost.plan.categories import COPIES, GRADIENTS, LATENTS, OPTIMIZER, SAVED, WEIGHTS
 from boost.plan.optimizer import state_bytes
 from boost.plan.replicas import StoredTensor, stored_tensors
 from boost.plan.tape import Held
@@ -36,7 +37,8 @@ class Memory:
     states: dict[str, int]
     """WEIGHTS, GRADIENTS, OPTIMIZER."""
     saved: tuple[SavedTensor, ...]
-    """Tensors saved between the forward and the backward pass of a micro-batch."""
+    """Tensors saved between the forward and the backward pass of a micro-batch, working copies of weights among them: one for
+    all micro-batches."""
 
     @property
     def by_category(self) -> dict[str, int]:
@@ -64,6 +66,7 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
     if stages[-1].has_head:
         saved += [SavedTensor(held) for held in trace_loss(config).saved]
     stored = [tensor for stage in stages for tensor in stored_tensors(config.model, config.parallel, stage)]
+    saved += [SavedTensor(held, tensor.unit) for tensor in stored if (held := _copy(config, tensor))]
     return Memory(states_of(config, stored, stages), tuple(saved))
 
 
@@ -71,6 +74,19 @@ def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[S
     """STATES of the stored tensors of these stages; only this process's shards."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
     return {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored, stages)}
+
+
+def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
+    """Bytes of the working copies of these stored tensors."""
+    return sum(held.bytes for tensor in stored if (held := _copy(config, tensor)))
+
+
+def _copy(config: Config, tensor: StoredTensor) -> Held | None:
+    """The working copy of a stored tensor."""
+    if not (tensor.may_have_copy and has_working_copies(config)):
+        return None
+    dtype = config.train.compute_dtype
+    return Held(tensor.elements * ITEMSIZE[dtype], COPIES, "copy_", (tensor.rows, tensor.columns), dtype, "")
 
 
 def _block_saved_tensors(config: Config, layer: int) -> Iterator[SavedTensor]:

@@ -15,8 +15,8 @@ from boost.config.compiling import compiled_part
 from boost.config.schema import Config
 from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE, bucket_lengths
-from boost.plan.categories import BUFFERS, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK
-from boost.plan.memory import prev_latents_saved, states_of
+from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK
+from boost.plan.memory import copies_bytes, prev_latents_saved, states_of
 from boost.plan.optimizer import work_bytes
 from boost.plan.replicas import stored_tensors
 from boost.plan.schedules import Action, actions, micro_batches
@@ -108,7 +108,9 @@ class _Storage:
         self.size = ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
         """Bytes of all gradients, per stage."""
-        self.states = states_of(config, [t for tensors in self.tensors.values() for t in tensors], stages)
+        stored = [t for tensors in self.tensors.values() for t in tensors]
+        self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
+        """Bytes between steps, by category, and of working copies, while passes run."""
         self.shards = Shards(config, stages, self.tensors)
         self.buckets = self._copied(config)
 
@@ -150,7 +152,8 @@ _MAX_STORAGE = 512
 def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
     """Cached by the identity of sections, which the entries keep alive: a search asks for each mesh with many micro-batches."""
     parts = config.model, config.parallel, config.optim
-    key = *map(id, parts), config.train.param_dtype, config.train.compute_dtype, config.train.reduce_dtype, stages
+    train = config.train
+    key = *map(id, parts), train.param_dtype, train.compute_dtype, train.reduce_dtype, train.working_copies, stages
     found = _STORAGE.get(key)
     if found is None:
         if len(_STORAGE) >= _MAX_STORAGE:
@@ -244,6 +247,7 @@ class _StepMemory:
     def _baseline(self) -> Counter[str]:
         """Bytes held throughout a pass."""
         held = Counter({WEIGHTS: self.states[WEIGHTS], OPTIMIZER: self.states[OPTIMIZER]})
+        held[COPIES] = self.storage.copies
         held[GRADIENTS] = sum(self._gradients(i) for i in range(len(self.stages)))
         held[WORK] = self._context()
         return self._with_in_flight(held)

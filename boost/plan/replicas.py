@@ -22,6 +22,7 @@ from boost.config.architecture import (
     head,
     latent_gate_parameters,
 )
+from boost.config.copies import may_have_copy
 from boost.config.layouts import Placement, local_shape, placement_of
 from boost.config.schema import Config, ModelConfig, ParallelConfig
 from boost.config.stages import Stage, whole
@@ -38,6 +39,8 @@ class StoredTensor(NamedTuple):
     placement: Placement
     unit: int | None
     """The block that it is gathered with; None: gathered with the embedding and the head of its stage."""
+    may_have_copy: bool
+    """Whether passes use a working copy of it, where there are any (`boost.config.copies`)."""
 
     @property
     def elements(self) -> int:
@@ -66,7 +69,8 @@ def stored_tensor(
     placement = placement_of(parameters[0].role, model, parallel)
     shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
-    return StoredTensor(rows, columns, len(shapes[0]) == 1, placement, unit)
+    copied = may_have_copy(parameters[0].role, parallel)
+    return StoredTensor(rows, columns, len(shapes[0]) == 1, placement, unit, copied)
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Iterator[StoredTensor]:
@@ -82,7 +86,7 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
         if like not in known:
             known[like] = list(_block_tensors(model, parallel, like))
         for each in known[like]:
-            yield StoredTensor(each.rows, each.columns, each.vector, each.placement, layer)
+            yield each._replace(unit=layer)
     if stage.has_head:
         yield stored(None, final_norm(model))
         yield stored(None, head(model))

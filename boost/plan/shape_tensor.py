@@ -478,10 +478,15 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     return tuple(result) if place == -1 else None
 
 
-def leaf(tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str) -> ShapeTensor:
-    """A weight of a role: a leaf of the graph, not counted in live bytes."""
+def leaf(
+    tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str, kept: torch.dtype | None = None
+) -> ShapeTensor:
+    """A weight of a role: a leaf of the graph, not counted in live bytes. `kept`: the dtype in which its gradients are added up,
+    if it is another one."""
     storage = ShapeStorage(_Nowhere, 0, COPIES, role)  # counted as training state
-    return ShapeTensor(tape, storage, shape, contiguous(shape), dtype, device, GraphNode(LEAF, (), 1, None, tape.place))
+    node = GraphNode(LEAF, (), 1, None, tape.place)
+    node.widening = kept.itemsize // dtype.itemsize if kept else 1
+    return ShapeTensor(tape, storage, shape, contiguous(shape), dtype, device, node)
 
 
 _Nowhere = Tape(0, 0)

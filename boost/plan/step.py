@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from boost.config.architecture import first_alike, groups
+from boost.config.copies import has_working_copies
 from boost.config.factors import FactorShape, factor_shape, work_dtype
 from boost.config.layouts import placement_of
 from boost.config.optimizers import MuonConfig
@@ -37,10 +38,13 @@ def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool)
 
 def as_stored(config: Config) -> Config:
     """The configuration without sharding. Gathered weights arrive cast, but are copied out of the receive buffer, and their
-    gradients into the send buffer; these copies move about as many bytes as casts, which are counted instead."""
+    gradients into the send buffer; these copies move about as many bytes as casts at each use, which are counted instead."""
     if not config.parallel.sharded:
         return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
+    parallel = config.parallel.model_copy(update={"shard": "none"})
+    return config.model_copy(
+        update={"parallel": parallel, "train": config.train.model_copy(update={"working_copies": False})}
+    )
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
@@ -49,7 +53,8 @@ def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
 
 
 def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Operations of one process once per optimizer step, and gradient accumulation over micro-batches."""
+    """Operations of one process once per optimizer step, and gradient accumulation over micro-batches. Of weights with working
+    copies that includes the casts of weights and of gradients, which are part of a micro-batch otherwise."""
     model, parallel, train = config.model, config.parallel, config.train
     stored: Counter[StoredTensor] = Counter()
     for stage in stages:
@@ -62,9 +67,15 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     # Into a bucket; where it has another dtype, out of it as well.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
+    has_copies, narrow = has_working_copies(config), ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
     for tensor, count in stored.items():
         elements, held = (tensor.elements,), (tensor.shard(parallel),)
-        total[of_step(STREAM, elements, dtype, 3, "weights")] += count * (accumulated - 1)
+        if has_copies and tensor.may_have_copy:
+            # The weight is cast once, and the first gradient; the others are added to it in one pass.
+            total[of_step(STREAM, elements, dtype, 1 + narrow, "weights")] += 2 * count
+            total[of_step(STREAM, elements, dtype, 2 + narrow, "weights")] += count * (accumulated - 1)
+        else:
+            total[of_step(STREAM, elements, dtype, 3, "weights")] += count * (accumulated - 1)
         if _travels(tensor, config):
             total[of_step(STREAM, elements, dtype, copied, "weights")] += count
         total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count

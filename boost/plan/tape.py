@@ -101,7 +101,7 @@ class ShapeStorage:
 class GraphNode:
     """A node of the autograd graph. `number` orders the backward pass, which ends at -1 (inputs) and LEAF (weights)."""
 
-    __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved")
+    __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved", "widening")
 
     def __init__(
         self, number: float, inputs: Sequence[Any], results: int, backward: Backward | None, place: str
@@ -110,6 +110,8 @@ class GraphNode:
         self.edges = [(x.node, x.index) if x is not None else (None, 0) for x in inputs]
         self.saved: Any = ()
         self.frame: CheckpointFrame | None = None
+        self.widening = 1
+        """Of a working copy: bytes of the gradient that stays, for each of the one that arrives and is then released."""
 
 
 class CheckpointFrame:
@@ -354,7 +356,9 @@ class Tape:
             if node.number < 0:
                 self.input_gradients += [g for g in gradients if g is not None]
             else:
-                new_bytes = sum(g.storage.bytes for g in gradients if g is not None)
+                new_bytes = node.widening * sum(g.storage.bytes for g in gradients if g is not None)
+                if node.widening > 1:
+                    self.first_lives.append(self.live + self.new_gradients + new_bytes)
                 gradients.clear()
                 self.new_gradients += new_bytes
             return []

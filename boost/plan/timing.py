@@ -387,7 +387,8 @@ class Predictor:
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` for work done once per step, independent of the micro-batch."""
         p = config.parallel
-        return self._lookup(config, ((p.dp, p.pp, p.shard, p.shard_outer), key), function, arguments)
+        shared = p.dp, p.pp, p.shard, p.shard_outer, p.splits_backward, config.train.working_copies
+        return self._lookup(config, (shared, key), function, arguments)
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         model, p, train = config.model, config.parallel, config.train

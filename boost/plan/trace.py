@@ -101,10 +101,14 @@ def trace_embedding(config: Config) -> TracedPass:
 
 
 def _with_whole_backward(config: Config) -> Config:
-    """The ends of a model are the same under zero bubble, where only blocks keep more for a backward pass in two."""
+    """The ends of a model are the same under zero bubble, where only blocks keep more for a backward pass in two, but for the
+    working copies that there are none of."""
     if not config.parallel.splits_backward:
         return config
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": "1f1b"})})
+    parallel = config.parallel.model_copy(update={"schedule": "1f1b"})
+    return config.model_copy(
+        update={"parallel": parallel, "train": config.train.model_copy(update={"working_copies": False})}
+    )
 
 
 # Other micro-batches.

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from boost.config.compiling import compiled_part
+from boost.config.copies import has_working_copies, may_have_copy
 from boost.config.schema import Config
 from boost.models import kernels
 from boost.models.fused import FusedModule
@@ -39,7 +40,7 @@ class Tracer:
     def __init__(self, config: Config, gathered: bool, on_gpu: bool) -> None:
         self.config, self.model, self.parallel = config, config.model, config.parallel
         train, p = config.train, config.parallel.tp
-        self.gathered = gathered
+        self.gathered, self.copied = gathered, not gathered and has_working_copies(config)
         self.dtype, self.stored = getattr(torch, train.compute_dtype), getattr(torch, train.param_dtype)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         part = compiled_part(train.compile, self.device.type)
@@ -74,9 +75,12 @@ class Tracer:
             if isinstance(each, FusedModule):
                 for name, slices in each.slices.items():
                     shape = tuple(each._parameters[name].shape)  # type: ignore[union-attr]
-                    dtype = self.dtype if self.gathered and len(shape) > 1 else self.stored
-                    role = short_role(slices[0].parameter.role)
-                    each._parameters[name] = leaf(self.tape, shape, dtype, self.device, role)  # type: ignore[assignment]
+                    role = slices[0].parameter.role
+                    copied = self.copied and may_have_copy(role, self.parallel)
+                    dtype = self.dtype if copied or (self.gathered and len(shape) > 1) else self.stored
+                    each._parameters[name] = leaf(  # type: ignore[assignment]
+                        self.tape, shape, dtype, self.device, short_role(role), self.stored if copied else None
+                    )
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
         """Gradients of the outputs of a pass."""

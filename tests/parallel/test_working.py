@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -92,7 +91,9 @@ def test_in_pipelines_and_replicas_too(parallel: Row, size: int) -> None:
     ids=str,
 )
 def test_there_are_none_where_they_are_of_no_use(parallel: Row, train: Row) -> None:
-    config = toy.toy_config("bfloat16", model={"layers": 4}, parallel=parallel, train={**BF16, "global_batch": 8, **train})
+    config = toy.toy_config(
+        "bfloat16", model={"layers": 4}, parallel=parallel, train={**BF16, "global_batch": 8, **train}
+    )
     assert not has_working_copies(config)
     model = torch.nn.Module()
     with WorkingCopies(model, config, lambda _: None).in_use():
@@ -125,14 +126,19 @@ def test_a_failed_pass_leaves_the_weights_in_place() -> None:
     params = list(fused_params(decoder))
     reducer = GradientReducer(params, mesh)
     copies = WorkingCopies(decoder, config, reducer.accumulated)
-    with pytest.raises(ZeroDivisionError), copies.in_use():
-        reducer.begin()
-        loss = decoder(*toy.toy_tokens(config))
-        gone = [weakref.ref(s.parameter) for s in fused_params(decoder) if s.parameter.dtype == torch.bfloat16]
-        loss.backward()
-        assert all(reference().grad is None for reference in gone), "only the weights' own gradients stay"  # type: ignore[union-attr]
-        del loss
-        raise ZeroDivisionError
+    gone: list[weakref.ref[torch.nn.Parameter]] = []
+
+    def fail() -> None:
+        with copies.in_use():
+            reducer.begin()
+            during = [s.parameter for s in fused_params(decoder) if s.parameter.dtype == torch.bfloat16]
+            gone.extend(map(weakref.ref, during))
+            decoder(*toy.toy_tokens(config)).backward()
+            assert all(copy.grad is None for copy in during), "only the weights' own gradients stay"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert [s.parameter for s in fused_params(decoder)] == [s.parameter for s in params]
     assert all(s.parameter.grad.dtype == torch.float32 for s in params)  # type: ignore[union-attr]
     gc.collect()

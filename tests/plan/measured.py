@@ -17,6 +17,7 @@ from boost.optim.build import build_optimizer
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.pipeline import Pipeline
 from boost.parallel.sharding import last_backward
+from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from tests import toy
 
@@ -34,11 +35,18 @@ def step_peak(config: Config) -> tuple[int, int]:
     for fused in params:
         tracker.watch(fused.tensor, WEIGHTS)
         fused.tensor.register_post_accumulate_grad_hook(lambda p: tracker.watch(p.grad, GRADIENTS))
+
+    def accumulated(parameter: Any) -> None:
+        tracker.watch(parameter.grad, GRADIENTS)
+        reducer.accumulated(parameter)
+
+    copies = WorkingCopies(model, config, accumulated)
     for value in optimizer.state_tensors():
         tracker.watch(value, OPTIMIZER)
     with tracker, _resizing(tracker):
         reducer.begin(train.global_batch // (config.parallel.dp * train.micro_batch))
-        _passes(model, config, tokens, targets, train)
+        with copies.in_use():
+            _passes(model, config, tokens, targets, train)
         reducer.finish()
         optimizer.step(train.steps - 1, config.optim.lr)
     return mesh.pp.rank, sum(tracker.peak.values())

@@ -15,8 +15,9 @@ from boost.config.load import from_tree
 from boost.config.stages import whole
 from boost.measure.memory import _FakeGroup
 from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.working import WorkingCopies
 from boost.plan import trace
-from boost.plan.step import block_work, ends_work
+from boost.plan.step import block_work, ends_work, step_work
 from boost.plan.trace import run_block, trace_block, with_micro_batch
 from boost.plan.traced import TracedPass
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, SILU, SILU_BACKWARD, Work, gemm
@@ -92,11 +93,38 @@ def run(config: Any) -> Seen:
         mesh = Mesh(torch.device("cpu"), {"tp": Axis(0, size, _FakeGroup() if size > 1 else None)})  # type: ignore[arg-type, dict-item]
         decoder = build_decoder(config, mesh)
         tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.long)
-        with seen:
+        with seen, _Copies(decoder, config, seen).in_use():
+            seen.phase = "forward"
             loss = decoder(tokens, tokens)
             seen.phase = "backward"
             loss.backward()
     return seen
+
+
+class _Copies(WorkingCopies):
+    """Working copies whose casts are seen as a phase of their own."""
+
+    def __init__(self, decoder: Any, config: Any, seen: Seen) -> None:
+        super().__init__(decoder, config, lambda _: None)
+        self.seen = seen
+        seen.phase = "step"
+
+    def _add_gradient(self, weight: Any, copy: Any) -> None:
+        phase, self.seen.phase = self.seen.phase, "step"
+        super()._add_gradient(weight, copy)
+        self.seen.phase = phase
+
+
+def casts_of_a_step(config: Any) -> float:
+    """Bytes of casts that are counted with a step of one micro-batch, not with the micro-batch."""
+    stages = [whole(config.model)]
+
+    def moved(copies: bool) -> float:
+        train = config.train.model_copy(update={"working_copies": copies, "global_batch": config.train.micro_batch})
+        work = step_work(config.model_copy(update={"train": train}), stages)
+        return sum(each.bytes * times for each, times in work.items())
+
+    return moved(config.train.working_copies) - moved(False)
 
 
 DENSE, COLA = {"family": "dense"}, {"family": "cola"}
@@ -158,6 +186,7 @@ def test_every_gemm_and_the_bytes_of_everything_else_are_those_dispatched(case: 
             kernel = work.kernel if work.kernel in KERNELS.values() else "others"
             moved[phase][kernel] += times * work.bytes
     assert gemms == seen.gemms
+    assert seen.bytes.pop("step", Counter()).total() == casts_of_a_step(config)
     for phase, kernels in seen.bytes.items():
         for kernel, size in kernels.items():
             assert moved[phase][kernel] == pytest.approx(size, rel=0.05), (phase, kernel)
