@@ -37,14 +37,12 @@ def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool)
 
 
 def as_stored(config: Config) -> Config:
-    """The configuration without sharding. Gathered weights arrive cast, but are copied out of the receive buffer, and their
-    gradients into the send buffer; these copies move about as many bytes as casts at each use, which are counted instead."""
+    """The configuration without sharding, whose passes do the same on working copies as on gathered weights, which arrive cast.
+    Without working copies: gathered weights are copied out of the receive buffer, and their gradients into the send buffer; these
+    copies move about as many bytes as casts at each use, which are counted instead."""
     if not config.parallel.sharded:
         return config
-    parallel = config.parallel.model_copy(update={"shard": "none"})
-    return config.model_copy(
-        update={"parallel": parallel, "train": config.train.model_copy(update={"working_copies": False})}
-    )
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
@@ -67,15 +65,19 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     # Into a bucket; where it has another dtype, out of it as well.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
-    has_copies, narrow = has_working_copies(config), ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
+    has_copies, narrow = has_working_copies(as_stored(config)), ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
+    gathers_each = parallel.sharded and parallel.shard == "full"
     for tensor, count in stored.items():
         elements, held = (tensor.elements,), (tensor.shard(parallel),)
-        if has_copies and tensor.may_have_copy:
-            # The weight is cast once, and the first gradient; the others are added to it in one pass.
+        has_copy = has_copies and tensor.may_have_copy
+        if has_copy and gathers_each:
+            # In each micro-batch: out of the buffers of two gathers, and into that of a reduce-scatter.
+            total[of_step(STREAM, elements, dtype, 4 * narrow + 1 + narrow, "weights")] += count * accumulated
+        elif has_copy:
+            # The weight is cast (or gathered) once, and the first gradient is; the others are added to it in one pass.
             total[of_step(STREAM, elements, dtype, 1 + narrow, "weights")] += 2 * count
-            total[of_step(STREAM, elements, dtype, 2 + narrow, "weights")] += count * (accumulated - 1)
-        else:
-            total[of_step(STREAM, elements, dtype, 3, "weights")] += count * (accumulated - 1)
+        added = 2 + narrow if has_copy and not gathers_each else 3
+        total[of_step(STREAM, elements, dtype, added, "weights")] += count * (accumulated - 1)
         if _travels(tensor, config):
             total[of_step(STREAM, elements, dtype, copied, "weights")] += count
         total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from boost.config import load
 from boost.config.schema import Config
+from boost.config.stages import Stage
 from boost.models import kernels
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
 from boost.models.pointwise import gated_product, rotary
-from boost.plan.step import block_work
+from boost.plan.step import block_work, step_work
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM
 
 EAGER, INDUCTOR = BACKENDS["eager"], BACKENDS["inductor"]
@@ -163,10 +164,37 @@ def moved(config: Config) -> float:
     return sum(each.bytes * n for each, n in others) / 1e9
 
 
-@pytest.mark.parametrize(("layout", "eager", "fused"), [("btp", 6.7, 4.0), ("btp-sp", 4.0, 2.8)])
+def in_a_step(config: Config, micro_batches: int, copies: bool) -> float:
+    """GB of the same and micro-batch in a step of several: with casts of weights and gradients, and with adding gradients up."""
+    train = {"working_copies": copies, "global_batch": micro_batches * config.train.micro_batch}
+    once = {
+        "working_copies": False,
+        "global_batch": config.train.micro_batch,
+    }  # nothing is cast or added up in `step_work`
+    asked, bare = (config.model_copy(update={"train": config.train.model_copy(update=t)}) for t in (train, once))
+    own, others = (
+        sum(each.bytes * n for each, n in step_work(c, [Stage(1, 3, 0, 1)]).items() if each.place == "weights")
+        for c in (asked, bare)
+    )
+    return moved(asked) + (own - others) / micro_batches / 1e9
+
+
+@pytest.mark.parametrize(("layout", "eager", "fused"), [("btp", 6.4, 3.7), ("btp-sp", 3.3, 2.17)])
 def test_kernels_move_the_bytes_that_they_have_to(layout: str, eager: float, fused: float) -> None:
     assert moved(planned(layout, "none")) == pytest.approx(eager, rel=0.03)
     assert moved(planned(layout, "kernels")) == moved(planned(layout, "auto")) == pytest.approx(fused, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "cast", "copied"),
+    [("btp", 1, 3.95, 3.89), ("btp", 4, 4.13, 3.91), ("btp-sp", 1, 2.78, 2.68), ("btp-sp", 4, 3.16, 2.61)],
+)
+def test_working_copies_save_casts_and_passes_over_gradients(
+    layout: str, micro_batches: int, cast: float, copied: float
+) -> None:
+    config = planned(layout, "kernels")
+    assert in_a_step(config, micro_batches, False) == pytest.approx(cast, abs=0.01)
+    assert in_a_step(config, micro_batches, True) == pytest.approx(copied, abs=0.01)
 
 
 def test_online_norm_moves_no_more_than_sync() -> None:
