@@ -64,12 +64,12 @@ def config_of(policy: str = "none") -> Config:
 
 
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
-def test_memory_is_predicted_to_the_byte_and_its_peak_within_a_per_cent(policy: str) -> None:
+def test_memory_is_predicted_to_the_byte_and_its_peak_within_two_per_cent(policy: str) -> None:
     config = config_of(policy)
     seen = measure(config)
     predicted = memory(config)
     assert {c: n for c, n in predicted.by_category.items() if c in seen.activations} == seen.activations
-    assert peak(config).total == pytest.approx(sum(seen.peak.values()), rel=0.01)
+    assert peak(config).total == pytest.approx(sum(seen.peak.values()), rel=0.02)
 
 
 def test_the_planner_counts_its_collectives() -> None:
