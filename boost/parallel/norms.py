@@ -70,7 +70,7 @@ class _RMSNorm(torch.autograd.Function):
         dy_TD = dy_TD.to(c_T1.dtype)
         normed_TD = x_TD * c_T1
         dgamma_D = (dy_TD * normed_TD).sum(0).to(gamma_D.dtype)
-        g_TD = dy_TD * gamma_D
+        g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # which may be stored in more
         mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
         return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D, None
 

@@ -57,6 +57,13 @@ def test_every_bit_is_that_of_weights_cast_at_each_use(family: str, layout: Row,
     assert run_distributed(2, differences, config) == [[], []]
 
 
+def test_fp32_over_fp64_weights() -> None:
+    train = {**BF16, "compute_dtype": "float32", "param_dtype": "float64", "global_batch": 4}
+    for parallel in ({}, {"layout": "btp", "tp": 2}):
+        config = toy.toy_config("float64", parallel=parallel, train=train)
+        assert run_distributed(config.parallel.tp, differences, config) == [[]] * config.parallel.tp
+
+
 def test_the_same_on_one_process() -> None:
     for model in ({"family": "cola"}, {"family": "dense", "kv_heads": 1}, {"family": "svd"}):
         assert differences(toy.toy_config("bfloat16", model=model, train={**BF16, "global_batch": 6})) == []
