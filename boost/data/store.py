@@ -242,7 +242,7 @@ def _check_shape(meta: Any) -> None:
         meta["splits"][name]["sha256"]
         if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
             raise ValueError(f"split {name} is empty")
-    if "blocks" in meta:  # stores of earlier releases have digests of tokens only
+    if "blocks" in meta or "digest" in meta:  # stores of earlier releases have digests of tokens only
         files = {
             REPORT_FILE,
             TOKENIZER_FILE,

@@ -82,6 +82,15 @@ def test_any_flipped_bit_is_found_and_its_file_named(store: TokenStore, file: st
         flip(store.path / file, bit)
 
 
+@pytest.mark.parametrize("name", ["blocks", "digest"])
+def test_a_damaged_name_does_not_make_it_a_store_of_an_earlier_release(store: TokenStore, name: str) -> None:
+    """Those have neither."""
+    file = store.path / "store.json"
+    flip(file, 8 * (file.read_bytes().rindex(f'"{name}"'.encode()) + 1))
+    with pytest.raises(DataError, match=r"store\.json"):
+        open_and_verify(store.path)
+
+
 def says_the_same(store: TokenStore) -> bool:
     try:
         return bool(json.loads((store.path / "store.json").read_bytes()) == store.meta)
