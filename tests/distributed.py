@@ -115,11 +115,13 @@ def _leave_groups() -> None:
     """Ends all groups but the default one. gloo has threads for each, which wake a hundred times a second: of hundreds of groups
     they take more time than the tests."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from boost.parallel.exchange import last_exchanges
     from tests import toy
 
     toy.mesh.cache_clear()
+    _clear_sharding_prop_cache()  # it holds meshes
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
