@@ -41,15 +41,16 @@ def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pyt
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token store of a few modules of the standard library, with a tokenizer of 300 tokens."""
+    """A token store of a few modules of the standard library, with a tokenizer of 300 tokens. Held out is a small one (secrets):
+    every run ends with an evaluation of all of it."""
     import argparse
     import ast
-    import json.decoder
+    import secrets
     import textwrap
 
     from boost.data.prepare import PrepareOptions, prepare
 
     path = tmp_path_factory.mktemp("corpus") / "store"
-    inputs = tuple(str(module.__file__) for module in (argparse, ast, json.decoder, textwrap))
+    inputs = tuple(str(module.__file__) for module in (argparse, ast, secrets, textwrap))
     prepare(PrepareOptions(out=path, inputs=inputs, tokenizer="train:300", heldout=0.1))
     return path
