@@ -44,10 +44,11 @@ LOW_RANK_LAYOUTS: tuple[Row, ...] = (
     {"layout": "btp", "norm": "online"},
     {"layout": "btp", "norm": "sync"},
     {"layout": "btp-sp"},
+    {"layout": "btp-cp"},
     {"layout": "vanilla"},
     {"layout": "vanilla", "vanilla": "published"},
 )
-DENSE_LAYOUTS: tuple[Row, ...] = ({"layout": "megatron"}, {"layout": "megatron-sp"})
+DENSE_LAYOUTS: tuple[Row, ...] = ({"layout": "megatron"}, {"layout": "megatron-sp"}, {"layout": "ulysses"})
 """Each layout with each of its own options."""
 
 GROUPING = (True, False)

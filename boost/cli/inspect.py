@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load
-from boost.config.layouts import placement_of, spec_of
+from boost.config.layouts import spec_of
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
@@ -119,11 +119,8 @@ def _notes(config: Config) -> Iterator[str]:
         effective = spec_of(parallel).name
         same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' is then '{effective}')"
         yield f"parallel.tp = 1: one process holds all weights{same}; the model has no collectives"
-    elif placement_of("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
-        yield (
-            f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of all "
-            "key/value heads and uses the rows of its own"
-        )
+    else:
+        yield from spec_of(parallel).notes(model, parallel)
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:

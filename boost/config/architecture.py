@@ -22,8 +22,9 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     role: str
-    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | kv.{B,W}, which end in key/value heads | latent.rows and
-    latent.whole, which act on the latents of a crossing family (the former may be sharded along the rank)"""
+    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W}, which end in heads | o.{A,W}, which begin
+    in heads | latent.rows and latent.whole, which act on the latents of a crossing family (the former may be sharded along the
+    rank)"""
 
     @property
     def size(self) -> int:
@@ -62,9 +63,17 @@ class GroupSpec:
         for slot in self.slots:
             rank = slot.rank or 0
             shape = {"A": (rank, slot.d_in), "B": (slot.d_out, rank), "W": (slot.d_out, slot.d_in)}[factor]
-            side = "kv" if slot.kv and factor != "A" else self.side
+            side = _AT_HEADS.get((slot.name, factor), self.side)
             result.append(Parameter(f"{prefix}.{slot.name}.{factor}", shape, f"{side}.{factor}"))
         return tuple(result)
+
+
+_AT_HEADS = {
+    **{("attn.q", factor): "q" for factor in "BW"},
+    **{(f"attn.{name}", factor): "kv" for name in "kv" for factor in "BW"},
+    **{("attn.o", factor): "o" for factor in "AW"},
+}
+"""Roles of weights one side of which are heads."""
 
 
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:

@@ -106,7 +106,7 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"parallel.layout = '{spec.name}' holds every weight in one process, but parallel.tp = {parallel.tp}; "
             f"take '{layouts_of(model)[0]}' or tp = 1"
         )
-    elif spec.low_rank != model.low_rank:
+    elif not spec.suits(model):
         what = "low-rank factors" if spec.low_rank else "dense linears"
         has = "none" if model.low_rank else "dense linears only"
         families = "'dense'" if model.low_rank else "'svd', 'cola' or 'lax'"
@@ -248,7 +248,7 @@ def _indivisible(config: Config) -> Iterator[str]:
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
     shards_heads = num_shards(parallel) > 1
     if shards_heads:
-        sizes |= {"model.heads": model.heads, "model.ffn_dim": model.ffn_dim}
+        sizes |= {"model.heads": model.heads} | ({} if spec.mlp_stays else {"model.ffn_dim": model.ffn_dim})
     sizes |= spec.rank_fields(model)
 
     def legal(p: int) -> bool:

@@ -44,7 +44,7 @@ class LinearGroup(FusedModule):
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
         whole = [self.placements[name].dim is None for name in self._outer for _ in self.slices[name]]
         self._own_heads = [
-            _own_head(model, layout) if slot.kv and held_whole else None
+            _own_head(model, layout) if slot.kv and held_whole and not layout.crosses_as_heads(slot) else None
             for slot, held_whole in zip(shape.slots, whole, strict=True)
         ]
         has_latent_gate = architecture.has_latent_gate(model, layer)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from boost.config.architecture import Parameter
+from boost.config.architecture import Parameter, Slot
 from boost.config.layouts import LayoutSpec, Placement
 
 if TYPE_CHECKING:
@@ -88,6 +88,20 @@ class Pending(Generic[T]):
         return Pending(wait)
 
 
+class Done(Pending[T]):
+    """A result that nothing has to be waited for: what follows runs at once."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: T) -> None:
+        super().__init__(lambda: result)
+        self.result = result
+
+    def then(self, work: "Callable[[T], U | Pending[U]]") -> "Pending[U]":
+        found = work(self.result)
+        return found if isinstance(found, Pending) else Done(found)
+
+
 def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
     """The results. Each in turn waits once and runs until it has started its next collective; each is `lag` such steps behind
     the one before it.
@@ -137,9 +151,9 @@ NO_RECOMPUTE = RecomputePolicy()
 class Layout(Protocol):
     """One way to shard the decoder over TP ranks: `spec` describes placements and communication, this implements them.
 
-    T is the number of tokens of the micro-batch; what `in_proj_local` returns always has all T tokens, and 1/num_shards of
-    the heads or channels. Collectives stand in `in_proj_comm` and `out_proj_comm` (and, of latents that are saved sharded, in
-    `in_proj_local`).
+    T is the number of tokens of the micro-batch; what `in_proj_local` returns has all T tokens, and 1/num_shards of the heads or
+    channels (of an MLP that stays with its tokens, T/p tokens and all channels). Collectives stand in `in_proj_comm` and
+    `out_proj_comm` (and, of latents that are saved sharded, in `in_proj_local`).
     """
 
     spec: LayoutSpec
@@ -165,6 +179,11 @@ class Layout(Protocol):
 
     def placement(self, role: str) -> Placement:
         """Where a parameter of this role lies."""
+        ...
+
+    def crosses_as_heads(self, slot: Slot) -> bool:
+        """Whether this projection computes all heads of this process's tokens, which are then exchanged, and not this process's
+        heads of all tokens."""
         ...
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def decays(fused: FusedParam, optim: OptimConfig) -> bool:
     role = fused.slices[0].parameter.role
     if is_factor(role) and optim.frobenius_decay:
         return False
-    return optim.decay_on == "all" or role.startswith(("enter.", "kv.", "leave."))
+    return optim.decay_on == "all" or role.startswith(("enter.", "q.", "kv.", "o.", "leave."))
 
 
 def build_adamw(fused_params: Sequence[FusedParam], optim: OptimConfig) -> torch.optim.AdamW:

@@ -20,7 +20,7 @@ gradient of `wait` starts the gradient's collective, and the gradient of `start`
 reverse order of their creation, so what was interleaved forward is interleaved backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -227,6 +227,14 @@ def sum_both(x: Tensor, axis: Axis) -> Tensor:
 def gather(x: Tensor, axis: Axis) -> Tensor:
     """Differentiable: [n, D] of every process stacked to [p n, D]; reduce-scatter of partial gradients backward."""
     return _Comm.apply(x, GATHER, axis)
+
+
+def features_to_rows(parts: Sequence[Tensor], axis: Axis) -> Tensor:
+    """[n, p w] each -> [p n, sum of w]: the features of process j, of all parts side by side, in the j-th n rows. A copy."""
+    rows = parts[0].shape[0]
+    shares = [x.reshape(rows, axis.size, -1).transpose(0, 1) for x in parts]
+    joined = shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)
+    return joined.reshape(axis.size * rows, -1)
 
 
 def rows_to_features(x: Tensor, axis: Axis) -> Tensor:

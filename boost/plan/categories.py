@@ -38,8 +38,8 @@ CATEGORIES = {
 }
 """All categories, with a description."""
 
-_MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
-_MADE_BY |= {"enter.W": WIDE, "kv.W": WIDE, "leave.W": RESIDUAL}
+_MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "q.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
+_MADE_BY |= {"enter.W": WIDE, "q.W": WIDE, "kv.W": WIDE, "o.W": RESIDUAL, "leave.W": RESIDUAL}
 _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
 """Category of the output, by the role of the weight."""
 

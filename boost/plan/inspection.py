@@ -116,7 +116,7 @@ class Inspection:
     @property
     def channels(self) -> tuple[int, int]:
         """Local shape of gate, of up and of their product."""
-        return self.tokens, self.config.model.ffn_dim // num_shards(self.config.parallel)
+        return self.spec.channels_shape(self.config.model, self.config.parallel, self.tokens)
 
     @cached_property
     def rows(self) -> tuple[CollectiveRow, ...]:

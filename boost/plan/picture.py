@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from boost.config.architecture import GroupSpec, groups
 from boost.config.layouts import Placement, local_shape, num_shards, placement_of
-from boost.config.traffic import Collective, statistic_columns
+from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
 from boost.plan.inspection import Inspection, human_bytes
 from boost.plan.svg import DiagramRow, DiagramTensor, DiagramText, Page, panel_width
 
@@ -120,6 +120,9 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
     word, n, title, width = "heads", model.heads, "Attention", "d"
     if group.name == "gate_up":
         word, n, title, width = "channels", model.ffn_dim, "silu(gate) x up" if model.mlp_silu else "gate x up", "f"
+        if inspection.spec.mlp_stays:
+            boxes = [f"all channels, tokens {rank}T/{p}..." for rank in range(p)]
+            return DiagramRow(title, (f"{_share('T', p)} x f",), boxes=tuple(boxes))
     share = n // parts
     boxes = []
     for rank in range(p):
@@ -139,7 +142,7 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
         yield _weights(inspection, group, "W")
         yield from bars["exit"]
         return
-    cut_a = placement_of(f"{group.side}.A", model, parallel)
+    cut_a = placement_of(group.parameters("", "A")[0].role, model, parallel)
     axis = "x" if cut_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
     pieces = tuple(DiagramTensor(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
     k, p = len(group.ranks), parallel.tp
@@ -213,6 +216,8 @@ def _at_bottleneck(inspection: Inspection) -> bool:
 def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
     if _is_statistic(inspection, group, c.shape[-1]):
         return "norm"
+    if c.kind == ALL_TO_ALL:  # of heads
+        return "exit" if group.side == "enter" else "entry"
     if _at_bottleneck(inspection) or _of_crossing(inspection, group, c.shape[-1]):
         return "between"
     leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)

@@ -14,7 +14,7 @@ from boost.config.copies import has_working_copies, may_have_copy
 from boost.config.schema import Config
 from boost.models import kernels
 from boost.models.fused import FusedModule
-from boost.models.interface import Layout, Pending, Saved, Stream
+from boost.models.interface import Done, Layout, Pending, Saved, Stream
 from boost.models.kernels import Kernel
 from boost.parallel import loss
 from boost.parallel.layouts import layout_for
@@ -237,6 +237,9 @@ class TracedLayout:
         return self._wrapped(place, pending)
 
     def _wrapped(self, place: str, pending: Pending[Any]) -> Pending[Any]:
+        if isinstance(pending, Done):
+            return pending
+
         def wait() -> Any:
             self._tape.place = place
             found = pending.wait()

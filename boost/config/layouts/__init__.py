@@ -8,11 +8,13 @@ import functools
 from importlib import metadata
 
 from boost.config.layouts.btp import BTPSpec
+from boost.config.layouts.btp_cp import BTPCPSpec
 from boost.config.layouts.btp_sp import BTPSPSpec
 from boost.config.layouts.megatron import MegatronSpec
 from boost.config.layouts.megatron_sp import MegatronSPSpec
 from boost.config.layouts.single import SingleSpec
 from boost.config.layouts.spec import LayoutSpec, Placement, local_shape
+from boost.config.layouts.ulysses import UlyssesSpec
 from boost.config.layouts.vanilla import VanillaSpec
 from boost.config.schema import ModelConfig, ParallelConfig
 
@@ -59,9 +61,7 @@ def spec_of(parallel: ParallelConfig) -> LayoutSpec:
 
 def layouts_of(model: ModelConfig) -> tuple[str, ...]:
     """Names of the layouts that shard a model of this family, the usual one first."""
-    return tuple(
-        name for name in layout_names() if not (spec := _specs[name]).single_process and spec.low_rank == model.low_rank
-    )
+    return tuple(name for name in layout_names() if not (spec := _specs[name]).single_process and spec.suits(model))
 
 
 def placement_of(role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
@@ -82,7 +82,16 @@ def load_entry_points() -> None:
             register_layout(point.load()())
 
 
-for _spec in (BTPSpec(), BTPSPSpec(), VanillaSpec(), MegatronSPSpec(), MegatronSpec(), _single):
+for _spec in (
+    BTPSpec(),
+    BTPSPSpec(),
+    BTPCPSpec(),
+    VanillaSpec(),
+    MegatronSPSpec(),
+    MegatronSpec(),
+    UlyssesSpec(),
+    _single,
+):
     register_layout(_spec)
 
 __all__ = [

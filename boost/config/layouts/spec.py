@@ -90,6 +90,9 @@ class GroupContext:
 ResidualKind = Literal["replicated", "tokens", "hidden"]
 """How the residual stream [T, d] lies on the processes: all of it on each, sharded along tokens, or along the width."""
 
+_USUAL = {"q": "enter", "o": "leave"}
+"""Whose placement a role has that has none of its own."""
+
 _ENDS = {"embed": Placement(1), "head": Placement(0)}
 """The same under every layout: hidden columns of the embedding, vocabulary rows of the head."""
 
@@ -102,11 +105,12 @@ class LayoutSpec:
     placements say (`problems`)."""
     runtime: ClassVar[str]
     """`module:Class` of the code that runs it; imported when a model is built."""
-    low_rank: ClassVar[bool]
-    """Whether it shards factor pairs (svd, cola, lax), or dense linears."""
+    low_rank: ClassVar[bool | None]
+    """Whether it shards factor pairs (svd, cola, lax), or dense linears; None: either."""
     residual: ClassVar[ResidualKind]
     placements: ClassVar[Mapping[str, Placement]]
-    """By role (`boost.config.architecture.Parameter.role`); the embedding and the head have theirs already."""
+    """By role (`boost.config.architecture.Parameter.role`); the embedding and the head have theirs already, and q and o by default
+    those of enter and leave."""
     embed_comms: ClassVar[tuple[Comm, ...]] = ()
     """Of width d, after the embedding."""
     head_comms: ClassVar[tuple[Comm, ...]] = ()
@@ -118,6 +122,8 @@ class LayoutSpec:
     twice, so they have none."""
     gathers_latents: ClassVar[bool] = False
     """Whether latents can be saved before they are gathered (train.recompute = "low-rank-sharded")."""
+    mlp_stays: ClassVar[bool] = False
+    """Whether the MLP runs where the tokens of the residual stream are, all channels of them, with whole weights."""
     single_process: ClassVar[bool] = False
     """Whether every layout becomes this one with tp = 1."""
 
@@ -140,7 +146,9 @@ class LayoutSpec:
         Key/value heads fewer than p cannot be sharded p ways: every process holds all of them, uses the rows of its own
         head, and the gradients of the copies are summed once per optimizer step.
         """
-        placement = {**_ENDS, **self.placements}[role]
+        placements = {**_ENDS, **self.placements}
+        side, _, factor = role.partition(".")
+        placement = placements[role if role in placements else f"{_USUAL.get(side, side)}.{factor}"]
         if role.startswith("kv.") and placement.dim == 0 and model.kv_heads < parallel.tp:
             return PARTIAL
         return placement
@@ -148,12 +156,12 @@ class LayoutSpec:
     @property
     def shards_rank(self) -> bool:
         """Whether latents are sharded along the bottleneck rank."""
-        return self.low_rank and self.placements["enter.A"].dim == 0
+        return self.placements.get("enter.A", WHOLE).dim == 0
 
     @property
     def communicates_at_bottleneck(self) -> bool:
         """Whether what the groups communicate are latents: the inner factors are sharded along heads and channels."""
-        return self.low_rank and self.placements["enter.B"].dim == 0
+        return self.placements.get("enter.B", WHOLE).dim == 0
 
     @property
     def has_whole_factors(self) -> bool:
@@ -163,7 +171,7 @@ class LayoutSpec:
     @property
     def ends_with_comm(self) -> bool:
         """Whether nothing that the backward pass needs comes after a block's last collective."""
-        return self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
+        return not self.mlp_stays and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Shape of the residual stream of `tokens` tokens on one process."""
@@ -178,15 +186,33 @@ class LayoutSpec:
         p = parallel.tp
         return tokens // p if self.residual == "tokens" else tokens, rank // p if self.shards_rank else rank
 
+    def suits(self, model: ModelConfig) -> bool:
+        """Whether it shards models of this family."""
+        return self.low_rank in (None, model.low_rank)
+
+    def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
+        """Shape of gate, of up and of their product on one process."""
+        if self.mlp_stays:
+            return tokens // parallel.tp, model.ffn_dim
+        return tokens, model.ffn_dim // self.num_shards(parallel)
+
     # Defined by each layout.
 
     def num_shards(self, parallel: ParallelConfig) -> int:
-        """Number of shards of heads and channels: p, or 1 where they are replicated."""
+        """Number of shards of heads, and of channels unless the MLP stays: p, or 1 where they are replicated."""
         return parallel.tp
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         """The collectives of one group of linears, in forward order."""
         raise NotImplementedError
+
+    def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+        """What tables do not show, a sentence each."""
+        if self.placement("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
+            yield (
+                f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of "
+                "all key/value heads and uses the rows of its own"
+            )
 
     def norm_note(self, parallel: ParallelConfig) -> str:
         """Where the statistic of a block's RMSNorm comes from, in a few words."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from boost.config.architecture import Slot
 from boost.config.layouts import LayoutSpec, Placement
 from boost.config.layouts.spec import (
     EXCHANGE,
@@ -82,6 +83,9 @@ class BaseLayout:
 
     def placement(self, role: str) -> Placement:
         return self.spec.placement(role, self.model, self.parallel)
+
+    def crosses_as_heads(self, slot: Slot) -> bool:
+        return False
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         return self.spec.residual_shape(self.model, self.parallel, tokens)

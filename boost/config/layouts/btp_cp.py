@@ -1,0 +1,67 @@
+"""`btp-cp`: low-rank linears, tokens sharded; the MLP stays with its tokens, and attention crosses at the narrower of latents and
+heads.
+
+residual x [T/p, d]; whole weights, but for B of what enters and A of what leaves attention as latents (sharded by heads)
+q, k, v:   r <= width/p: h = act(A norm(x)) [T/p, r], AG, B [width/p, r];   else: B h of own tokens, A2A of heads
+o:         r <= d/p: A [r, d/p], RS of r, act, B;                           else: A2A of heads, then A, act, B of own tokens
+forward a block:   one collective into attention, one out of it
+backward:          the same two
+Elements a token sent, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p) + min(r, d/p)) (p - 1)/p.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from boost.config.architecture import GroupSpec, Slot, groups
+from boost.config.layouts.spec import PARTIAL, Placement
+from boost.config.layouts.ulysses import UlyssesSpec, heads_width
+from boost.config.schema import ModelConfig, ParallelConfig
+
+
+class BTPCPConfig(ParallelConfig):
+    """Fewest bytes: tokens sharded, MLP local, attention crosses at the narrower of latents and heads; whole weights."""
+
+    layout: Literal["btp-cp"] = "btp-cp"
+
+
+class BTPCPSpec(UlyssesSpec):
+    """Token-sharded residual and MLP; attention crosses at the bottleneck or as heads, whichever is narrower."""
+
+    config = BTPCPConfig
+    runtime = "boost.parallel.layouts.btp_cp:BTPCP"
+    low_rank = True
+
+    def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
+        """Whether this process's heads are narrower than the latent, in the block where it is widest: all blocks cross alike.
+        k and v cross alike too."""
+        return heads_width(slot, model, parallel) < self._widest(slot.kv, slot.name, model)
+
+    def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
+        sharded = {"q.B": ("attn.q", Placement(0)), "kv.B": ("attn.k", Placement(0)), "o.A": ("attn.o", Placement(1))}
+        if role not in sharded:
+            return PARTIAL if role in self.placements else super().placement(role, model, parallel)
+        name, placement = sharded[role]
+        if self.crosses_as_heads(_slot(name, model), model, parallel):
+            return PARTIAL
+        # Fewer key/value heads than processes: as in LayoutSpec.placement.
+        return PARTIAL if role == "kv.B" and model.kv_heads < parallel.tp else placement
+
+    def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+        words: dict[bool, list[str]] = {}
+        for name in ("attn.q", "attn.k", "attn.v", "attn.o"):
+            slot = _slot(name, model)
+            each = f"{name[-1]} ({self.sent_to_each(slot, model, parallel)})"
+            words.setdefault(self.crosses_as_heads(slot, model, parallel), []).append(each)
+        crossing = [f"{', '.join(names)} as {'heads' if as_heads else 'latents'}" for as_heads, names in words.items()]
+        yield f"into and out of attention cross (elements a token for each process): {'; '.join(crossing)}"
+        yield from super().notes(model, parallel)
+
+    def _widest(self, kv: bool, name: str, model: ModelConfig) -> int:
+        names = ("attn.k", "attn.v") if kv else (name,)
+        layers = range(model.layers if model.ranks else 1)
+        return max(model.rank_of(layer, each) or 0 for layer in layers for each in names)
+
+
+def _slot(name: str, model: ModelConfig) -> Slot:
+    of_block: tuple[GroupSpec, ...] = groups(model, 0)
+    return next(slot for group in of_block for slot in group.slots if slot.name == name)

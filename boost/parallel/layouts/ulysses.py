@@ -1,0 +1,115 @@
+"""Runtime of `ulysses`; `btp-cp` differs in what crosses as latents. Shapes: `boost.config.layouts.ulysses`.
+
+Legend: p TP processes, T tokens, n = T/p of them held here; w elements a token that one process needs of a projection.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from boost.config.architecture import Slot
+from boost.config.layouts.spec import EXCHANGE, GATHER_REPLICATED
+from boost.config.layouts.ulysses import UlyssesSpec
+from boost.models.group import LinearGroup
+from boost.models.interface import Done, Latents, Pending, Saved, Stream
+from boost.models.linear import linear
+from boost.parallel.collectives import InFlight, features_to_rows, rows_to_features
+from boost.parallel.layouts.base import TokenSharded
+
+
+class Ulysses(TokenSharded):
+    """Token-sharded residual and MLP; q, k, v and o cross."""
+
+    spec: UlyssesSpec
+
+    def crosses_as_heads(self, slot: Slot) -> bool:
+        return self.spec.crosses_as_heads(slot, self.model, self.parallel)
+
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
+        """Of gate and up, what `in_proj_local` needs of this process's tokens. Of q, k and v, one collective of what crosses."""
+        if not group.low_rank:
+            normed = self.norm(stream.x, gamma)
+            if not _crosses(group):
+                return Done((Saved((normed,)), stream))
+            return self._exchange(group, group.dense(Saved((normed,)), self.grouping), stream)
+
+        def down(x: Tensor) -> list[Tensor]:
+            return group.down_proj(self.norm(x, gamma), self.grouping)
+
+        latents = self.policy.local(down, stream.x)
+        prev, stream = group.take_latents(stream, self.grouping)
+        if not _crosses(group):
+            return Done((Saved(tuple(latents), prev), stream))
+        if all(self.crosses_as_heads(slot) for slot in group.shape.slots):
+            wide, new = self.up_segment(group, latents, prev)
+            return self._exchange(group, wide, stream.put(new))
+        return self._cross(group, latents, prev, stream)
+
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        """q, k and v of this process's heads, or gate and up of its tokens."""
+        if _crosses(group):
+            return self._received(group, saved.tensors), ()
+        if not group.low_rank:
+            return group.dense(saved, self.grouping), ()
+        if self.keeps_latents_only(group):
+            return group.scale_act_and_project(saved.tensors, None), ()
+        return group.activate_and_project(saved.tensors, saved.prev_latents)
+
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        """The MLP's A or W; heads cross as they are."""
+        if _crosses(group):
+            return hidden
+        return linear(hidden, group.A) if group.low_rank else group.dense_out(hidden)
+
+    def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
+        """Of o, the heads of this process's tokens, and the projection. Of down, the rest of it."""
+        if not _crosses(group):
+            return Done(self._update(stream, partial, group) if group.low_rank else stream.add(partial))
+        started = self.start(GATHER_REPLICATED if self.options.inference else EXCHANGE, partial)
+
+        def finish() -> Stream:
+            heads = rows_to_features(started.wait(), self.axis)
+            if not group.low_rank:
+                return stream.add(group.dense_out(heads))
+            return self._update(stream, linear(heads, group.A), group)
+
+        return Pending(finish)
+
+    def _update(self, stream: Stream, latents: Tensor, group: LinearGroup) -> Stream:
+        """The stream with B act(u) of a group that leaves."""
+        return self.finish_out_proj(stream, InFlight(lambda: latents), group).wait()  # type: ignore[return-value]
+
+    def _exchange(self, group: LinearGroup, wide: Sequence[Tensor], stream: Stream) -> Pending[tuple[Saved, Stream]]:
+        """All heads of own tokens [n, p w] of each slot -> own heads of all tokens."""
+        parts = [self._for_all(y, slot) for y, slot in zip(wide, group.shape.slots, strict=True)]
+        if self.options.inference:
+            own = [y.unflatten(-1, (self.size, -1))[:, self.rank] for y in parts]
+            return Done((Saved(tuple(own)), stream))
+        sent = [parts] if self.grouping else [[part] for part in parts]
+        started = [self.start(EXCHANGE, features_to_rows(each, self.axis)) for each in sent]
+        return Pending(lambda: (Saved(tuple(each.wait() for each in started)), stream))
+
+    def _for_all(self, y: Tensor, slot: Slot) -> Tensor:
+        """[n, p w] of [n, width]: each process's heads side by side; heads that several processes share, once for each."""
+        if not slot.kv or self.model.kv_heads >= self.size or not self.crosses_as_heads(slot):
+            return y
+        heads = y.unflatten(-1, (self.model.kv_heads, self.model.head_dim))
+        return heads.repeat_interleave(self.size // self.model.kv_heads, dim=1).flatten(1)
+
+    def _received(self, group: LinearGroup, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What arrived, by slot."""
+        if len(received) == len(group.shape.slots):
+            return received
+        return received[0].split(
+            [self.spec.sent_to_each(s, self.model, self.parallel) for s in group.shape.slots], dim=-1
+        )
+
+    def _cross(
+        self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents, stream: Stream
+    ) -> Pending[tuple[Saved, Stream]]:
+        """Latents of a group that do not all cross as heads."""
+        raise NotImplementedError
+
+
+def _crosses(group: LinearGroup) -> bool:
+    return group.shape.name in ("qkv", "o")
