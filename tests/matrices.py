@@ -47,18 +47,29 @@ LOW_RANK_LAYOUTS: tuple[Row, ...] = (
     {"layout": "btp-cp"},
     {"layout": "vanilla"},
     {"layout": "vanilla", "vanilla": "published"},
+    {"layout": "ulysses"},
 )
 DENSE_LAYOUTS: tuple[Row, ...] = ({"layout": "megatron"}, {"layout": "megatron-sp"}, {"layout": "ulysses"})
 """Each layout with each of its own options."""
+LAYOUTS = (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS[:-1])
+"""Each once."""
+
+
+def suits(family: str, layout: Row) -> bool:
+    """Whether a layout shards models of this family."""
+    return layout in (DENSE_LAYOUTS if family == "dense" else LOW_RANK_LAYOUTS)
+
+
+def family_of(layout: Row) -> str:
+    """A family that it shards: low-rank if it can."""
+    return "cola" if layout in LOW_RANK_LAYOUTS else "dense"
+
 
 GROUPING = (True, False)
 LOW_RANK = [{**layout, "grouping": grouping} for grouping in GROUPING for layout in LOW_RANK_LAYOUTS]
 DENSE = [{**layout, "grouping": grouping} for grouping in GROUPING for layout in DENSE_LAYOUTS]
 
-ONE_EACH = [
-    ({"family": "dense" if layout in DENSE_LAYOUTS else "cola", "kv_heads": 4}, {**layout, "grouping": True})
-    for layout in (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS)
-]
+ONE_EACH = [({"family": family_of(layout), "kv_heads": 4}, {**layout, "grouping": True}) for layout in LAYOUTS]
 """(model, parallel): every layout once."""
 
 LOCAL: tuple[RecomputeName, ...] = ("low-rank", "low-rank+attention-output")

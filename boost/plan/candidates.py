@@ -2,7 +2,8 @@
 
 The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Two choices are left out, because another one
 is never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight, and ungrouped linears, which do the
-same work in more and smaller operations. A test checks this. Choices that the user fixed are kept.
+same work in more and smaller operations. A test checks this. So are layouts in whose place another one sends no more
+(`LayoutSpec.outdone_by`). Choices that the user fixed are kept.
 """
 
 import itertools
@@ -96,7 +97,9 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
 
 
 def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    usual = layouts_of(request.base.model) if mesh.tp > 1 else (spec_of(mesh).name,)
+    model = request.base.model
+    sharded = [name for name in layouts_of(model) if not layout_spec(name).outdone_by(model)]
+    usual = sharded if mesh.tp > 1 else (spec_of(mesh).name,)
     for layout in request.choices("parallel.layout", usual):
         of_layout = request.under(layout)
         if of_layout is None:

@@ -17,8 +17,8 @@ from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import (
     DENSE,
-    DENSE_LAYOUTS,
     GROUPING,
+    LAYOUTS,
     LOW_RANK,
     LOW_RANK_LAYOUTS,
     ONE_EACH,
@@ -26,6 +26,7 @@ from tests.matrices import (
     config_of,
     ids,
     pairwise,
+    suits,
 )
 from tests.trained import Trained, errors_of, keeps_table
 
@@ -34,7 +35,7 @@ HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
 
 
 def is_legal(row: Row) -> bool:
-    return (row["family"] == "dense") == (row["layout"] in DENSE_LAYOUTS)
+    return suits(row["family"], row["layout"])
 
 
 def cell(row: Row) -> tuple[Row, Row]:
@@ -48,7 +49,7 @@ CELLS = [
     cell(row)
     for row in pairwise(
         {
-            "layout": (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS),
+            "layout": LAYOUTS,
             "heads": HEADS,
             "family": ("svd", "cola", "dense"),
             "grouping": GROUPING,
@@ -60,6 +61,7 @@ TP_8 = [
     ({"family": family, "kv_heads": 4, "layers": 1}, {**layout, "tp": 8})
     for family, layout in (
         ("svd", {"layout": "btp-sp"}),
+        ("cola", {"layout": "btp-cp"}),
         ("cola", {"layout": "vanilla"}),
         ("dense", {"layout": "megatron"}),
     )

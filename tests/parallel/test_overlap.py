@@ -21,16 +21,18 @@ from boost.plan.work import ATTENTION
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import (
-    DENSE_LAYOUTS,
     GROUPING,
+    LAYOUTS,
     LOW_RANK_LAYOUTS,
     ONE_EACH,
     Row,
     config_of,
+    family_of,
     ids,
     memory_config,
     pairwise,
     policies,
+    suits,
 )
 from tests.plan.toys import hardware
 from tests.trained import Trained, compare, errors_of, keeps_table
@@ -39,11 +41,7 @@ HALVES = {"overlap": "halves"}
 
 
 def is_legal(row: Row) -> bool:
-    dense = row["family"] == "dense"
-    return dense == (row["layout"] in DENSE_LAYOUTS) and row["policy"] in (
-        "none",
-        *policies(row["family"], row["layout"]),
-    )
+    return suits(row["family"], row["layout"]) and row["policy"] in ("none", *policies(row["family"], row["layout"]))
 
 
 def cell(row: Row) -> tuple[Row, Row, str]:
@@ -59,7 +57,7 @@ CELLS = [
     cell(row)
     for row in pairwise(
         {
-            "layout": (*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS),
+            "layout": LAYOUTS,
             "family": ("cola", "lax", "dense"),
             "policy": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
             "grouping": GROUPING,
@@ -238,17 +236,16 @@ def test_the_order_of_two_halves() -> None:
 
 def halved(layout: Row, policy: str, sequences: int = 2) -> Config:
     """Two halves of a micro-batch of so many sequences."""
-    family = "dense" if layout in DENSE_LAYOUTS else "cola"
-    config = memory_config(family, {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
+    config = memory_config(family_of(layout), {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
     train = {} if sequences == 2 else {"micro_batch": sequences, "global_batch": sequences, "seq_len": 24}
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("policy", ["none", "low-rank", "full-block"])
-@pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, DENSE_LAYOUTS[1]], ids=str)
+@pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, {"layout": "megatron-sp"}], ids=str)
 def test_memory_of_halves_is_predicted(layout: Row, policy: str, sequences: int) -> None:
-    if layout in DENSE_LAYOUTS and policy == "low-rank":
+    if policy not in every(layout):
         return
     config = halved(layout, policy, sequences)
     seen, predicted = measure(config), memory(config)
@@ -258,11 +255,11 @@ def test_memory_of_halves_is_predicted(layout: Row, policy: str, sequences: int)
 
 
 def every(layout: Row) -> Iterator[str]:
-    yield from ("none", *policies("dense" if layout in DENSE_LAYOUTS else "cola", layout))
+    yield from ("none", *policies(family_of(layout), layout))
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("layout", [*LOW_RANK_LAYOUTS, *DENSE_LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_trace_sends_what_the_table_says(layout: Row, sequences: int) -> None:
     for policy in every(layout):
         config = halved(layout, policy, sequences)

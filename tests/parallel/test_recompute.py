@@ -15,8 +15,8 @@ from boost.plan.collectives import micro_batch_collectives
 from tests import toy
 from tests.distributed import run_distributed
 from tests.matrices import (
-    DENSE_LAYOUTS,
     GROUPING,
+    LAYOUTS,
     LOCAL,
     LOW_RANK_LAYOUTS,
     Row,
@@ -24,6 +24,7 @@ from tests.matrices import (
     ids,
     pairwise,
     policies,
+    suits,
 )
 
 SINGLE: Row = {}
@@ -33,13 +34,13 @@ EVERY_POLICY: tuple[RecomputeName, ...] = (*LOCAL, "low-rank-sharded", "full-blo
 
 def is_legal(row: Row) -> bool:
     """Whether the family has the layout, the layout the policy, and only one process is alone."""
-    fits = row["layout"] == SINGLE or (row["family"] == "dense") == (row["layout"] in DENSE_LAYOUTS)
+    fits = row["layout"] == SINGLE or suits(row["family"], row["layout"])
     return fits and row["policy"] in policies(row["family"], row["layout"]) and (row["tp"] == 1) == (not row["layout"])
 
 
 CELLS = pairwise(
     {
-        "layout": (SINGLE, *LOW_RANK_LAYOUTS, *DENSE_LAYOUTS),
+        "layout": (SINGLE, *LAYOUTS),
         "policy": EVERY_POLICY,
         "family": ("cola", "svd", "dense"),
         "dtype": ("float64", "bfloat16"),

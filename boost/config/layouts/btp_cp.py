@@ -31,6 +31,9 @@ class BTPCPSpec(UlyssesSpec):
     runtime = "boost.parallel.layouts.btp_cp:BTPCP"
     low_rank = True
 
+    def outdone_by(self, model: ModelConfig) -> str:
+        return ""
+
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
         """Whether this process's heads are narrower than the latent, in the block where it is widest: all blocks cross alike.
         k and v cross alike too."""

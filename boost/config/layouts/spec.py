@@ -190,6 +190,10 @@ class LayoutSpec:
         """Whether it shards models of this family."""
         return self.low_rank in (None, model.low_rank)
 
+    def outdone_by(self, model: ModelConfig) -> str:
+        """A layout of the same residual stream that never sends more for this model: the planner tries that one. Or empty."""
+        return ""
+
     def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
         """Shape of gate, of up and of their product on one process."""
         if self.mlp_stays:

@@ -47,6 +47,10 @@ class UlyssesSpec(LayoutSpec):
     head_comms = (GATHER,)
     mlp_stays = True
 
+    def outdone_by(self, model: ModelConfig) -> str:
+        """Where there are latents, the narrower of both crosses under `btp-cp`."""
+        return "btp-cp" if model.low_rank else ""
+
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
         """Whether heads of this projection are exchanged, and not its latents gathered."""
         return True
