@@ -62,7 +62,7 @@ def suits(family: str, layout: Row) -> bool:
 
 def family_of(layout: Row) -> str:
     """A family that it shards: low-rank if it can."""
-    return "cola" if layout in LOW_RANK_LAYOUTS else "dense"
+    return "cola" if any(layout["layout"] == each["layout"] for each in LOW_RANK_LAYOUTS) else "dense"
 
 
 GROUPING = (True, False)

@@ -54,13 +54,13 @@ def category_of(operation: str, roles: Sequence[str], categories: Sequence[str])
 
     The output of a factor A is a latent. The output of a factor B or weight W is a wide activation in an input projection and
     the residual stream in an output projection, as is that of the embedding. Other operations keep the category of their
-    inputs. Only tensors made from weights alone have a role.
+    inputs; of several, the widest. Only tensors made from weights alone have a role.
     """
     if roles and not categories and operation != "embedding":
         return COPIES, next((role for role in roles if "norm" not in role), roles[0])
     if roles and operation in _MULTIPLIES:
         return _MADE_BY[roles[0]], ""
-    made_of = next((category for category in (LATENTS, WIDE, RESIDUAL) if category in categories), OTHER)
+    made_of = next((category for category in (WIDE, LATENTS, RESIDUAL) if category in categories), OTHER)
     return WIDE if made_of == RESIDUAL and operation not in _MOVES else made_of, ""
 
 

@@ -121,8 +121,7 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
     if group.name == "gate_up":
         word, n, title, width = "channels", model.ffn_dim, "silu(gate) x up" if model.mlp_silu else "gate x up", "f"
         if inspection.spec.mlp_stays:
-            boxes = [f"all channels, tokens {rank}T/{p}..." for rank in range(p)]
-            return DiagramRow(title, (f"{_share('T', p)} x f",), boxes=tuple(boxes))
+            return DiagramRow(title, (f"{_share('T', p)} x f",), boxes=("all channels",) * p)
     share = n // parts
     boxes = []
     for rank in range(p):
@@ -209,8 +208,9 @@ def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow
 
 
 def _at_bottleneck(inspection: Inspection) -> bool:
-    """Whether the layout communicates latents."""
-    return inspection.config.model.low_rank and inspection.spec.communicates_at_bottleneck
+    """Whether what the layout communicates, but for heads, are latents."""
+    spec = inspection.spec
+    return inspection.config.model.low_rank and (spec.communicates_at_bottleneck or spec.mlp_stays)
 
 
 def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:

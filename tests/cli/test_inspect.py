@@ -148,8 +148,8 @@ def test_json_says_what_the_preset_is(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of btp, btp-sp, megatron, megatron-sp, single, "
-         "vanilla; did you mean 'btp'?"),
+        (["demo", "--layout", "btpp"], "parallel.layout = 'btpp' is not one of btp, btp-cp, btp-sp, megatron, megatron-sp, "
+         "single, ulysses, vanilla; did you mean 'btp'?"),
         (["boost-7b", "--tp", "3"], "parallel.tp = 3 must divide model.dim = 4096"),
         (["demo", "--tp", "x"], "parallel.tp = 'x' is not of type integer"),
         (["demo", "--tp", "0"], "parallel.tp = 0 is too small; smallest valid value: 1"),

@@ -150,7 +150,8 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
         ([*SMALL, "--parallel.tpp", "2"], "unknown key 'parallel.tpp'"),
         ([*SMALL, "--family", "denes"], "model.family"),
         ([*SMALL, "--price", "0"], "--price = 0 must be greater than 0"),
-        (["--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--parallel.tp", "2"], "model.ffn_dim = 5461"),
+        (["--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--parallel.tp", "2", "--parallel.layout", "btp"],
+         "model.ffn_dim = 5461"),
         (["--model", "30b", "--family", "dense", "--gpus", "1", "--gpu", "a100-80g", "--global-batch", "8"], "it fits on"),
     ],
 )  # fmt: skip
@@ -160,7 +161,8 @@ def test_bad_input_is_one_line(words: list[str], says: str, capsys: pytest.Captu
 
 
 def test_no_tp_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    found = facts(capsys, "--model", "cola-1b", "--gpus", "2", "--gpu", "a100-80g", "--global-batch", "8")
+    words = "--model cola-1b --gpus 2 --gpu a100-80g --global-batch 8 --parallel.layout btp"
+    found = facts(capsys, *words.split())
     assert any(note.startswith("No TP: parallel.tp = 2 must divide model.ffn_dim = 5461") for note in found["notes"])
 
 

@@ -78,7 +78,7 @@ BAD = [
     (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "take 'megatron-sp'"]),
     (
         ["--parallel.tp", "2", "--parallel.layout", "megatron"],
-        ["layout = 'megatron' shards dense linears; model.family = 'cola' has none: take 'btp', 'btp-sp' or 'vanilla'", "'dense'"],
+        ["layout = 'megatron' shards dense linears; model.family = 'cola' has none: take 'btp', ", "or 'ulysses'", "'dense'"],
     ),
     (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
     (

@@ -78,7 +78,7 @@ EVERY = [
     {"tp": 4, "layout": "btp"},
     {"tp": 2, "layout": "vanilla"},
     {"pp": 2, "tp": 2, "layout": "btp-sp"},
-    {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
+    {"tp": 2, "dp": 2, "layout": "btp-cp", "shard": "full", "shard_outer": True},
 ]
 LORO: list[dict[str, Any]] = [
     {"tp": 2, "layout": "btp", "grouping": False},

@@ -17,10 +17,12 @@ LAYOUTS = [
     ("cola", {"layout": "btp"}),
     ("cola", {"layout": "btp", "norm": "sync"}),
     ("cola", {"layout": "btp-sp"}),
+    ("cola", {"layout": "btp-cp"}),
     ("cola", {"layout": "vanilla"}),
     ("cola", {"layout": "vanilla", "vanilla": "published"}),
     ("dense", {"layout": "megatron"}),
     ("dense", {"layout": "megatron-sp"}),
+    ("dense", {"layout": "ulysses"}),
 ]
 
 

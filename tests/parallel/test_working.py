@@ -123,8 +123,9 @@ def copied(config: Config) -> set[str]:
 def test_what_is_scaled_before_it_is_cast_has_none() -> None:
     """Under btp that is A of norm(x): rounded twice, online norm would be off by more than sync."""
     config = toy.toy_config("bfloat16", parallel={"layout": "btp", "tp": 2}, train=BF16)
-    assert run_distributed(2, copied, config) == [{"enter.B", "kv.B", "leave.A", "leave.B", "head"}] * 2
-    assert copied(toy.single(config)) == {"enter.A", "enter.B", "kv.B", "leave.A", "leave.B", "head"}
+    others = {"enter.B", "q.B", "kv.B", "o.A", "leave.A", "leave.B", "head"}
+    assert run_distributed(2, copied, config) == [others] * 2
+    assert copied(toy.single(config)) == others | {"enter.A"}
 
 
 def test_a_failed_pass_leaves_the_weights_in_place() -> None:

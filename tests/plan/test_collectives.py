@@ -105,3 +105,22 @@ def test_without_grouping_every_linear_has_its_own_collective() -> None:
 
 def test_one_process_sends_nothing() -> None:
     assert step_collectives(load("boost-1b")) == []
+
+
+def step_bytes(layout: str, *overrides: str) -> int:
+    """Bytes that one process sends for the blocks of boost-7b in a step of 16 x 4 x 4096 = 262,144 tokens, sums included."""
+    batch = ["--train.seq_len", "4096", "--train.micro_batch", "4", "--train.global_batch", "64"]
+    config = load("boost-7b", ["--parallel.layout", layout, *batch, *overrides])
+    return sum(c.sent_bytes for c in step_collectives(config) if c.layer is not None or c.place == "gradients")
+
+
+@pytest.mark.parametrize(("tp", "kv_heads", "numbers", "bound"), [(4, 32, 8, 0.60), (8, 32, 4, 0.33), (4, 8, 5, 0.40)])
+def test_btp_cp_sends_a_fraction_of_btp_sp(tp: int, kv_heads: int, numbers: float, bound: float) -> None:
+    """layouts.md: 8 r, 4 r and 5 r a token and block against 14 r, and the sums of what TP does not shard, here in bf16."""
+    words = ["--parallel.tp", str(tp), "--model.kv_heads", str(kv_heads)]
+    config = load("boost-7b", ["--parallel.layout", "btp-cp", *words])
+    table = [c for c in micro_batch_collectives(config.model, config.parallel, 4096, "bfloat16") if c.layer == 0]
+    assert [c.phase for c in table] == ["forward"] * 2 + ["backward"] * 2
+    assert sum(c.sent_bytes for c in table) == 2 * numbers * R * 4096 * (tp - 1) / tp
+    words += ["--train.reduce_dtype", "bfloat16"]
+    assert step_bytes("btp-cp", *words) <= bound * step_bytes("btp-sp", *words)

@@ -62,7 +62,7 @@ def test_candidates_are_what_the_loader_takes_and_no_more() -> None:
     for each in every[::7]:
         assert from_tree(each.model_dump(exclude_none=True)) == each
     parallels = [each.parallel for each in every]
-    assert {p.layout for p in parallels} == {"single", "btp", "btp-sp", "vanilla"}
+    assert {p.layout for p in parallels} == {"single", "btp", "btp-sp", "btp-cp", "vanilla"}, "ulysses sends no less"
     assert {(p.tp, p.pp, p.dp) for p in parallels} == {
         (t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0
     }

@@ -91,6 +91,7 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
         ("cola", {"tp": 2, "dp": 2}),
         ("cola", {"tp": 2, "grouping": False}),
         ("cola", {"tp": 4, "layout": "btp-sp"}),
+        ("svd", {"tp": 2, "dp": 2, "layout": "btp-cp", "shard": "optimizer", "shard_outer": True}),
         ("cola", {"tp": 2, "dp": 2, "layout": "vanilla"}),
         ("cola", {"tp": 4, "layout": "vanilla", "vanilla": "published"}),
         ("dense", {"tp": 4, "layout": "megatron"}),

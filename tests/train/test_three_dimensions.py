@@ -81,9 +81,11 @@ SHARDED: list[tuple[str, dict[str, Any]]] = [
     ("svd", {"layout": "btp"}),
     ("cola", {"layout": "btp-sp"}),
     ("cola", {"layout": "btp-sp", "shard_outer": True}),
+    ("cola", {"layout": "btp-cp", "shard_outer": True}),
     ("cola", {"layout": "vanilla"}),
     ("dense", {"layout": "megatron"}),
     ("dense", {"layout": "megatron-sp"}),
+    ("dense", {"layout": "ulysses", "shard_outer": True}),
 ]
 
 
@@ -111,6 +113,7 @@ COMBINED: list[tuple[str, dict[str, Any], str]] = [
     ("cola", {"layout": "btp", "schedule": "1f1b", "shard": "full"}, "low-rank+attention-output"),
     ("svd", {"layout": "vanilla", "schedule": "zero-bubble", "shard": "optimizer"}, "none"),
     ("dense", {"layout": "megatron-sp", "schedule": "gpipe", "shard": "optimizer"}, "full-block"),
+    ("lax", {"layout": "btp-cp", "schedule": "1f1b", "shard": "full", "shard_outer": True, "overlap": "halves"}, "low-rank"),
 ]  # fmt: skip
 
 
@@ -276,6 +279,8 @@ COUNTED = [
     *({"dp": 2, "tp": 2, "layout": "btp-sp", "shard": shard} for shard in ("none", "optimizer", "full")),
     {"dp": 2, "tp": 2, "layout": "btp-sp", "shard": "full", "shard_outer": True},
     {"tp": 2, "layout": "btp-sp", "shard": "optimizer", "shard_outer": True},
+    {"dp": 2, "tp": 2, "layout": "btp-cp", "shard": "full", "shard_outer": True},
+    {"pp": 2, "tp": 2, "layout": "ulysses", "family": "lax"},
     {"dp": 3, "shard": "full"},
     {"pp": 2, "dp": 2, "shard": "optimizer"},
     *({"pp": 2, "dp": 2, "shard": "full", "schedule": s} for s in ("gpipe", "1f1b")),

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from boost.config.architecture import GroupSpec, Slot, groups
+from boost.config.layouts.crossings import CrossingSpec, heads_width
 from boost.config.layouts.spec import PARTIAL, Placement
-from boost.config.layouts.ulysses import UlyssesSpec, heads_width
 from boost.config.schema import ModelConfig, ParallelConfig
 
 
@@ -24,15 +24,12 @@ class BTPCPConfig(ParallelConfig):
     layout: Literal["btp-cp"] = "btp-cp"
 
 
-class BTPCPSpec(UlyssesSpec):
+class BTPCPSpec(CrossingSpec):
     """Token-sharded residual and MLP; attention crosses at the bottleneck or as heads, whichever is narrower."""
 
     config = BTPCPConfig
     runtime = "boost.parallel.layouts.btp_cp:BTPCP"
     low_rank = True
-
-    def outdone_by(self, model: ModelConfig) -> str:
-        return ""
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
         """Whether this process's heads are narrower than the latent, in the block where it is widest: all blocks cross alike.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from boost.config.architecture import Slot
+from boost.config.layouts.crossings import CrossingSpec
 from boost.config.layouts.spec import EXCHANGE, GATHER_REPLICATED
-from boost.config.layouts.ulysses import UlyssesSpec
 from boost.models.group import LinearGroup
 from boost.models.interface import Done, Latents, Pending, Saved, Stream
 from boost.models.linear import linear
@@ -20,7 +20,7 @@ from boost.parallel.layouts.base import TokenSharded
 class Ulysses(TokenSharded):
     """Token-sharded residual and MLP; q, k, v and o cross."""
 
-    spec: UlyssesSpec
+    spec: CrossingSpec
 
     def crosses_as_heads(self, slot: Slot) -> bool:
         return self.spec.crosses_as_heads(slot, self.model, self.parallel)
