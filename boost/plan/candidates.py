@@ -2,8 +2,8 @@
 
 The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Two choices are left out, because another one
 is never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight, and ungrouped linears, which do the
-same work in more and smaller operations. A test checks this. So are layouts in whose place another one sends no more
-(`LayoutSpec.outdone_by`). Choices that the user fixed are kept.
+same work in more and smaller operations. So are layouts where another one sends less (`LayoutSpec.outdone_by`). A test checks this.
+Choices that the user fixed are kept.
 """
 
 import itertools

@@ -3,6 +3,7 @@
 Global ranks are ordered (pp, dp, tp) with TP innermost; nodes take them in that order.
 """
 
+import functools
 from dataclasses import dataclass
 
 from boost.config.schema import ParallelConfig
@@ -26,19 +27,19 @@ class Span:
 
 def span(axis: str, parallel: ParallelConfig, per_node: int) -> Span:
     """Span of one group of an axis: tp | dp | replicas (dp x tp) | pp (two neighbors) | world."""
-    strides = {
-        "tp": (parallel.tp, 1),
-        "dp": (parallel.dp, parallel.tp),
-        "replicas": (parallel.dp * parallel.tp, 1),
-        "pp": (2, parallel.dp * parallel.tp),
-        "world": (parallel.world_size, 1),
-    }
+    return _span(axis, parallel.tp, parallel.dp, parallel.pp, per_node)
+
+
+@functools.cache
+def _span(axis: str, tp: int, dp: int, pp: int, per_node: int) -> Span:
+    world = tp * dp * pp
+    strides = {"tp": (tp, 1), "dp": (dp, tp), "replicas": (dp * tp, 1), "pp": (2, dp * tp), "world": (world, 1)}
     size, stride = strides[axis]
     here = min(size, max(per_node // stride, 1))
-    if axis == "pp" and parallel.world_size > per_node:
+    if axis == "pp" and world > per_node:
         here = 1  # some neighbors are on different nodes, and all others wait for those
     # A group that is not aligned with nodes may still cross them: TP 3 on nodes of 4.
-    if axis != "pp" and here == size and per_node % (size * stride) and parallel.world_size > per_node:
+    if axis != "pp" and here == size and per_node % (size * stride) and world > per_node:
         here = max(size // 2, 1)
     return Span(size, here)
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from boost.config.architecture import (
     Parameter,
@@ -73,9 +73,28 @@ def stored_tensor(
     return StoredTensor(rows, columns, len(shapes[0]) == 1, placement, unit, copied)
 
 
-def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Iterator[StoredTensor]:
-    """Every stored tensor of one process, in forward order."""
-    stage = stage or whole(model)
+def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
+    """Every stored tensor of one process, in forward order. Made once for all configurations that agree on what it depends on."""
+    of_tp = (getattr(parallel, field) for field in _fields_of_tp(type(parallel)))
+    key = id(model), type(parallel), *of_tp, stage
+    if key not in _known or _known[key][0] is not model:
+        if len(_known) > 10_000:
+            _known.clear()
+        _known[key] = model, tuple(_stored_tensors(model, parallel, stage or whole(model)))
+    return _known[key][1]
+
+
+_known: dict[Any, tuple[ModelConfig, Sequence[StoredTensor]]] = {}
+_NOT_OF_TP = ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
+"""Fields of [parallel] that say nothing of the tensors of one process of a TP group."""
+
+
+@functools.cache
+def _fields_of_tp(parallel: type[ParallelConfig]) -> tuple[str, ...]:
+    return tuple(field for field in parallel.model_fields if field not in _NOT_OF_TP)
+
+
+def _stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage) -> Iterator[StoredTensor]:
     stored = functools.partial(stored_tensor, model, parallel)
 
     if stage.has_embedding:

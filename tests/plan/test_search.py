@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from boost.config import load
+from boost.config.layouts import layout_spec, layouts_of
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.plan.candidates import Request, every_candidate, legal
+from boost.plan.collectives import step_collectives
 from boost.plan.compare import alternatives, human_seconds, notes, time_difference
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Search, max_peak, require_legal
@@ -62,7 +64,7 @@ def test_candidates_are_what_the_loader_takes_and_no_more() -> None:
     for each in every[::7]:
         assert from_tree(each.model_dump(exclude_none=True)) == each
     parallels = [each.parallel for each in every]
-    assert {p.layout for p in parallels} == {"single", "btp", "btp-sp", "btp-cp", "vanilla"}, "ulysses sends no less"
+    assert {p.layout for p in parallels} == {"single", "btp", "btp-sp", "btp-cp"}
     assert {(p.tp, p.pp, p.dp) for p in parallels} == {
         (t, p, 4 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if 4 % (t * p) == 0
     }
@@ -88,6 +90,21 @@ def test_what_is_left_out_is_never_better() -> None:
             if legal(worse):
                 compared += 1
                 assert predictor.predict(worse).seconds >= predictor.predict(each).seconds * (1 - 1e-9), (change, each)
+    assert compared > 20
+
+
+def test_layouts_that_are_left_out_send_more() -> None:
+    request = Request(base(), 4, hardware())
+    model, compared = request.base.model, 0
+    outdone = {name: better for name in layouts_of(model) if (better := layout_spec(name).outdone_by(model))}
+    assert outdone == {"vanilla": "btp", "ulysses": "btp-cp"}
+    for each in list(every_candidate(request))[::3]:
+        for name in (name for name, better in outdone.items() if each.parallel.layout == better):
+            other = each.model_copy(update={"parallel": each.parallel.model_copy(update={"layout": name})})
+            if legal(other):
+                compared += 1
+                sent = [sum(c.sent_bytes for c in step_collectives(config)) for config in (each, other)]
+                assert sent[0] <= sent[1], (name, each)
     assert compared > 20
 
 

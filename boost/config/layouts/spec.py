@@ -191,7 +191,7 @@ class LayoutSpec:
         return self.low_rank in (None, model.low_rank)
 
     def outdone_by(self, model: ModelConfig) -> str:
-        """A layout of the same residual stream that never sends more for this model: the planner tries that one. Or empty."""
+        """A layout that never sends more for this model, and does the same work: the planner tries that one. Or empty."""
         return ""
 
     def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
