@@ -100,7 +100,7 @@ def config_of(model: Row, parallel: Row, tp: int, dtype: str, **sections: Any) -
 
 MEMORY_CELLS = [
     (family, parallel, policy)
-    for family, variants in (("cola", [{}, *LOW_RANK]), ("svd", [{}, *LOW_RANK]), ("dense", [{}, *DENSE]))
+    for family, variants in (("cola", [{}, *LOW_RANK]), ("svd", [{}, *LOW_RANK_LAYOUTS]), ("dense", [{}, *DENSE]))
     for parallel in variants
     for policy in (*policies(family, parallel), "none")
 ]

@@ -183,7 +183,7 @@ class BlockRun:
         x_TD, self.dy_TD = (self._own(each).to(mesh.device, dtype) for each in whole)
         self.x_TD = x_TD.requires_grad_()
         positions = torch.arange(train.seq_len, device=mesh.device)
-        self.context = make_context(train.micro_batch, positions, model.head_dim, model.rope_theta, dtype)
+        self.context = make_context(train.micro_batch, positions, model, dtype)
 
     def forward(self) -> list[Tensor]:
         """[y], as in training: with activations saved for the backward pass."""

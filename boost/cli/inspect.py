@@ -115,6 +115,7 @@ def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, Measured
 def _notes(config: Config) -> Iterator[str]:
     """Notes that the tables do not show."""
     model, parallel = config.model, config.parallel
+    yield from model.advice()
     if parallel.tp == 1:
         effective = spec_of(parallel).name
         same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' is then '{effective}')"

@@ -74,6 +74,18 @@ class ModelConfig(Tagged):
     rope_theta: Positive = 10000.0
     """Base of the rotary position embeddings."""
 
+    rope_factor: Positive = 1.0
+    """Rotations of few turns within `rope_original_len` tokens are this many times slower, as in Llama 3.1 (8). 1: none is."""
+
+    rope_low_freq: Positive = 1.0
+    """With `rope_factor`: rotations of at most so many turns are slower by all of it, those up to `rope_high_freq` by a part."""
+
+    rope_high_freq: Positive = 4.0
+    """With `rope_factor`: rotations of at least so many turns are as rope_theta says."""
+
+    rope_original_len: Count = 8192
+    """With `rope_factor`: tokens of the sequences that rope_theta was made for."""
+
     init_std: Positive = 0.02
     """Standard deviation of the embedding, the head and the dense linears. Factors of low-rank linears have their own."""
 
@@ -94,6 +106,10 @@ class ModelConfig(Tagged):
         """The former family's recipe, unless the new one has the same: CoLA's linears stay CoLA's in LaX over CoLA."""
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
+
+    def advice(self) -> Iterator[str]:
+        """What a person would want to know before a run of this model, a sentence each."""
+        yield from ()
 
     @property
     def head_dim(self) -> int:
@@ -160,6 +176,17 @@ class LowRankConfig(ModelConfig):
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
+
+    def advice(self) -> Iterator[str]:
+        """Key/value projections (of few heads) for which two factors are larger than one matrix."""
+        width = self.kv_heads * self.head_dim
+        for slot in ("attn.k", "attn.v"):
+            rank = max(self.rank_of(layer, slot) or 0 for layer in range(self.layers if self.ranks else 1))
+            if rank * (self.dim + width) > self.dim * width:
+                yield (
+                    f"{slot} of {self.dim} x {width} has more parameters as factors of rank {rank} than as one matrix: "
+                    f"--model.ranks.{slot} {max(width // 4, 1)} would give it a quarter of its width"
+                )
 
     def problems(self, config: "Config") -> Iterator[str]:
         """Ranks wider than their linears, or of linears that do not exist."""

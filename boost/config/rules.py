@@ -69,6 +69,11 @@ def _model_problems(config: Config) -> Iterator[str]:
             f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; "
             f"nearest valid value: {best}"
         )
+    if model.rope_low_freq >= model.rope_high_freq:
+        yield (
+            f"model.rope_low_freq = {model.rope_low_freq} must be less than model.rope_high_freq = {model.rope_high_freq}; "
+            "Llama 3.1 has 1 and 4"
+        )
     if model.heads % model.kv_heads:
         best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
         yield (

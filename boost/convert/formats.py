@@ -24,6 +24,13 @@ _FIELDS = {
 """Our names and LLaMA's names of the fields that both always have."""
 _OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
 """Fields that a folder with our modeling file stores under our names."""
+_ROPE = {
+    "rope_factor": "factor",
+    "rope_low_freq": "low_freq_factor",
+    "rope_high_freq": "high_freq_factor",
+    "rope_original_len": "original_max_position_embeddings",
+}
+"""Our names and transformers' names of what scales rotary positions as Llama 3.1 does (rope_type = 'llama3')."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
 
@@ -85,7 +92,10 @@ def config_json(
             "only_lr_act": not model.mlp_silu,
         }
     else:
-        content |= {field: getattr(model, field) for field in _OWN}
+        content |= {field: getattr(model, field) for field in (*_OWN, *_ROPE)}
+    if model.rope_factor != 1 and not own:
+        scaling = {theirs: getattr(model, ours) for ours, theirs in _ROPE.items()}
+        content["rope_scaling"] = {"rope_type": "llama3", **scaling}
     return content
 
 
@@ -95,10 +105,10 @@ def read_folder(path: Path) -> Folder:
     if not content:
         raise ConfigError(f"'{path}' has no config.json; name a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
-    if kind not in ("llama", "cola", "boost"):
+    if kind not in ("llama", "cola", "cola_m", "boost"):
         raise ConfigError(
             f"model_type = {kind!r} in '{path}/config.json' is not a model that boost imports; valid values: "
-            "'llama', 'cola' (the official class) and 'boost' (our own exports)"
+            "'llama', 'cola' and 'cola_m' (the official classes) and 'boost' (our own exports)"
         )
     where = f"'{path}/config.json'"
     _require_supported(content, where)
@@ -106,9 +116,9 @@ def read_folder(path: Path) -> Folder:
     context = 2048 if context is None else context
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise ConfigError(f"max_position_embeddings = {context!r} in {where} is not a length; valid values: 1, 2, ...")
-    table = _model_table(content, where)
     try:
-        table |= {"dense": _dense, "cola": _cola, "boost": _boost}["dense" if kind == "llama" else kind](content, where)
+        table = _model_table(content, where)
+        table |= {"llama": _dense, "cola": _cola, "cola_m": _cola, "boost": _boost}[kind](content, where)
         model = from_tree({"model": table, "parallel": {"layout": "single"}}).model
     except KeyError as error:
         raise ConfigError(f"{where} has no {error.args[0]}; fix the file, or save the model again") from None
@@ -116,7 +126,18 @@ def read_folder(path: Path) -> Folder:
         raise ConfigError(f"{where} cannot be read: {_line(error)}") from None
     except BoostError as error:
         raise ConfigError(f"{where} is not a model that boost can train: {_line(error)}") from None
-    return Folder(model, kind, bool(content.get("tie_word_embeddings")), context, *_eos_and_bos(path, content))
+    return Folder(
+        model, _form(content), bool(content.get("tie_word_embeddings")), context, *_eos_and_bos(path, content)
+    )
+
+
+def _form(content: dict[str, Any]) -> Form:
+    """CoLA-M is saved with the type of its configuration in the repository's presets, and with CoLA's by its class."""
+    kind, names = content["model_type"], content.get("architectures")
+    if kind == "cola_m" or (kind == "cola" and isinstance(names, list) and "ColaMForCausalLM" in names):
+        return "cola-m"
+    form: Form = kind
+    return form
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
@@ -145,7 +166,12 @@ def _model_table(content: dict[str, Any], where: str) -> dict[str, Any]:
     table["kv_heads"] = content.get("num_key_value_heads") or content["num_attention_heads"]
     table["rope_theta"] = _rope(content).get("rope_theta") or content.get("rope_theta") or 10000.0
     table["init_std"] = content.get("initializer_range") or 0.02
-    return table
+    rope = _rope(content)
+    return table | {ours: rope[theirs] for ours, theirs in _ROPE.items() if _rope_type(rope) == "llama3"}
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _rope(content: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +182,9 @@ def _rope(content: dict[str, Any]) -> dict[str, Any]:
 
 def _require_supported(content: dict[str, Any], where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
-    rope = _rope(content)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder has plain RoPE only; valid value: 'default'")
+    kind = _rope_type(_rope(content))
+    if kind not in ("default", "llama3"):
+        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder has 'default' and 'llama3'")
     for field in ("attention_bias", "mlp_bias"):
         if content.get(field):
             raise ConfigError(f"{field} = true in {where}: our decoder's linears have no bias; valid value: false")
@@ -180,16 +205,15 @@ def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cola(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """In the official class lr_act_type defaults to hidden_act, and only_lr_act to true."""
-    for field, act in (("hidden_act", "silu"), ("lr_act_type", content.get("hidden_act", "silu"))):
-        if (value := content.get(field) or act) not in ("silu", "swish"):
-            raise ConfigError(f"{field} = {value!r} in {where}: boost supports CoLA with 'silu' only")
+    """In the official classes only_lr_act defaults to true. They read lr_act_type and use hidden_act."""
+    if (value := content.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act = {value!r} in {where}: boost supports CoLA with 'silu' only")
     rank = content.get("rank") or content["hidden_size"] // 4
     return {"family": "cola", "rank": rank, "mlp_silu": not content.get("only_lr_act", True)}
 
 
 def _boost(content: dict[str, Any], where: str) -> dict[str, Any]:
-    return {field: content[field] for field in _OWN}
+    return {field: content[field] for field in _OWN} | {field: content[field] for field in _ROPE if field in content}
 
 
 def _eos_and_bos(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:

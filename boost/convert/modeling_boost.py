@@ -32,6 +32,7 @@ class BoostConfig(PretrainedConfig):
     """LLaMA's fields, and those of the bottleneck.
 
     rank: r of every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
+    rope_factor and the three after it: Llama 3.1's scaling of rotary positions (factor 1: none);
     latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu.
     """
 
@@ -49,6 +50,10 @@ class BoostConfig(PretrainedConfig):
         max_position_embeddings: int = 2048,
         rms_norm_eps: float = 1e-6,
         rope_theta: float = 10000.0,
+        rope_factor: float = 1.0,
+        rope_low_freq: float = 1.0,
+        rope_high_freq: float = 4.0,
+        rope_original_len: int = 8192,
         initializer_range: float = 0.02,
         rank: int | None = None,
         ranks: dict[str, int] | None = None,
@@ -68,6 +73,9 @@ class BoostConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
+        self.rope_factor = rope_factor
+        self.rope_low_freq, self.rope_high_freq = rope_low_freq, rope_high_freq
+        self.rope_original_len = rope_original_len
         self.initializer_range = initializer_range
         self.rank = rank or max(hidden_size // 4, 1)
         self.ranks = ranks or {}
@@ -366,7 +374,12 @@ def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) ->
     head_dim = config.hidden_size // config.num_attention_heads
     acc_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=acc_dtype) / head_dim
-    angles_BSE = (position_ids_BS[..., None].to(acc_dtype) * config.rope_theta**-exponents).repeat(1, 1, 2)
+    frequencies = config.rope_theta**-exponents
+    if config.rope_factor != 1:
+        turns = config.rope_original_len * frequencies / (2 * math.pi)
+        unchanged = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
+        frequencies = frequencies * (unchanged + (1 - unchanged) / config.rope_factor)
+    angles_BSE = (position_ids_BS[..., None].to(acc_dtype) * frequencies).repeat(1, 1, 2)
     return angles_BSE.cos().to(dtype), angles_BSE.sin().to(dtype)
 
 

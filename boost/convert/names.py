@@ -1,7 +1,9 @@
-"""Maps parameters to the tensor names of Hugging Face folders, in three forms.
+"""Maps parameters to the tensor names of Hugging Face folders, in four forms.
 
 llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
+cola-m  the official class of CoLA-M, the same function and shapes: each factor stands in the part of a block that is checkpointed
+        with it, so that B of down is in the block after its own. Read only
 boost   our own modeling file: factors and latent gates unchanged, inside LLaMA's module names
 """
 
@@ -12,7 +14,7 @@ from typing import Literal
 from boost.config.architecture import SLOTS, Parameter, embedding, final_norm, groups, head, parameters
 from boost.config.schema import ModelConfig
 
-Form = Literal["llama", "merged", "cola", "boost"]
+Form = Literal["llama", "merged", "cola", "cola-m", "boost"]
 
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
@@ -20,6 +22,19 @@ _MODULES = {
     slot: f"{'self_attn' if slot.startswith('attn') else 'mlp'}.{slot.partition('.')[2]}_proj" for slot in SLOTS
 }
 _LLAMA, _COLA = {"W": "weight"}, {"A": "cola_a", "B": "cola_b"}
+
+
+_COLA_M = {
+    **{("attn." + p, "A"): f"pre_attn.pre_{p}_proj" for p in "qkv"},
+    **{("attn." + p, "B"): f"self_attn.post_{p}_proj" for p in "qkv"},
+    ("attn.o", "A"): "self_attn.pre_o_proj",
+    ("attn.o", "B"): "post_attn.post_o_proj",
+    **{("mlp." + p, "A"): f"pre_mlp.pre_{p}_proj" for p in ("gate", "up")},
+    **{("mlp." + p, "B"): f"self_mlp.post_{p}_proj" for p in ("gate", "up")},
+    ("mlp.down", "A"): "self_mlp.pre_down_proj",
+    ("mlp.down", "B"): "last_layer_post_mlp.post_down_proj",
+}
+"""Modules of CoLA-M, but for B of the last block's down, which is in its own block: post_mlp."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +51,15 @@ class Entry:
 def form_of(model: ModelConfig, merge: bool) -> Form:
     """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix.
 
-    The official CoLA class supports one rank, with silu in every bottleneck; other models use our own modeling file.
+    The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as heads (it reads a head's width
+    from hidden_size / num_attention_heads for all of them) and plain rotary positions; other models use our own modeling file.
     """
     if model.family == "dense":
         return "llama"
     if model.family == "svd" and model.latent_act == "none" and merge:
         return "merged"
-    if model.family == "cola" and model.latent_act == "silu" and not model.ranks:
+    plain = model.kv_heads == model.heads and model.rope_factor == 1
+    if model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
         return "cola"
     return "boost"
 
@@ -53,9 +70,22 @@ def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
         yield from _merged(model)
         return
     for parameter in parameters(model):
-        transposed = form == "cola" and parameter.name.endswith((".A", ".B"))
+        transposed = form in ("cola", "cola-m") and parameter.name.endswith((".A", ".B"))
         shape = parameter.shape[::-1] if transposed else parameter.shape
-        yield Entry(_name(parameter.name, form), shape, (parameter,), transposed)
+        name = _cola_m_name(parameter.name, model.layers) if form == "cola-m" else _name(parameter.name, form)
+        yield Entry(name, shape, (parameter,), transposed)
+
+
+def _cola_m_name(name: str, layers: int) -> str:
+    """The name of a boost parameter in a folder of CoLA-M."""
+    if name in _ENDS or name.endswith("norm"):
+        return _name(name, "cola")
+    number, rest = name.split(".", 2)[1:]
+    slot, _, factor = rest.rpartition(".")
+    layer, module = int(number), _COLA_M[slot, factor]
+    if (slot, factor) == ("mlp.down", "B"):
+        layer, module = (layer, "post_mlp.post_down_proj") if layer + 1 == layers else (layer + 1, module)
+    return f"model.layers.{layer}.{module}.{_COLA[factor]}"
 
 
 def _merged(model: ModelConfig) -> Iterator[Entry]:

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads held here, E width of a head.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from boost.config.schema import ModelConfig
 from boost.models.documents import Documents, causal, documents_of
 from boost.models.pointwise import rotary
 
@@ -82,8 +84,7 @@ class Context:
 def make_context(
     batch: int,
     positions_S: Tensor,
-    head_dim: int,
-    theta: float,
+    model: ModelConfig,
     dtype: torch.dtype,
     document_ids_BS: Tensor | None = None,
     compiled: bool = False,
@@ -95,12 +96,25 @@ def make_context(
     need no positions of their own.
     """
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions_S.device, dtype=acc_dtype) / head_dim)
-    angles = torch.outer(positions_S.to(acc_dtype), frequencies).repeat(1, 2)
+    angles = torch.outer(positions_S.to(acc_dtype), rotary_frequencies(model, acc_dtype, positions_S.device)).repeat(
+        1, 2
+    )
     documents = None
     if document_ids_BS is not None:
         documents = documents_of(document_ids_BS, positions_S.device, dtype, compiled)
     return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents)
+
+
+def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Angles a token [E / 2], in radians. With `model.rope_factor` as Llama 3.1 has them (arXiv 2407.21783, and its published
+    configuration): slow rotations are slower by the factor, fast ones unchanged, and those between by a mean of both."""
+    width = model.head_dim
+    plain = model.rope_theta ** -(torch.arange(0, width, 2, device=device, dtype=dtype) / width)
+    if model.rope_factor == 1:
+        return plain
+    turns = model.rope_original_len * plain / (2 * math.pi)
+    unchanged = ((turns - model.rope_low_freq) / (model.rope_high_freq - model.rope_low_freq)).clamp(0, 1)
+    return plain * (unchanged + (1 - unchanged) / model.rope_factor)
 
 
 def attend(

@@ -215,8 +215,7 @@ class Decoder(FusedModule):
         return make_context(
             tokens_BS.shape[0],
             positions_S,
-            model.head_dim,
-            model.rope_theta,
+            model,
             self.compute_dtype,
             document_ids_BS,
             compiled,

@@ -93,6 +93,8 @@ def _train(
     hooks = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
     trainer = Trainer(config, mesh, run, hooks=hooks)
     trainer.start(candidates, start_from)
+    for text in config.model.advice() if mesh.is_main else ():
+        trainer.warn(text)
     result = trainer.fit()
     _print_result(config, trainer, result)
     mesh.barrier()  # no process exits while another still communicates

@@ -239,8 +239,9 @@ def test_a_resolved_preset_is_a_configuration_of_the_same_run(preset: str, tmp_p
 
 
 def test_presets_of_the_issue_exist() -> None:
-    paper = {f"boost-{size}" for size in ("1b", "3b", "7b", "13b", "30b")}
+    paper = {f"boost-{size}" for size in ("1b", "3b", "7b", "13b", "30b", "40b")}
     recipes = {f"cola-{size}" for size in ("60m", "130m", "350m", "1b", "7b")}
+    recipes |= {f"{kind}-{size}" for kind in ("llama3", "cola-llama3") for size in ("8b", "70b", "405b")}
     recipes |= {f"loro-{size}" for size in ("60m", "130m", "350m", "1b")}
     assert paper | recipes | {"demo"} <= set(presets())
 

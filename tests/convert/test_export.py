@@ -143,7 +143,7 @@ def test_a_model_of_the_configuration_alone_has_sound_weights(pair: tuple[Decode
 
 
 def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None:
-    config = toy.toy_config("float32", model={"family": "cola", "mlp_silu": False})
+    config = toy.toy_config("float32", model={"family": "cola", "mlp_silu": False, "kv_heads": 8})
     path = save(tmp_path / "c", config, store / "tokenizer.json")
     export(open_checkpoint(path), tmp_path / "out", None, True, GB)
     tensors, decoder = load_file(tmp_path / "out" / "model.safetensors"), loaded(path)[0]
@@ -160,7 +160,7 @@ def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None
     down = toy.weights(decoder)
     assert torch.equal(tensors["model.layers.1.mlp.down_proj.cola_a"], down["layers.1.mlp.down.A"].T)
     assert tensors["model.layers.1.mlp.down_proj.cola_a"].shape == (48, 8)
-    assert tensors["model.layers.0.self_attn.k_proj.cola_b"].shape == (8, 8)
+    assert tensors["model.layers.0.self_attn.k_proj.cola_b"].shape == (8, 32)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     facts = {
         key: said[key] for key in ("model_type", "architectures", "rank", "only_lr_act", "hidden_act", "lr_act_type")
@@ -172,7 +172,7 @@ def test_the_official_cola_names_and_shapes(tmp_path: Path, store: Path) -> None
 
 
 def _save_on_mesh(folder: Path, tokenizer: Path) -> str:
-    config = toy.toy_config("float32", model={"family": "cola"}, parallel={"layout": "btp", "tp": 2})
+    config = toy.toy_config("float32", model={"family": "cola", "kv_heads": 8}, parallel={"layout": "btp", "tp": 2})
     return str(save(folder, config, tokenizer))
 
 

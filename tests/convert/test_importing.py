@@ -72,8 +72,8 @@ def test_an_imported_llama_is_the_function_that_transformers_has(tmp_path: Path,
 
 def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:
     """A folder as the official CoLA class would save it."""
-    d, f, kv, r = 32, 48, 16, 8
-    widths = {"self_attn.q": (d, d), "self_attn.k": (d, kv), "self_attn.v": (d, kv), "self_attn.o": (d, d)}
+    d, f, r = 32, 48, 8
+    widths = {f"self_attn.{p}": (d, d) for p in "qkvo"}
     widths |= {"mlp.gate": (d, f), "mlp.up": (d, f), "mlp.down": (f, d)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (64, d), "lm_head.weight": (64, d)}
     for layer in range(2):
@@ -86,6 +86,7 @@ def official_cola(path: Path, only_lr_act: bool | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     tensors = {name: torch.randn(shape, generator=generator).mul(0.4) for name, shape in shapes.items()}
     config = {**LLAMA, "model_type": "cola", "architectures": ["ColaForCausalLM"], "rank": r, "lr_act_type": "silu"}
+    config["num_key_value_heads"] = 4  # fewer are in the configuration only: the class makes k and v of full width
     config |= {} if only_lr_act is None else {"only_lr_act": only_lr_act}
     write_folder(path, config, tensors)
     return tensors
@@ -113,8 +114,7 @@ def cola_logits(w: dict[str, Tensor], tokens_S: Tensor, silu: bool) -> Tensor:
     for layer in range(2):
         at = f"model.layers.{layer}"
         y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (heads(linear(y, f"{at}.self_attn.{p}"), n, p != "v") for p, n in (("q", 4), ("k", 2), ("v", 2)))
-        k, v = (z.repeat_interleave(2, dim=0) for z in (k, v))
+        q, k, v = (heads(linear(y, f"{at}.self_attn.{p}"), 4, p != "v") for p in "qkv")
         scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(future, float("-inf"))
         x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{at}.self_attn.o")
         y = norm(x, f"{at}.post_attention_layernorm")
@@ -135,6 +135,37 @@ def test_an_official_cola_checkpoint(tmp_path: Path, only_lr_act: bool | None, s
     actual = all_logits(decoder, tokens)
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["only_lr_act"] is not silu
+
+
+def cola_m_name(name: str) -> str:
+    """Of a tensor of CoLA in a model of two blocks."""
+    parts = name.split(".")
+    if parts[-1] not in ("cola_a", "cola_b"):
+        return name
+    layer, (module, projection, factor) = int(parts[2]), parts[3:]
+    where = {"q": "attn", "k": "attn", "v": "attn", "o": "attn", "gate": "mlp", "up": "mlp", "down": "mlp"}[
+        projection.removesuffix("_proj")
+    ]
+    if projection in ("o_proj", "down_proj"):
+        before, after = (f"self_{where}", f"post_{where}")
+        if projection == "down_proj" and factor == "cola_b" and layer == 0:
+            layer, after = 1, "last_layer_post_mlp"
+    else:
+        before, after = (f"pre_{where}", f"self_{where}")
+    module = f"{before}.pre_{projection}" if factor == "cola_a" else f"{after}.post_{projection}"
+    return f"model.layers.{layer}.{module}.{factor}"
+
+
+@pytest.mark.parametrize("saved_by", ["cola", "cola_m"])
+def test_a_checkpoint_of_cola_m_is_that_of_cola(tmp_path: Path, saved_by: str) -> None:
+    tensors = official_cola(tmp_path / "cola", True)
+    renamed = {cola_m_name(name): value for name, value in tensors.items()}
+    assert "model.layers.0.pre_attn.pre_q_proj.cola_a" in renamed
+    assert "model.layers.1.last_layer_post_mlp.post_down_proj.cola_b" in renamed
+    config = json.loads((tmp_path / "cola" / "config.json").read_text())
+    config |= {"model_type": saved_by, "architectures": ["ColaMForCausalLM"], "lr_act_type": "gelu"}
+    write_folder(tmp_path / "theirs", config, renamed)
+    assert_same(there_and_back(tmp_path / "theirs", tmp_path), tensors)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "svd-merged"])
@@ -224,7 +255,7 @@ def test_the_tokenizer_is_that_of_a_store_made_with_it(tmp_path: Path, store: Pa
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type = 'llama3'"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
     ({"attention_bias": True}, "attention_bias = true"),

@@ -36,12 +36,18 @@ LLAMA = {
 }
 """config.json of a tiny model as transformers 4 writes it."""
 
+ROPE = {"rope_theta": 50.0, "rope_factor": 8.0, "rope_original_len": 16}
+"""One rotation is slower by all of the factor, one by a part."""
+
 CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "dense": ({"family": "dense"}, True, "LlamaForCausalLM"),
     "dense-linear": ({"family": "dense", "mlp_silu": False}, True, "LlamaForCausalLM"),
     "svd-merged": ({"family": "svd", "ranks": {"mlp": 12}}, True, "LlamaForCausalLM"),
     "svd": ({"family": "svd"}, False, "BoostForCausalLM"),
-    "cola": ({"family": "cola", "rope_theta": 500.0}, True, "ColaForCausalLM"),
+    "cola": ({"family": "cola", "rope_theta": 500.0, "kv_heads": 8}, True, "ColaForCausalLM"),
+    "cola-gqa": ({"family": "cola"}, True, "BoostForCausalLM"),
+    "cola-rope": ({"family": "cola", "kv_heads": 8, **ROPE}, True, "BoostForCausalLM"),
+    "dense-rope": ({"family": "dense", **ROPE}, True, "LlamaForCausalLM"),
     "cola-linear": ({"family": "cola", "mlp_silu": False, "kv_heads": 8}, True, "ColaForCausalLM"),
     "cola-ranks": ({"family": "cola", "ranks": {"attn": 6, "layers.1.mlp.up": 5}}, True, "BoostForCausalLM"),
     "cola-no-act": ({"family": "cola", "latent_act": "none", "mlp_silu": False}, True, "BoostForCausalLM"),

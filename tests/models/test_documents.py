@@ -14,15 +14,17 @@ from boost.config.attention import document_form
 from boost.models import documents
 from boost.models.attention import Context, attend, make_context
 from boost.models.documents import Documents, causal
+from tests import toy
 
 HEADS, KV_HEADS, WIDTH, BATCH, LENGTH = 4, 2, 8, 3, 24
 IDS = torch.tensor([[0] * 5 + [1] * 18 + [2], [7] * LENGTH, list(range(LENGTH))], dtype=torch.int32)
 """Long and short ones, one alone in its sequence, and one a token."""
+MODEL = toy.toy_config(model={"dim": HEADS * WIDTH, "heads": HEADS, "kv_heads": KV_HEADS}).model
 
 
 def context(ids: Tensor | None = IDS, compiled: bool = False) -> Context:
     positions = torch.arange(LENGTH)
-    return make_context(BATCH, positions, WIDTH, 10000.0, torch.float64, ids, compiled)
+    return make_context(BATCH, positions, MODEL, torch.float64, ids, compiled)
 
 
 def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
@@ -115,7 +117,7 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
         monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", reference_varlen)
     monkeypatch.setattr(documents, "document_form", lambda *_: form)
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    whole = make_context(1, torch.arange(LENGTH), WIDTH, 10000.0, torch.float64, ids)
+    whole = make_context(1, torch.arange(LENGTH), MODEL, torch.float64, ids)
     q, k, v, upstream = (
         torch.randn(LENGTH, n * WIDTH, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )

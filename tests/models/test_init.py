@@ -133,6 +133,25 @@ def test_parameter_counts_of_the_full_rank_baselines(preset: str, millions: int)
     assert round(parameter_count(load(preset).model) / 1e6) == millions
 
 
+@pytest.mark.parametrize(("size", "billions"), [("8b", 8.03), ("70b", 70.55), ("405b", 405.85)])
+def test_shapes_of_llama_3(size: str, billions: float) -> None:
+    """As their model cards count parameters; the low-rank ones have less than half of the linears'."""
+    dense, low_rank = load(f"llama3-{size}").model, load(f"cola-llama3-{size}").model
+    assert parameter_count(dense) / 1e9 == pytest.approx(billions, abs=0.005)
+    ends = 2 * dense.vocab_size * dense.dim
+    assert (parameter_count(low_rank) - ends) / (parameter_count(dense) - ends) < 0.5
+    assert not list(low_rank.advice())
+
+
+def test_factors_larger_than_their_matrix_are_named() -> None:
+    """8 key/value heads of Llama 3 8B are 1,024 wide, as is the bottleneck."""
+    wide = ["--model.ranks.attn.k", "1024", "--model.ranks.attn.v", "1024"]
+    first, second = load("cola-llama3-8b", wide).model.advice()
+    assert first.startswith("attn.k of 4096 x 1024 has more parameters as factors of rank 1024")
+    assert second.startswith("attn.v ") and "--model.ranks.attn.v 256" in second
+    assert not list(load("boost-7b").model.advice())
+
+
 @pytest.mark.parametrize("size", ["60m", "130m", "350m", "1b", "7b"])
 def test_a_baseline_is_trained_on_what_the_recipe_is(size: str) -> None:
     low_rank, full = load(f"cola-{size}"), load(f"llama-{size}")

@@ -57,7 +57,7 @@ class Stage(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         model, batch = self.config.model, x_BSD.shape[0]
         positions = torch.arange(x_BSD.shape[1])
-        context = make_context(batch, positions, model.head_dim, model.rope_theta, torch.float64)
+        context = make_context(batch, positions, model, torch.float64)
         stream = Stream(x_BSD.reshape(-1, model.dim))
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)

@@ -1,0 +1,35 @@
+"""Rotary positions against transformers' own."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from boost.config import load
+from boost.models.attention import rotary_frequencies
+
+
+@pytest.mark.parametrize("changes", [[], ["--model.rope_factor", "32"], ["--model.rope_low_freq", "2.5"]], ids=str)
+@pytest.mark.parametrize("preset", ["llama3-8b", "llama3-405b"])
+def test_scaled_rotations_are_those_of_llama_3(preset: str, changes: list[str]) -> None:
+    model = load(preset, changes).model
+    theirs = LlamaConfig(
+        hidden_size=model.dim,
+        num_attention_heads=model.heads,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": model.rope_theta,
+            "factor": model.rope_factor,
+            "low_freq_factor": model.rope_low_freq,
+            "high_freq_factor": model.rope_high_freq,
+            "original_max_position_embeddings": model.rope_original_len,
+        },
+    )
+    expected, scale = ROPE_INIT_FUNCTIONS["llama3"](theirs, torch.device("cpu"))
+    found = rotary_frequencies(model, torch.float32)
+    assert scale == 1.0
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    plain = rotary_frequencies(model.model_copy(update={"rope_factor": 1.0}), torch.float32)
+    slower = found / plain
+    assert slower[0] == 1 and slower[-1] * model.rope_factor == pytest.approx(1.0)
+    assert ((slower > 1.01 / model.rope_factor) & (slower < 0.99)).any()
