@@ -43,6 +43,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
         "  boost plan run.toml --gpu a100-80g --svg run.svg                                   your own configuration\n"
         "  boost plan --model 7b --gpus 4 --gpu a100-80g --longest-sequence                   or --largest-batch\n"
+        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens              where one layout overtakes another\n"
         "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them) or a TOML file (its [parallel]\n"
         "and searched fields are ignored). --parallel.KEY, --train.micro_batch and --train.recompute fix a choice.\n"
@@ -77,6 +78,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="find the largest boost-* shape that fits, and its maximum number of blocks",
     )
+    questions.add_argument(
+        "--by-tokens",
+        action="store_true",
+        help="find the fastest layout by tokens per step and TP size (--svg FILE draws it)",
+    )
     parser.set_defaults(takes_overrides=True)
     return parser
 
@@ -104,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; as in: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
     request = request_of(args, hardware)
+    if args.by_tokens:
+        return _by_tokens(args, request)
     if args.longest_sequence or args.largest_batch or args.largest_model:
         return _question(args, request)
     return _best(args, request)
@@ -185,6 +193,26 @@ def _explained(args: argparse.Namespace, plan: "Plan", hardware: "Hardware") -> 
         args.svg.write_text(plan_explain.picture(plan, name, args.gpu), encoding="utf-8", newline="\n")
         if not args.json:
             print(f"\n{args.svg} written")
+
+
+def _by_tokens(args: argparse.Namespace, request: "Request") -> int:
+    from boost.cli import plan_report
+    from boost.plan.by_tokens import by_tokens, fastest, picture
+
+    with without_gc(), progress("configurations") as tick:
+        rows = by_tokens(request, tick)
+    if not any(fastest(row) for row in rows):
+        raise ConfigError(
+            f"{args.model} does not fit on {args.gpus} x {args.gpu} without a pipeline; add --parallel.pp"
+        )
+    plan_report.print_by_tokens(args, request, rows)
+    if args.svg is not None:
+        subtitle = f"On {args.gpus} x {args.gpu}: the fastest configuration of each, its time against that of the row's fastest"
+        title = f"Layout by tokens per step and TP size: {args.model}, {request.base.model.title}"
+        args.svg.write_text(picture(title, subtitle, rows), encoding="utf-8", newline="\n")
+        if not args.json:
+            print(f"\n{args.svg} written")
+    return 0
 
 
 def _question(args: argparse.Namespace, request: "Request") -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
+from boost.plan.by_tokens import Cell, changes, fastest, slower
 from boost.plan.candidates import Request
 from boost.plan.compare import Alternative, choices, human_seconds, mesh
 from boost.plan.inspection import human_bytes
@@ -311,3 +312,41 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         )  # fmt: skip
     out.print(table)
     out.print(Text("\nGlobal batch: two micro-batches per replica and stage. Larger ones are faster with a pipeline."))
+
+
+def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[Sequence[Cell]]) -> None:
+    """Prints the fastest layout by tokens per step and TP size, and where it changes."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if args.json:
+        listed = [
+            {"tokens": cell.tokens, "tp": cell.tp, **({} if cell.plan is None else as_json(cell.plan, args.price))}
+            for row in rows
+            for cell in row
+        ]
+        print(json.dumps({"question": "fastest layout by tokens per step and TP size", "answers": listed}, indent=2))
+        return
+    out = console()
+    heading = f"{_model(request.base, args.model)}\n{args.gpus} x {request.hardware.title}"
+    out.print(Text(heading), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("tokens a step", *(f"TP {cell.tp}" for cell in rows[0])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        best = fastest(row)
+        words = [cell.why_none if cell.plan is None else f"{cell.layout} {slower(cell, row):.2f} x" for cell in row]
+        table.add_row(
+            f"{row[0].tokens:,}",
+            *(Text(w, style="bold" if cell is best else "") for w, cell in zip(words, row, strict=True)),
+        )
+    out.print(table)
+    said = "; ".join(f"{_way(cell)} from {cell.tokens:,} tokens" for cell in changes(rows))
+    out.print(Text(f"\nfastest: {said}"))
+    out.print(
+        Text("Times by that of the fastest in the row; without pipelines. Differences below 5% are within the error.")
+    )
+
+
+def _way(cell: Cell) -> str:
+    return "pure data parallelism" if cell.tp == 1 else f"{cell.layout} with TP {cell.tp}"

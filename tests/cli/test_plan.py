@@ -180,3 +180,15 @@ def test_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as left:
             main(["plan", second, "--help"])
         assert left.value.code == 0 and f"usage: boost plan {second}" in capsys.readouterr().out
+
+
+def test_by_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("boost.plan.by_tokens.MOST_TOKENS", 8192)
+    words = ("--model", "cola-60m", "--gpus", "2", "--gpu", "a100-80g", "--by-tokens", "--svg", str(tmp_path / "x.svg"))
+    code, out, err = say(capsys, *words)
+    assert code == 0 and not err
+    assert "TP 1" in out and "fastest: " in out and " tokens" in out
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+    found = facts(capsys, *words[:-2])
+    assert {each["tp"] for each in found["answers"]} == {1, 2}
+    assert any("config" in each for each in found["answers"])
