@@ -77,15 +77,15 @@ def _print_presets(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
-    short = {"parameters": "params", "seq_len": "seq"}  # to fit 80 columns
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)  # to fit 80 columns whole
+    short = {"parameters": "params", "seq_len": "seq"}
     columns = [column for column in rows[0] if column != "what"]
     for column in columns:
         table.add_column(
             short.get(column, column), justify="left" if column in ("preset", "family") else "right", no_wrap=True
         )
     for row in rows:
-        cells = {**row, "parameters": f"{row['parameters'] / 1e6:.1f}M"}
+        cells = {**row, "parameters": f"{row['parameters'] / 1e6:.0f}M", "rank": row["rank"] or ""}
         table.add_row(*(str(cells[column]) for column in columns))
     Console().print(table)
     print()
