@@ -52,8 +52,8 @@ def error(config: Config) -> float:
 def test_a_block_on_sizes_sends_what_its_layout_says() -> None:
     """In order, with their phases: the trace and the written table have nothing in common but the configuration."""
     wrong = []
-    for family, parallel, policy, gates in EVERY:
-        for dtype, kv_heads in (("bfloat16", 2), ("float32", 8)):
+    for number, (family, parallel, policy, gates) in enumerate(EVERY):
+        for dtype, kv_heads in (("bfloat16", 2), ("float32", 8))[: 1 + (number % 3 == 0)]:
             config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads, layers=2, **gates)
             traced = pass_of_block(config, 1).collectives
             table = [c for c in step_collectives(config) if c.layer == 1 and c.phase != "step"]
