@@ -50,7 +50,7 @@ def toy_config(dtype: str = "float64", **sections: Any) -> Config:
     return from_tree(tree)
 
 
-ALONE = {"tp": 1, "dp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
+ALONE = {"tp": 1, "dp": 1, "cp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
 
 
 def single(config: Config) -> Config:
@@ -77,13 +77,13 @@ def toy_model(config: Config, seed: int = 0) -> tuple[Model, Mesh]:
 def toy_mesh(config: Config) -> Mesh:
     """The mesh of a configuration."""
     parallel = config.parallel
-    return mesh(parallel.tp, parallel.dp, parallel.pp) if parallel.world_size > 1 else Mesh(CPU)
+    return mesh(parallel.tp, parallel.dp, parallel.pp, parallel.cp) if parallel.world_size > 1 else Mesh(CPU)
 
 
 @functools.cache
-def mesh(tp: int, dp: int = 1, pp: int = 1) -> Mesh:
+def mesh(tp: int, dp: int = 1, pp: int = 1, cp: int = 1) -> Mesh:
     """Process groups are made once for each mesh and call of a pool (`tests/distributed.py`)."""
-    return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp), CPU)
+    return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp, cp=cp), CPU)
 
 
 def skip_what_torch_cannot(config: Config) -> None:

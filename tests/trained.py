@@ -46,7 +46,8 @@ class Trained:
 
     def passes(self, step: int) -> StepStats:
         """All of a step but the update."""
-        batches = list(micro_batches(self.config, step, self.mesh.dp.rank))
+        cp = self.mesh.cp
+        batches = [each.share(cp.rank, cp.size) for each in micro_batches(self.config, step, self.mesh.dp.rank)]
         positions = self.config.train.global_batch * self.config.train.seq_len
         self.reducer.begin(len(batches))
         with self.copies.in_use():
@@ -57,7 +58,7 @@ class Trained:
 
     def collectives(self) -> list[Collective]:
         """Those of a step, without its update. Without a pipeline each bears its phase."""
-        groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp) if axis.size > 1]
+        groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp_cp) if axis.size > 1]
         counter = CollectiveCounter(step_groups=groups)
 
         def enter(phase: str) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load
+from boost.config.context import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
@@ -119,9 +120,11 @@ def _notes(config: Config) -> Iterator[str]:
     if parallel.tp == 1:
         effective = spec_of(parallel).name
         same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' is then '{effective}')"
-        yield f"parallel.tp = 1: one process holds all weights{same}; the model has no collectives"
+        sends = "; the model has no collectives" if parallel.cp == 1 else ""
+        yield f"parallel.tp = 1: one process holds all weights{same}{sends}"
     else:
         yield from spec_of(parallel).notes(model, parallel)
+    yield from context_notes(model, parallel)
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:
@@ -132,6 +135,7 @@ def as_json(inspection: "Inspection") -> dict[str, Any]:
         "layout": inspection.layout,
         "tp": config.parallel.tp,
         "dp": config.parallel.dp,
+        "cp": config.parallel.cp,
         "pp": config.parallel.pp,
         "pp_rank": inspection.pp_rank,
         "stages": [{"index": s.index, "first_layer": s.first_layer, "layers": s.layers} for s in inspection.stages],
@@ -184,6 +188,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     config = inspection.config
     model, parallel, train = config.model, config.parallel, config.train
     mesh = [inspection.layout, f"TP {parallel.tp}"] + [f"DP {parallel.dp}"] * (parallel.dp > 1)
+    mesh += [f"CP {parallel.cp}"] * (parallel.cp > 1)
     mesh += [f"PP {parallel.pp}, {parallel.schedule}"] * (parallel.pp > 1)
     mesh += [f"parallel.shard = {parallel.shard}"] * parallel.sharded
     if parallel.tp > 1:
@@ -195,7 +200,8 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         + (f", r {model.rank}" if model.rank else ""),
         "parameters": f"{_count(inspection.parameters)}; on one process: {_count(inspection.parameters_per_process)}",
         "layout": ", ".join(mesh),
-        "tokens": f"T = {train.micro_batch} x {train.seq_len} = {inspection.tokens} per micro-batch, {batches} per step",
+        "tokens": f"T = {train.micro_batch} x {train.seq_len}{f' / CP {parallel.cp}' * (parallel.cp > 1)} = {inspection.tokens} "
+        f"per micro-batch, {batches} per step",
         "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.spec.residual]}",
         "wide side": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
     }

@@ -349,4 +349,7 @@ def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[S
 
 
 def _way(cell: Cell) -> str:
-    return "pure data parallelism" if cell.tp == 1 else f"{cell.layout} with TP {cell.tp}"
+    if cell.tp > 1:
+        return f"{cell.layout} with TP {cell.tp}"
+    shared = cell.plan is not None and cell.plan.config.parallel.cp > 1
+    return "context parallelism" if shared else "pure data parallelism"

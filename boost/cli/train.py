@@ -146,7 +146,8 @@ def _config(args: argparse.Namespace) -> Config:
 def _check_processes(config: Config, nproc: int | None) -> None:
     """Raises ConfigError if the processes that are to run are not those of the mesh."""
     parallel = config.parallel
-    mesh = f"parallel.tp x pp x dp = {parallel.tp} x {parallel.pp} x {parallel.dp} = {parallel.world_size}"
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp} | ({"cp": parallel.cp} if parallel.cp > 1 else {})
+    mesh = f"parallel.{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {parallel.world_size}"
     if nproc is not None and nproc != parallel.world_size:
         raise ConfigError(f"--nproc = {nproc} must equal {mesh}; valid value: {parallel.world_size}")
     started = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else str(parallel.world_size)

@@ -23,6 +23,7 @@ def _problems(config: Config) -> Iterator[str]:
     if _SOUND_MODELS.get(id(config.model)) is not config.model:
         yield from _model_problems(config)
         _SOUND_MODELS[id(config.model)] = config.model
+    yield from _context_problems(config)
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)
     yield from _train_problems(config)
@@ -103,6 +104,8 @@ def _can_share(config: Config, kv_heads: int) -> bool:
 
 def _parallel_problems(config: Config) -> Iterator[str]:
     model, parallel = config.model, config.parallel
+    if parallel.tp * parallel.cp > 1:
+        yield from _overlap_problems(config)
     if parallel.tp == 1:
         return  # one process is the whole function, whatever the layout
     spec = layout_spec(parallel.layout)
@@ -120,8 +123,18 @@ def _parallel_problems(config: Config) -> Iterator[str]:
             f"{_either(layouts_of(model))}, or model.family = {families}"
         )
     yield from _indivisible(config)
-    yield from _overlap_problems(config)
     yield from parallel.problems(config)
+
+
+def _context_problems(config: Config) -> Iterator[str]:
+    """Whether every process has two chunks of each sequence."""
+    train, cp = config.train, config.parallel.cp
+    if cp > 1 and train.seq_len % (2 * cp):
+        best = nearest(train.seq_len, 2 * max(train.seq_len, 2 * cp), lambda length: length % (2 * cp) == 0)
+        yield (
+            f"train.seq_len = {train.seq_len} must be divisible by 2 x parallel.cp = {2 * cp}, so that each process has two chunks "
+            f"of a sequence; nearest valid value: {best}"
+        )
 
 
 def _overlap_problems(config: Config) -> Iterator[str]:
@@ -134,11 +147,11 @@ def _overlap_problems(config: Config) -> Iterator[str]:
             f"train.micro_batch = {train.micro_batch} has no two halves for parallel.overlap = '{parallel.overlap}'; nearest "
             f"valid value: {train.micro_batch + 1}, or take overlap = 'none'"
         )
-    one = train.micro_batch == 1
-    parts = 2 * parallel.tp if one else parallel.tp
+    one, cp = train.micro_batch == 1, parallel.cp
+    parts = (2 * parallel.tp if one else parallel.tp) * cp
     if (one or layout_spec(parallel.layout).residual == "tokens") and train.seq_len % parts:
         best = nearest(train.seq_len, 2 * max(train.seq_len, parts), lambda length: length % parts == 0)
-        what = f"{'2 x ' * one}parallel.tp = {parts}"
+        what = f"{'2 x ' * one}parallel.tp {'x cp ' * (cp > 1)}= {parts}"
         why = (
             "one sequence has two halves"
             if one
@@ -248,7 +261,7 @@ def _indivisible(config: Config) -> Iterator[str]:
     """Sizes that the TP processes cannot share equally."""
     model, parallel, train = config.model, config.parallel, config.train
     spec, tp = layout_spec(parallel.layout), parallel.tp
-    tokens = train.micro_batch * train.seq_len
+    tokens = train.micro_batch * train.seq_len // parallel.cp
     shards_tokens = spec.residual == "tokens"
     sizes = {"model.dim": model.dim, "model.vocab_size": model.vocab_size}
     shards_heads = num_shards(parallel) > 1
@@ -274,9 +287,15 @@ def _indivisible(config: Config) -> Iterator[str]:
             f"nearest valid value of model.kv_heads: {best}"
         )
     if shards_tokens and tokens % tp:
-        best = nearest(train.seq_len, 2 * max(train.seq_len, tp), lambda s: train.micro_batch * s % tp == 0)
+        cp, chunks = parallel.cp, 2 * parallel.cp if parallel.cp > 1 else 1
+        best = nearest(
+            train.seq_len,
+            2 * max(train.seq_len, tp * cp),
+            lambda s: s % chunks == 0 and train.micro_batch * s // cp % tp == 0,
+        )
+        shared = f" / parallel.cp = {cp}" if cp > 1 else ""
         yield (
-            f"train.micro_batch x train.seq_len = {train.micro_batch} x {train.seq_len} = {tokens} tokens, which "
+            f"train.micro_batch x train.seq_len = {train.micro_batch} x {train.seq_len}{shared} = {tokens} tokens, which "
             f"parallel.layout = '{spec.name}' shards, must be divisible by parallel.tp = {tp}; "
             f"nearest valid value of train.seq_len: {best}"
         )

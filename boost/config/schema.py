@@ -44,6 +44,11 @@ class ParallelConfig(Tagged):
     dp: Width = 1
     """Data-parallel size: replicas that split the global batch."""
 
+    cp: Width = 1
+    """Context-parallel size: processes that split every sequence, two chunks of it each, for sequences that one process cannot
+    hold. Of attention, heads or keys and values cross, whatever is less. Weights are those of one replica: sums of gradients and
+    parallel.shard go over dp x cp."""
+
     shard: Literal["none", "optimizer", "full"] = "none"
     """What is sharded over replicas. none: nothing, gradients are all-reduced; optimizer: ZeRO-1, each replica updates its
     rows of every weight, weights are gathered once per step; full: FSDP, weights are gathered block by block when used,
@@ -93,7 +98,12 @@ class ParallelConfig(Tagged):
     @property
     def sharded(self) -> bool:
         """Whether anything is sharded over replicas: not with one replica, unless outer factors are sharded over TP."""
-        return self.shard != "none" and (self.dp > 1 or (self.shard_outer and self.tp > 1))
+        return self.shard != "none" and (self.dp_cp > 1 or (self.shard_outer and self.tp > 1))
+
+    @property
+    def dp_cp(self) -> int:
+        """Number of processes that hold the same weights for other tokens: dp x cp."""
+        return self.dp * self.cp
 
     @property
     def splits_backward(self) -> bool:
@@ -102,8 +112,9 @@ class ParallelConfig(Tagged):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes and their sizes, outermost first: TP is innermost, so that it stays within a node."""
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        """Mesh axes and their sizes, outermost first: TP is innermost, so that it stays within a node. No cp where it is 1."""
+        context = {"cp": self.cp} if self.cp > 1 else {}
+        return {"pp": self.pp, "dp": self.dp, **context, "tp": self.tp}
 
     @property
     def world_size(self) -> int:

@@ -48,7 +48,7 @@ class Collective:
     layer: int | None = None
     """Number of the block, for the four groups and for weights that are gathered with it."""
     axis: str = "tp"
-    """Which processes take part: tp | dp | replicas (dp x tp) | pp (two neighbors) | world."""
+    """Which processes take part: tp | cp | dp (of weights: dp x cp) | replicas (dp x cp x tp) | pp (two neighbors) | world."""
 
     @property
     def elements(self) -> int:

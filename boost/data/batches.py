@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.config.architecture import IGNORED
+from boost.config.context import chunks_of
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 
@@ -27,6 +28,15 @@ class Batch:
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
     document_ids: npt.NDArray[np.int32]
+
+    def share(self, rank: int, cp: int) -> "Batch":
+        """What one of `cp` processes of the context axis trains on: tokens and targets [B, S / cp] of its two chunks of each row
+        (`boost.config.context`), with the document ids of whole rows, which attention asks for."""
+        if cp == 1:
+            return self
+        chunks = [np.split(x, 2 * cp, axis=1) for x in (self.tokens, self.targets)]
+        tokens, targets = (np.concatenate([each[i] for i in chunks_of(rank, cp)], axis=1) for each in chunks)
+        return Batch(tokens, targets, self.document_ids)
 
 
 def join(batches: Iterable[Batch]) -> Batch:

@@ -143,10 +143,13 @@ class _FakeGroup:
     group_name: str = "nobody"
 
 
-def fake_mesh(tp: int) -> Mesh:
-    """A mesh with process 0 of `tp` processes only, for fake tensors."""
-    axis = Axis(0, tp, _FakeGroup() if tp > 1 else None)  # type: ignore[arg-type]
-    return Mesh(torch.device("cpu"), {"tp": axis})
+def fake_mesh(tp: int, cp: int = 1) -> Mesh:
+    """A mesh with process 0 of `cp` x `tp` processes only, for fake tensors."""
+
+    def axis(size: int) -> Axis:
+        return Axis(0, size, _FakeGroup() if size > 1 else None)  # type: ignore[arg-type]
+
+    return Mesh(torch.device("cpu"), {"cp": axis(cp), "tp": axis(tp)})
 
 
 def measure(config: Config) -> MeasuredMemory:
@@ -158,11 +161,11 @@ def measure(config: Config) -> MeasuredMemory:
     train = config.train
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
     with FakeTensorMode():
-        mesh = fake_mesh(config.parallel.tp)
+        mesh = fake_mesh(config.parallel.tp, config.parallel.cp)
         decoder = build_decoder(config, mesh)
         for parameter in decoder.parameters() if accumulated > 1 else ():
             parameter.grad = torch.zeros_like(parameter)
-        tokens_BS = torch.zeros(train.micro_batch, train.seq_len, dtype=torch.long)
+        tokens_BS = torch.zeros(train.micro_batch, train.seq_len // config.parallel.cp, dtype=torch.long)
         return measure_step(decoder, config, (tokens_BS, tokens_BS), mesh)
 
 

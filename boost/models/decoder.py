@@ -14,7 +14,7 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import Context, KeysValues, KVCache, attend, make_context
+from boost.models.attention import Context, KeysValues, KVCache, attend, make_context, rotated
 from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup
 from boost.models.interface import (
@@ -30,6 +30,7 @@ from boost.models.interface import (
     local_kv_heads,
 )
 from boost.models.pointwise import gated_product
+from boost.models.sequence_share import SequenceShare
 
 
 class TransformerBlock(FusedModule):
@@ -81,10 +82,30 @@ class TransformerBlock(FusedModule):
         return interleave(runs, layout.lag)
 
     def _run_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
+        if context.share is not None:
+            return self._run_shared_attention(layout, context, saved, stream)
         found = layout.policy.attention(self._attention, layout, context, saved, context.take())
         partial, latents, keys_values = found
         context.leave(keys_values)
         return layout.out_proj_comm(stream.put(latents), partial, self.o)
+
+    def _run_shared_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
+        """Of sequences shared over the context axis: attention is a segment of its own, after what crosses."""
+        q, k, v, latents = layout.policy.local(self._rotated, layout, context, saved)
+        entered = layout.enter_attention(q, k, v, context)
+        heads: Pending[Tensor] = entered.then(lambda qkv: self._attend_shared(layout, context, qkv))
+        stream = stream.put(latents)
+        return heads.then(lambda a: layout.out_proj_comm(stream, layout.out_proj_local(a, self.o), self.o))
+
+    def _attend_shared(self, layout: Layout, context: Context, qkv: tuple[Tensor, Tensor, Tensor]) -> Pending[Tensor]:
+        arguments = self.head_dim, context, self.layer_index, context.take()
+        attended, keys_values = layout.policy.attention(attend, *qkv, *arguments)
+        context.leave(keys_values)
+        return layout.leave_attention(attended, context)
+
+    def _rotated(self, layout: Layout, context: Context, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Latents]:
+        (q, k, v), latents = layout.in_proj_local(saved, self.qkv)
+        return *rotated(q, k, self.head_dim, context), v, latents
 
     def _run_mlp(self, layout: Layout, saved: Saved, stream: Stream) -> Pending[Stream]:
         partial, latents = layout.policy.local(self._gated_product, layout, saved)
@@ -98,7 +119,7 @@ class TransformerBlock(FusedModule):
     def _attention(
         self, layout: Layout, context: Context, saved: Saved, before: KeysValues
     ) -> tuple[Tensor, Latents, KeysValues]:
-        (q, k, v), latents = layout.in_proj_local(saved, self.qkv)
+        q, k, v, latents = self._rotated(layout, context, saved)
         attended, keys_values = attend(q, k, v, self.head_dim, context, self.layer_index, before)
         return layout.out_proj_local(attended, self.o), latents, keys_values
 
@@ -152,7 +173,8 @@ class Decoder(FusedModule):
     ) -> Any:
         """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider.
 
-        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. A pipeline stage takes the
+        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. On a context axis, tokens and
+        targets are those held here, [B, S / cp], and document ids of whole sequences. A pipeline stage takes the
         outputs of the previous stage as `received`; if it is not the last, it returns (residual stream, *latents).
         """
         batch, length = tokens_BS.shape
@@ -209,24 +231,24 @@ class Decoder(FusedModule):
     def _boundary(self, layout: Layout, tokens: int, groups: Sequence[LinearGroup]) -> list[tuple[int, int]]:
         return [layout.residual_shape(tokens), *(s for group in groups for s in group.latent_shapes(layout, tokens))]
 
-    def _context(self, tokens_BS: Tensor, positions_S: Tensor, document_ids_BS: Tensor | None = None) -> Context:
-        model = self.model
-        compiled = any(block.is_compiled for block in self._blocks)
-        return make_context(
-            tokens_BS.shape[0],
-            positions_S,
-            model,
-            self.compute_dtype,
-            document_ids_BS,
-            compiled,
-        )
+    def _context(
+        self,
+        tokens_BS: Tensor,
+        positions_S: Tensor,
+        document_ids_BS: Tensor | None = None,
+        share: SequenceShare | None = None,
+    ) -> Context:
+        batch, compiled = tokens_BS.shape[0], any(block.is_compiled for block in self._blocks)
+        return make_context(batch, positions_S, self.model, self.compute_dtype, document_ids_BS, compiled, share)
 
     def _parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool
     ) -> "list[_Part]":
         """A micro-batch whole, or as two halves of its sequences, or of the tokens of its one sequence."""
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        context = self._context(tokens_BS, positions_S, document_ids_BS)
+        length, share = tokens_BS.shape[1], self.layout.sequence_share()
+        device = tokens_BS.device
+        positions_S = torch.arange(length, device=device) if share is None else share.positions(length, device)
+        context = self._context(tokens_BS, positions_S, document_ids_BS, share)
         if not halves:
             return [_Part(tokens_BS, context, received)]
         tokens = tokens_BS.tensor_split(2, dim=0 if tokens_BS.shape[0] > 1 else 1)

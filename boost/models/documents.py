@@ -31,48 +31,73 @@ class Documents:
     """varlen: where each document starts in [T, ...], int32, then T, more than once, so that few batches differ in N."""
     mask: Tensor | None = None
     """mask: [B, 1, S, S] to add to the scores: 0 where a token may look, -inf elsewhere."""
-    before: int | None = None
-    """Tokens of the first document that lie in the half of the sequence before this one, whose keys come in front; None: all of
-    that half's keys do (mask), or there is none."""
+    key_starts_N: Tensor | None = None
+    """varlen: the same of the keys, where `before` says that there are more of them."""
+    before: tuple[int, ...] = ()
+    """segments and varlen: tokens of the first document of each sequence that come before this part of it, whose keys stand in
+    front of its own. Empty: none."""
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
         """Of parts with so many sequences."""
-        ends = list(itertools.accumulate(sizes))
-        each = [self.lengths[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        masks = [None] * len(sizes) if self.mask is None else list(self.mask.split(list(sizes)))
-        device = None if self.starts_N is None else self.starts_N.device
-        starts = [None if device is None else _starts(lengths, device) for lengths in each]
-        return [Documents(self.form, *of_part) for of_part in zip(each, starts, masks, strict=True)]
-
-    def split_tokens(self, tokens: int) -> "tuple[Documents, Documents]":
-        """Of the first `tokens` tokens of one sequence, and of those after them."""
+        slices = [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
         if self.mask is not None:
-            first, second = self.mask[:, :, :tokens, :tokens], self.mask[:, :, tokens:]
-            return replace(self, mask=first), replace(self, mask=second)
-        ends = list(itertools.accumulate(self.lengths[0]))
-        start = max((end for end in ends if end <= tokens), default=0)
-        cut = {0, tokens, *ends}
-        heads, tails = (
-            tuple(b - a for a, b in itertools.pairwise(sorted(each)))
-            for each in ({c for c in cut if c <= tokens}, {c for c in cut if c >= tokens})
-        )
-        device = None if self.starts_N is None else self.starts_N.device
-        starts = [None if device is None else _starts((each,), device) for each in (heads, tails)]
-        return (
-            Documents(self.form, (heads,), starts[0]),
-            Documents(self.form, (tails,), starts[1], before=tokens - start),
-        )
+            return [replace(self, lengths=self.lengths[each], mask=self.mask[each]) for each in slices]
+        return [self._like(self.lengths[each], self.before[each]) for each in slices]
+
+    def part(self, start: int, end: int) -> "Documents":
+        """Of tokens `start` to `end` of each sequence, which look at keys up to `end`."""
+        ends = [list(itertools.accumulate(row)) for row in self.lengths]
+        cuts = [(start, *(cut for cut in row if start < cut < end), end) for row in ends]
+        lengths = tuple(tuple(b - a for a, b in itertools.pairwise(row)) for row in cuts)
+        if self.mask is not None:
+            return replace(self, lengths=lengths, mask=self.mask[:, :, start:end, :end])
+        before = tuple(start - max((cut for cut in row if cut <= start), default=0) for row in ends)
+        return self._like(lengths, before)
+
+    def _like(self, lengths: Lengths, before: tuple[int, ...]) -> "Documents":
+        """Others in the same form, which has no mask."""
+        before = before if any(before) else ()
+        if self.starts_N is None:
+            return Documents(self.form, lengths, before=before)
+        device, keys = self.starts_N.device, None
+        if before:
+            keys = _starts(_with_keys_before(lengths, before), device)
+        return Documents(self.form, lengths, _starts(lengths, device), key_starts_N=keys, before=before)
+
+    @property
+    def tokens_before(self) -> int | None:
+        """Tokens of each sequence before this part of which a key may be needed; None: all."""
+        return None if self.mask is not None else max(self.before, default=0)
 
     def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(E)) v, [T, H * E], for segments and varlen."""
-        q_THE, k_TKE, v_TKE = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSE, k_BKSE, v_BKSE))
-        before = self.before or 0
+        """softmax(q k^T / sqrt(E)) v, [B, H, S, E]. Of more keys than needed, the last ones are."""
+        if self.mask is not None:
+            grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+            return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=self.mask, enable_gqa=grouped)
+        q_THE = q_BHSE.transpose(1, 2).flatten(0, 1)
+        before = self.before or (0,) * len(self.lengths)
+        needed = [q_BHSE.shape[2] + more for more in before]
+        k_TKE, v_TKE = (_last_tokens(x, needed) for x in (k_BKSE, v_BKSE))
         if self.form == "varlen":
             assert self.starts_N is not None
-            starts_N = self.starts_N
-            key_starts_N = torch.where(starts_N > 0, starts_N + before, 0) if before else starts_N
-            return _varlen(q_THE, k_TKE, v_TKE, (starts_N, key_starts_N), k_BKSE.shape[2]).flatten(1)
-        return _segments(q_THE, k_TKE, v_TKE, self.lengths, before).flatten(1)
+            starts = self.starts_N, self.starts_N if self.key_starts_N is None else self.key_starts_N
+            a_THE = _varlen(q_THE, k_TKE, v_TKE, starts, k_BKSE.shape[2])
+        else:
+            a_THE = _segments(q_THE, k_TKE, v_TKE, self.lengths, before)
+        return a_THE.unflatten(0, (q_BHSE.shape[0], -1)).transpose(1, 2)
+
+
+def _with_keys_before(lengths: Sequence[Sequence[int]], before: Sequence[int]) -> Lengths:
+    """Keys of each document, by sequence."""
+    return tuple((first + more, *rest) for (first, *rest), more in zip(lengths, before, strict=True))
+
+
+def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
+    """The last so many tokens of each sequence, one below the other, [tokens, K, E]."""
+    x_BSKE, length = x_BKSE.transpose(1, 2), x_BKSE.shape[2]
+    if all(each == length for each in needed):
+        return x_BSKE.flatten(0, 1)
+    return torch.cat([row[length - each :] for row, each in zip(x_BSKE, needed, strict=True)])
 
 
 def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
@@ -83,8 +108,10 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped)
     if q_BHSE.device.type == "cuda" and q_BHSE.dtype in (torch.bfloat16, torch.float16):
         return F.scaled_dot_product_attention(
-            q_BHSE, k_BKSE, v_BKSE, attn_mask=causal_lower_right(tokens, keys), enable_gqa=grouped
+            q_BHSE, k_BKSE, v_BKSE, attn_mask=_last_queries(tokens, keys), enable_gqa=grouped
         )
+    if 2 * tokens < keys:
+        return _causal_by_rows(q_BHSE, k_BKSE, v_BKSE)
     # Queries of no token in front: a third more scores than needed, but no mask of tokens x keys. Padded in the order of memory,
     # so that what attention returns is laid out by tokens.
     padded_BSHE = F.pad(q_BHSE.transpose(1, 2), (0, 0, 0, 0, keys - tokens, 0))
@@ -92,6 +119,35 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         padded_BSHE.transpose(1, 2), k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped
     )
     return attended.narrow(2, keys - tokens, tokens)
+
+
+def _last_queries(tokens: int, keys: int) -> Tensor:
+    """torch's description of a causal mask of fewer queries than keys. As torch makes it, it is a tensor of tokens x keys in host
+    memory that nobody fills or reads: 34 GB for the second half of a sequence of 131,072."""
+    bias = causal_lower_right(1, 2)
+    bias.seq_len_q, bias.seq_len_kv = tokens, keys
+    return bias
+
+
+_MASK_ROWS = 256
+"""Queries to which one mask is applied at a time."""
+
+
+def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
+    """`causal` of few queries: some at a time, all under views of one mask."""
+    tokens, keys, found = q_BHSE.shape[2], k_BKSE.shape[2], []
+    most = min(tokens, _MASK_ROWS)
+    hidden = torch.ones(most, keys, dtype=torch.bool, device=q_BHSE.device).triu(keys - most + 1)
+    mask = torch.zeros(most, keys, dtype=q_BHSE.dtype, device=q_BHSE.device).masked_fill_(hidden, -math.inf)
+    for start in range(0, tokens, most):
+        rows = min(most, tokens - start)
+        seen = keys - tokens + start + rows
+        q, k, v = q_BHSE.narrow(2, start, rows), k_BKSE.narrow(2, 0, seen), v_BKSE.narrow(2, 0, seen)
+        of_rows = mask.narrow(0, most - rows, rows).narrow(1, keys - seen, seen)
+        grouped = q.shape[1] != k.shape[1]
+        found.append(F.scaled_dot_product_attention(q, k, v, attn_mask=of_rows, enable_gqa=grouped))
+    # By tokens in memory, as each of them is.
+    return torch.cat([a.transpose(1, 2) for a in found], dim=1).transpose(1, 2)
 
 
 def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dtype, compiled: bool) -> Documents | None:
@@ -115,7 +171,7 @@ def _lengths(document_ids_BS: Tensor) -> Lengths:
     return tuple(of_row(row_S) for row_S in document_ids_BS.cpu())
 
 
-def _starts(lengths: Lengths, device: torch.device) -> Tensor:
+def _starts(lengths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     ends = list(itertools.accumulate(itertools.chain(*lengths), initial=0))
     size = 1 << (len(ends) - 1).bit_length()
     return torch.tensor([*ends, *[ends[-1]] * (size - len(ends))], dtype=torch.int32).to(device, non_blocking=True)
@@ -129,10 +185,10 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
 
 
-def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, before: int) -> Tensor:
-    """[T, H, E], one document after another; `before`: keys of the first one in front of its queries' own."""
+def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, before: Sequence[int]) -> Tensor:
+    """[T, H, E], one document after another; `before`: keys of each sequence's first one in front of its queries' own."""
     sizes = list(itertools.chain(*lengths))
-    key_sizes = [sizes[0] + before, *sizes[1:]]
+    key_sizes = list(itertools.chain(*_with_keys_before(lengths, before)))
     each = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
     queries, keys, values = ([x.transpose(0, 1)[None] for x in y.split(lengths)] for y, lengths in each)
     attended = [causal(q, k, v) for q, k, v in zip(queries, keys, values, strict=True)]

@@ -24,7 +24,9 @@ from boost.config.architecture import Parameter, Slot
 from boost.config.layouts import LayoutSpec, Placement
 
 if TYPE_CHECKING:
+    from boost.models.attention import Context
     from boost.models.group import LinearGroup
+    from boost.models.sequence_share import SequenceShare
 
 Latents = tuple[Tensor, ...]
 """Latents passed from one block to the next, one tensor per group or per slot; empty for families without latent gates."""
@@ -153,7 +155,8 @@ class Layout(Protocol):
 
     T is the number of tokens of the micro-batch; what `in_proj_local` returns has all T tokens, and 1/num_shards of the heads or
     channels (of an MLP that stays with its tokens, T/p tokens and all channels). Collectives stand in `in_proj_comm` and
-    `out_proj_comm` (and, of latents that are saved sharded, in `in_proj_local`).
+    `out_proj_comm` (and, of latents that are saved sharded, in `in_proj_local`). On a context axis T is the number of tokens held
+    here, and attention has collectives of its own.
     """
 
     spec: LayoutSpec
@@ -204,6 +207,21 @@ class Layout(Protocol):
 
     def in_proj_local(self, saved: Saved, group: "LinearGroup") -> tuple[Sequence[Tensor], Latents]:
         """The rest of the group: one [T, d_out / num_shards] a slot, and its latents for the next block if they arise here."""
+        ...
+
+    def sequence_share(self) -> "SequenceShare | None":
+        """What this process holds of each sequence; None: all of it."""
+        ...
+
+    def enter_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, context: "Context"
+    ) -> Pending[tuple[Tensor, Tensor, Tensor]]:
+        """Rotated queries and keys, and values, of the tokens held here -> what attention takes: all tokens of some heads, or the
+        same queries with all keys and values."""
+        ...
+
+    def leave_attention(self, attended: Tensor, context: "Context") -> Pending[Tensor]:
+        """What attention returned -> all heads of this TP process, of the tokens held here."""
         ...
 
     def out_proj_local(self, hidden: Tensor, group: "LinearGroup") -> Tensor:

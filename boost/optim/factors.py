@@ -139,7 +139,7 @@ def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUni
 def _from_replicas(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     """All rows of each stored tensor, gathered from local shards."""
     whole = list(local)
-    for over, axis in (("dp", mesh.dp), ("replicas", mesh.replicas)):
+    for over, axis in (("dp", mesh.dp_cp), ("replicas", mesh.replicas)):
         shared = [i for i, s in enumerate(stored) if s.shard is not None and s.shard.over == over and axis.size > 1]
         if not shared:
             continue

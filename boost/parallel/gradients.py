@@ -76,7 +76,7 @@ class GradientReducer:
         self._trainable = trainable
         self._queues = [
             _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype),
-            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp, dtype),
+            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype),
             _BucketQueue(sharded, mesh.tp, dtype),
         ]
 
@@ -329,7 +329,7 @@ def _num_copies(fused: FusedParam, mesh: Mesh) -> int:
     """Number of processes that hold the same rows of a stored tensor."""
     tp = mesh.tp.size if fused.placement.dim is None else 1
     if fused.shard is None:
-        return tp * mesh.dp.size
+        return tp * mesh.dp_cp.size
     return tp if fused.shard.over == "dp" else 1
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run as one mesh (pp, dp, tp), TP innermost so that it stays inside a node."""
+"""The processes of a run as one mesh (pp, dp, cp, tp), TP innermost so that it stays inside a node."""
 
 import datetime
 import os
@@ -36,12 +36,17 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
     """By name, the outermost first; one that is not there has one process."""
+    dp_cp: Axis = Axis()
+    """dp x cp: the processes that hold the same weights for other tokens. Gradients are summed and weights sharded over it. With
+    cp, a group of its own, for the reason below."""
     replicas: Axis = Axis()
-    """dp x tp: every process that holds a copy of a weight that is not sharded. A group of its own, so that sums of gradients
+    """dp x cp x tp: every process that holds a copy of a weight that is not sharded. A group of its own, so that sums of gradients
     on their way do not stand before the collectives of the backward pass."""
     rank: int = 0
     size: int = 1
     device_mesh: DeviceMesh | None = None
+    weights_mesh: DeviceMesh | None = None
+    """Of dp x cp."""
 
     def axis(self, name: str) -> Axis:
         """This process's place on one axis."""
@@ -54,8 +59,13 @@ class Mesh:
 
     @property
     def dp(self) -> Axis:
-        """Data parallelism."""
+        """Data parallelism: replicas that train on other sequences."""
         return self.axis("dp")
+
+    @property
+    def cp(self) -> Axis:
+        """Context parallelism: processes that train on other tokens of the same sequences."""
+        return self.axis("cp")
 
     @property
     def pp(self) -> Axis:
@@ -103,7 +113,7 @@ def open_mesh(
 ) -> Mesh:
     """Joins the process group of this run (none for one process) and returns this process's place in it.
 
-    Raises ConfigError if the number of processes is not tp x pp x dp; TrainingError if some do not join within `timeout_s`;
+    Raises ConfigError if the number of processes is not pp x dp x cp x tp; TrainingError if some do not join within `timeout_s`;
     StoppedError if one of them receives a stop signal, which `stopped` names, before all have joined.
     """
     size = world_size()
@@ -127,26 +137,31 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
     names, sizes = tuple(parallel.axes), tuple(parallel.axes.values())
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
-    def axis(name: str) -> Axis:
-        size = device_mesh[name].size()
-        group = device_mesh.get_group(name) if size > 1 else None
+    def axis(of: DeviceMesh) -> Axis:
+        group = of.get_group() if of.size() > 1 else None
         if group is not None:  # init_device_mesh gives the groups it makes the backend's default, half an hour
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
-        return Axis(device_mesh.get_local_rank(name), size, group)
+        return Axis(of.get_local_rank(), of.size(), group)
 
-    axes = {name: axis(name) for name in names}
-    replicas = _replicas(device_mesh, timeout_s)
-    return Mesh(device, axes, replicas, dist.get_rank(), dist.get_world_size(), device_mesh)
+    axes = {name: axis(device_mesh[name]) for name in names}
+    dp_cp, weights_mesh = axes["dp"], device_mesh["dp"]
+    if "cp" in names:
+        ranks = device_mesh.mesh.movedim(-1, 1).flatten(0, 1).flatten(1)
+        dp_cp = _own_group(ranks.tolist(), "dp_cp", timeout_s)
+        assert dp_cp.group is not None
+        weights_mesh = DeviceMesh.from_group(dp_cp.group, device.type, mesh_dim_names=("dp_cp",))
+    replicas = _own_group(device_mesh.mesh.flatten(1).tolist(), "replicas", timeout_s)
+    return Mesh(device, axes, dp_cp, replicas, dist.get_rank(), dist.get_world_size(), device_mesh, weights_mesh)
 
 
-def _replicas(device_mesh: DeviceMesh, timeout_s: int) -> Axis:
-    """This process's dp x tp axis. Every process creates the groups of all pipeline stages, as torch requires."""
+def _own_group(groups: list[list[int]], name: str, timeout_s: int) -> Axis:
+    """This process's place in one of these groups of ranks. Every process creates all of them, as torch requires."""
     place = Axis()
-    for stage in device_mesh.mesh.flatten(1).tolist():
+    for ranks in groups:
         timeout = datetime.timedelta(seconds=timeout_s)
-        group = dist.new_group(stage, timeout=timeout, group_desc="replicas") if len(stage) > 1 else None
-        if dist.get_rank() in stage:
-            place = Axis(stage.index(dist.get_rank()), len(stage), group)
+        group = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
+        if dist.get_rank() in ranks:
+            place = Axis(ranks.index(dist.get_rank()), len(ranks), group)
     return place
 
 

@@ -65,7 +65,7 @@ def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaRep
     if mesh.size > 1:
         dist.all_gather(gathered, local)
     rows = torch.stack(gathered).tolist()
-    found = compare(rows, (mesh.pp.size, mesh.dp.size, mesh.tp.size))
+    found = compare(rows, (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
     if not found and not any(row[-1] for row in rows):
         return ReplicaReport()
     names = [p.slices[0].parameter.name for p, bad in zip(fused_params, strange.tolist(), strict=True) if bad]
@@ -120,7 +120,7 @@ def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
     whole, partial = fused.placement.dim is None, fused.placement.partial
     if fused.shard is None:
         # Complete gradients of one weight are summed over dp by another group for each TP rank, maybe in another order.
-        return "replicas" if whole and (partial or mesh.dp.size == 1) else "dp"
+        return "replicas" if whole and (partial or mesh.dp_cp.size == 1) else "dp"
     return "tp" if fused.shard.over == "dp" and whole and partial else None
 
 

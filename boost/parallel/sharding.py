@@ -30,7 +30,6 @@ def shard(
     `root` is the module whose forward pass runs it: the decoder, or what a pipeline wraps it into. Gathers are in
     the dtype of activations, sums of gradients in `dtype` (None: that of weights).
     """
-    assert mesh.device_mesh is not None
     params = list(fused_params(decoder))
     norms = {s.parameter for s in params if s.parameter.ndim == 1}
     outer = (
@@ -51,7 +50,7 @@ def shard(
     for unit in (*decoder.blocks, root):
         fully_shard(
             unit,
-            mesh=mesh.device_mesh["dp"],
+            mesh=mesh.weights_mesh,
             reshard_after_forward=parallel.shard == "full" and unit is not root,
             ignored_params=norms,
             **options,
@@ -102,7 +101,7 @@ def _remember(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
     parameter = getattr(module, name)
     assert isinstance(parameter, DTensor) and isinstance(module, FusedModule)
     local = parameter.to_local().detach()
-    size, rank = mesh.dp.size, mesh.dp.rank
+    size, rank = mesh.dp_cp.size, mesh.dp_cp.rank
     if over == "replicas":
         size, rank = size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
     rows = -(-parameter.shape[0] // size)  # as torch.chunk deals them out: the last processes may have fewer

@@ -25,9 +25,11 @@ class Cell:
 
     @property
     def layout(self) -> str:
-        """The layout, 'DP' without TP; '' if none fits."""
+        """The layout, 'DP' or 'CP' without TP; '' if none fits."""
         if self.plan is None:
             return ""
+        if self.tp == 1 and self.plan.config.parallel.cp > 1:
+            return "CP"
         return "DP" if self.tp == 1 else self.plan.config.parallel.layout
 
 

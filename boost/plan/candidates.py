@@ -28,6 +28,9 @@ POLICIES: tuple[RecomputeName, ...] = (
 EVERY = (1, 2)
 """Recompute in every block, or in every second one."""
 
+LONG_SEQUENCE = 16_384
+"""Tokens of a sequence from which on it may be shared over a context axis."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -90,10 +93,19 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
     """Meshes, layouts, sharding and schedules. Not all are legal: that also depends on the micro-batch."""
     for tp in request.choices("parallel.tp", divisors(request.gpus)):
         for pp in request.choices("parallel.pp", divisors(request.gpus)):
-            for dp in request.choices("parallel.dp", [request.gpus // (tp * pp)]):
-                if tp * pp * dp == request.gpus and pp <= request.base.model.layers:
-                    mesh = request.base.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp})
-                    yield from _of_mesh(request, mesh)
+            for cp in request.choices("parallel.cp", context_sizes(request, tp * pp)):
+                for dp in request.choices("parallel.dp", [request.gpus // (tp * pp * cp)]):
+                    if tp * pp * cp * dp == request.gpus and pp <= request.base.model.layers:
+                        mesh = request.base.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp, "cp": cp})
+                        yield from _of_mesh(request, mesh)
+
+
+def context_sizes(request: Request, others: int) -> Sequence[int]:
+    """Sizes of the context axis beside `others` processes of a replica: powers of two, for sequences long enough that one may not
+    fit. With shorter ones, data parallelism does the same work and sends less."""
+    if request.base.train.seq_len < LONG_SEQUENCE or request.gpus % others:
+        return [1]
+    return powers_of_two(request.gpus // others)
 
 
 def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -106,9 +118,11 @@ def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]
             continue
         for shard, outer in _sharding(request, mesh, layout):
             for schedule, virtual in _schedules(request, mesh):
-                changes: dict[str, Any] = {**mesh.axes, "shard": shard, "shard_outer": outer}
+                changes: dict[str, Any] = {**mesh.axes, "cp": mesh.cp, "shard": shard, "shard_outer": outer}
                 changes |= {"schedule": schedule, "virtual": virtual}
-                for overlap in request.choices("parallel.overlap", ("none", "halves") if mesh.tp > 1 else ("none",)):
+                for overlap in request.choices(
+                    "parallel.overlap", ("none", "halves") if mesh.tp * mesh.cp > 1 else ("none",)
+                ):
                     for options in _options(request, layout):
                         yield of_layout.model_copy(update={**changes, "overlap": overlap, **options})
 
@@ -125,7 +139,7 @@ def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[t
     """(shard, shard_outer). A single replica can shard outer factors only."""
     has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
     for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
-        usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp > 1 or outer))]
+        usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp_cp > 1 or outer))]
         for shard in request.choices("parallel.shard", usual):
             yield shard, outer
 

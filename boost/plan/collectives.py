@@ -6,12 +6,14 @@ with its kind in both directions. The backward pass issues them in reverse.
 Legend: T tokens per micro-batch, p TP processes; a width is the number of elements per token in the whole payload.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from boost.config.architecture import groups, has_latent_gate
+from boost.config.context import context_comms
 from boost.config.factors import needs_whole_factors
-from boost.config.layouts import layout_spec, spec_of
+from boost.config.layouts import spec_of
 from boost.config.layouts.spec import GroupContext, PlannedComm
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages_of, whole
@@ -50,7 +52,7 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     """
     model, parallel, train = config.model, config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
-    tokens = train.micro_batch * train.seq_len
+    tokens = train.micro_batch * train.seq_len // parallel.cp
     recompute = train.recompute_by_layer(model.layers)
     held = stages_of(config, pp_rank)
     gathered = gathers(config, held)
@@ -75,16 +77,16 @@ def _forward(
 ) -> Iterator[Collective]:
     for part in _parts(parallel, tokens):
         for place in _places(model, parallel, dtype, stage):
-            yield from _issued("forward", place, part, dtype, parallel.tp)
-        if stage.has_head:
+            yield from _issued("forward", place, part, dtype, parallel)
+        if stage.has_head and parallel.tp > 1:
             yield from _loss(model, parallel, part, dtype)
     if not stage.has_head:
         yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
 
 
 def _parts(parallel: ParallelConfig, tokens: int) -> list[int]:
-    """Tokens of each part of a micro-batch that has TP collectives of its own. Parts interleave; here, one follows the other."""
-    if parallel.tp == 1:
+    """Tokens of each part of a micro-batch that has collectives of its own. Parts interleave; here, one follows the other."""
+    if parallel.tp * parallel.cp == 1:
         return []
     return [tokens] if parallel.overlap == "none" else [tokens // 2] * 2
 
@@ -109,13 +111,13 @@ def _backward_of(
 ) -> Iterator[Collective]:
     for part in _parts(parallel, tokens):
         embed, *blocks, head_place = _places(model, parallel, dtype, stage)
-        yield from _issued("backward", head_place[::-1], part, dtype, parallel.tp)
+        yield from _issued("backward", head_place[::-1], part, dtype, parallel)
         policies: list[RecomputeName] = [recompute[n] if recompute else "none" for n in stage.numbers]
-        spec = layout_spec(parallel.layout)
+        spec = spec_of(parallel)
         for comms, policy in zip(blocks[::-1], policies[::-1], strict=True):
             for phase, comm in spec.backward(comms, policy, to_the_end=parallel.overlap == "halves"):
-                yield from _issued(phase, [comm], part, dtype, parallel.tp)
-        yield from _issued("backward", embed[::-1], part, dtype, parallel.tp)
+                yield from _issued(phase, [comm], part, dtype, parallel)
+        yield from _issued("backward", embed[::-1], part, dtype, parallel)
     if not stage.has_embedding:
         yield from stage_sends("backward", model, parallel, tokens, dtype, stage.numbers[0] - 1)
 
@@ -136,25 +138,34 @@ def stage_sends(
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[PlannedComm]]:
     """Collectives of the embedding, of each block, and of the head; empty for an embedding or head of another stage."""
-    spec = layout_spec(parallel.layout)
+    spec = spec_of(parallel)
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
     for layer in stage.numbers:
         contexts = (
             GroupContext(group, model, parallel, dtype, has_latent_gate(model, layer)) for group in groups(model, layer)
         )
-        yield [replace(comm, layer=layer) for context in contexts for comm in spec.comms(context)]
+        qkv, *others = (spec.comms(context) for context in contexts)
+        crossing = context_comms(model, parallel)
+        yield [replace(comm, layer=layer) for comm in itertools.chain(qkv, crossing, *others)]
     yield [PlannedComm(comm, model.dim, place="head") for comm in spec.head_comms if stage.has_head]
 
 
-def _issued(phase: str, comms: Sequence[PlannedComm], tokens: int, dtype: str, processes: int) -> Iterator[Collective]:
+def _issued(
+    phase: str, comms: Sequence[PlannedComm], tokens: int, dtype: str, parallel: ParallelConfig
+) -> Iterator[Collective]:
     for each in comms:
         kind = each.comm.backward if phase == "backward" else each.comm.forward
         if kind is None:
             continue
         width = each.width + (0 if phase == "backward" else each.forward_only)
-        # In an all-to-all, a process holds its own shard: all tokens of its columns, or all columns of its tokens.
-        shape = (tokens, width // processes) if kind == ALL_TO_ALL else (tokens, width)
-        yield Collective(phase, kind, shape, each.dtype or dtype, processes, each.place, each.layer)
+        if each.axis == "cp":
+            processes = parallel.cp
+            shape = (tokens, width) if kind == ALL_TO_ALL else (tokens * processes, width)
+        else:
+            # In an all-to-all, a process holds its own shard: all tokens of its columns, or all columns of its tokens.
+            processes = parallel.tp
+            shape = (tokens, width // processes) if kind == ALL_TO_ALL else (tokens, width)
+        yield Collective(phase, kind, shape, each.dtype or dtype, processes, each.place, each.layer, each.axis)
 
 
 def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:

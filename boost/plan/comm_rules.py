@@ -9,8 +9,9 @@ from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCAT
 from boost.plan.shape_tensor import Shape, ShapeTensor, make, rule
 
 
-def _sent(kind: str, payload: Shape, made: Shape, x: ShapeTensor, processes: int) -> ShapeTensor:
-    x.tape.record_collective(kind, payload, x.dtype, processes)
+def _sent(kind: str, payload: Shape, made: Shape, x: ShapeTensor, group: str) -> ShapeTensor:
+    axis, _, processes = group.partition(" ")
+    x.tape.record_collective(kind, payload, x.dtype, int(processes), axis)
     operation = {ALL_GATHER: "all_gather_into_tensor", REDUCE_SCATTER: "reduce_scatter"}.get(kind, "all_reduce")
     result = make(x, made, operation)
     x.tape.in_flight(result)
@@ -23,20 +24,20 @@ _ops = torch.ops._c10d_functional
 @rule(_ops.all_reduce)
 def all_reduce(x: ShapeTensor, op: str, group: str) -> ShapeTensor:
     """A sum."""
-    return _sent(ALL_REDUCE, x.shape, x.shape, x, int(group))
+    return _sent(ALL_REDUCE, x.shape, x.shape, x, group)
 
 
 @rule(torch.ops.boost.all_reduce)
 def sum_of_two(x: ShapeTensor, at_once: bool, group: str) -> ShapeTensor:
     """The same on two CPUs."""
-    return _sent(ALL_REDUCE, x.shape, x.shape, x, int(group))
+    return _sent(ALL_REDUCE, x.shape, x.shape, x, group)
 
 
 @rule(_ops.all_gather_into_tensor)
 def all_gather(x: ShapeTensor, processes: int, group: str) -> ShapeTensor:
     """[n, ...] -> [p n, ...]."""
     gathered = (x.shape[0] * processes, *x.shape[1:])
-    return _sent(ALL_GATHER, gathered, gathered, x, processes)
+    return _sent(ALL_GATHER, gathered, gathered, x, group)
 
 
 @rule(torch.ops.boost.all_gather)
@@ -48,7 +49,7 @@ def gather_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> 
 @rule(_ops.reduce_scatter_tensor)
 def reduce_scatter(x: ShapeTensor, op: str, processes: int, group: str) -> ShapeTensor:
     """[p n, ...] -> [n, ...]."""
-    return _sent(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, processes)
+    return _sent(REDUCE_SCATTER, x.shape, (x.shape[0] // processes, *x.shape[1:]), x, group)
 
 
 @rule(torch.ops.boost.reduce_scatter)
@@ -60,13 +61,13 @@ def scatter_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) ->
 @rule(_ops.all_to_all_single)
 def all_to_all(x: ShapeTensor, received: Sequence[int], sent: Sequence[int], group: str) -> ShapeTensor:
     """Sends rows to every process and receives rows from every process."""
-    return _sent(ALL_TO_ALL, x.shape, x.shape, x, len(sent))
+    return _sent(ALL_TO_ALL, x.shape, x.shape, x, group)
 
 
 @rule(torch.ops.boost.all_to_all)
 def exchange_on_cpu(x: ShapeTensor, processes: int, at_once: bool, group: str) -> ShapeTensor:
     """The same on CPUs."""
-    return _sent(ALL_TO_ALL, x.shape, x.shape, x, processes)
+    return _sent(ALL_TO_ALL, x.shape, x.shape, x, group)
 
 
 @rule(_ops.wait_tensor)

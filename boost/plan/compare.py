@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from boost.config.architecture import parameter_count
 from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
+from boost.plan.candidates import context_sizes
 from boost.plan.inspection import human_bytes
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.timing import (
     ATTENTION_TIME,
     BUBBLE,
+    CONTEXT,
     GEMMS,
     HOST,
     OPTIMIZER_TIME,
@@ -29,6 +31,7 @@ from boost.plan.timing import (
 WORDS = {
     GEMMS: "in matrix products", ATTENTION_TIME: "in attention", OTHER: "in element-wise operations",
     RECOMPUTED: "of recomputation", HOST: "waiting for the host", TENSOR: "in TP collectives",
+    CONTEXT: "in CP collectives",
     PIPELINE: "of pipeline sends", BUBBLE: "of pipeline bubble", REPLICAS: "in DP collectives",
     OPTIMIZER_TIME: "in the optimizer", REST: "of the rest",
 }  # fmt: skip
@@ -65,8 +68,8 @@ class Alternative:
 
 
 def pure_data_parallel(parallel: ParallelConfig) -> bool:
-    """Whether there is neither TP nor PP: replicas only, sharded or not."""
-    return parallel.tp == parallel.pp == 1
+    """Whether there is neither TP nor PP nor CP: replicas only, sharded or not."""
+    return parallel.tp == parallel.pp == parallel.cp == 1
 
 
 def kinds(search: Search) -> Iterator[ConfigKind]:
@@ -74,6 +77,8 @@ def kinds(search: Search) -> Iterator[ConfigKind]:
     model, gpus = search.request.base.model, search.request.gpus
     fixed = search.request.fixed
     yield ConfigKind("pure data parallelism", pure_data_parallel)
+    if len(context_sizes(search.request, 1)) > 1:
+        yield ConfigKind("context parallelism", lambda parallel: parallel.cp > 1)
     for layout in layouts_of(model):
         yield ConfigKind(layout, lambda parallel, layout=layout: parallel.layout == layout and parallel.tp > 1)  # type: ignore[misc]
     sizes = [n for n in (2, 4, 8, 16) if gpus % n == 0] if "parallel.tp" not in fixed else []
@@ -146,7 +151,7 @@ def human_seconds(seconds: float) -> str:
 
 def mesh(parallel: ParallelConfig) -> str:
     """'TP 2, PP 4, DP 2'."""
-    sizes = {"TP": parallel.tp, "PP": parallel.pp, "DP": parallel.dp}
+    sizes = {"TP": parallel.tp, "PP": parallel.pp, "DP": parallel.dp, "CP": parallel.cp}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
@@ -155,7 +160,7 @@ def choices(config: Config) -> str:
     parallel, train = config.parallel, config.train
     words: list[str] = [parallel.layout] if parallel.tp > 1 else []
     words += ["sync norm"] * (parallel.norm == "sync" and parallel.tp > 1)
-    words += ["overlapped halves"] * (parallel.overlap == "halves" and parallel.tp > 1)
+    words += ["overlapped halves"] * (parallel.overlap == "halves" and parallel.tp * parallel.cp > 1)
     if parallel.sharded:
         words.append(f"shard = {parallel.shard}" + (" (outer factors too)" if parallel.shard_outer else ""))
     if parallel.pp > 1:

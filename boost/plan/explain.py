@@ -95,7 +95,7 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTot
     """Collectives of pipeline rank `pp_rank` in a step, in order of first use; TP's first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
-    held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len
+    held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len // parallel.cp
     policies = train.recompute_by_layer(config.model.layers)
     found: Counter[Collective] = Counter()
     for stage in held:

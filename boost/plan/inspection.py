@@ -178,7 +178,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
         weights=tuple(_weight(parameter, model, parallel) for parameter in parameters),
         parameters=parameter_count(model),
         parameters_per_process=sum(tensor.shard(parallel) for tensor in stored),
-        tokens=train.micro_batch * train.seq_len,
+        tokens=train.micro_batch * train.seq_len // parallel.cp,
         micro_batches=micro_batches,
         issued=tuple(_numbered(step_collectives(config, pp_rank), micro_batches)),
         exact=tuple(optimizer_collectives(config, pp_rank)) if isinstance(config.optim, LOROConfig) else (),
@@ -211,7 +211,7 @@ def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) 
     if parallel.sharded and len(parameter.shape) > 1:
         outer = parallel.shard_outer and placement.partial
         words = words.partition(",")[0] if outer else words
-        words += f"; rows sharded over {parallel.dp * (parallel.tp if outer else 1)}"
+        words += f"; rows sharded over {parallel.dp_cp * (parallel.tp if outer else 1)}"
     return Weight(name, parameter.shape, local_shape(parameter, placement, parallel.tp), placement, words)
 
 

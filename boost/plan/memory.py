@@ -42,10 +42,10 @@ class Memory:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """STATES and SAVED."""
+        """STATES and SAVED, and of what is saved beside them the masks that attention takes on a CPU."""
         sums = {**self.states, **dict.fromkeys(SAVED, 0)}
         for item in self.saved:
-            sums[item.held.category] += item.bytes
+            sums[item.held.category] = sums.get(item.held.category, 0) + item.bytes
         return sums
 
     @property

@@ -1,6 +1,6 @@
 """Cost of a collective: which processes take part, over which link, for how long.
 
-Global ranks are ordered (pp, dp, tp) with TP innermost; nodes take them in that order.
+Global ranks are ordered (pp, dp, cp, tp) with TP innermost; nodes take them in that order.
 """
 
 import functools
@@ -26,14 +26,16 @@ class Span:
 
 
 def span(axis: str, parallel: ParallelConfig, per_node: int) -> Span:
-    """Span of one group of an axis: tp | dp | replicas (dp x tp) | pp (two neighbors) | world."""
-    return _span(axis, parallel.tp, parallel.dp, parallel.pp, per_node)
+    """Span of one group of an axis, of those of `Collective.axis`."""
+    return _span(axis, parallel.tp, parallel.cp, parallel.dp_cp, parallel.pp, per_node)
 
 
 @functools.cache
-def _span(axis: str, tp: int, dp: int, pp: int, per_node: int) -> Span:
-    world = tp * dp * pp
-    strides = {"tp": (tp, 1), "dp": (dp, tp), "replicas": (dp * tp, 1), "pp": (2, dp * tp), "world": (world, 1)}
+def _span(axis: str, tp: int, cp: int, dp_cp: int, pp: int, per_node: int) -> Span:
+    world = tp * dp_cp * pp
+    strides = {
+        "tp": (tp, 1), "cp": (cp, tp), "dp": (dp_cp, tp), "replicas": (dp_cp * tp, 1), "pp": (2, dp_cp * tp), "world": (world, 1),
+    }  # fmt: skip
     size, stride = strides[axis]
     here = min(size, max(per_node // stride, 1))
     if axis == "pp" and world > per_node:

@@ -66,7 +66,7 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
         kind = "all-gather" if isinstance(optim, LOROConfig) else "all-reduce"
         if small := sum(shape.triangle(tp) if isinstance(optim, LOROConfig) else shape.gram for shape in shapes):
             result.append(Collective("step", kind, (small,), dtype, tp, PLACE))
-        if (p := tp * parallel.dp) > 1 and (deal := _deal(config, bucket)):
+        if (p := tp * parallel.dp_cp) > 1 and (deal := _deal(config, bucket)):
             result.append(Collective("step", deal.kind, (deal.elements,), dtype, p, PLACE, axis="replicas"))
     return result
 
@@ -94,7 +94,7 @@ def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUn
 
 def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
     """Of what the processes with the same weights share: LORO's small problems, Muon's iterations. None: nothing."""
-    tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp
+    tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp_cp
     if isinstance(config.optim, LOROConfig):
         sides = [(b.basis(tp), a.basis(tp), a.rank) for unit in bucket for a, b in unit.pairs]
         return deal_pairs(sides, processes)
@@ -153,7 +153,7 @@ class _LoroBucket:
         self.whole = sum(shape.elements for shape in self.shapes)
         self.solved = deal.part if deal else 0
         """Own solutions of what is dealt out."""
-        self.received = deal.elements if deal and parallel.tp * parallel.dp > 1 else 0
+        self.received = deal.elements if deal and parallel.tp * parallel.dp_cp > 1 else 0
         """Everyone's."""
         self.rank_sharded = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 

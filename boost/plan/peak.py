@@ -128,8 +128,8 @@ class _Storage:
         ]
         found: dict[int | None, int] = {}
         for tensors, processes in (
-            ([t for t in held if t.placement.partial], parallel.tp * parallel.dp),
-            ([t for t in held if not t.placement.partial], parallel.dp),
+            ([t for t in held if t.placement.partial], parallel.tp * parallel.dp_cp),
+            ([t for t in held if not t.placement.partial], parallel.dp_cp),
             (late, parallel.tp),
         ):
             sizes = [t.shard(parallel) * self.size for t in tensors]
@@ -393,7 +393,8 @@ class _StepMemory:
         """Tokens, positions, rotary angles, and the mask of documents where attention takes one."""
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
-        each = train.seq_len * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * train.seq_len
+        length = train.seq_len // self.config.parallel.cp
+        each = length * (8 + 2 * model.head_dim * size) + 8 * train.micro_batch * length
         device = "cuda" if self.on_gpu else "cpu"
         form = document_form(device, train.compute_dtype, compiled_part(train.compile, device) == "blocks")
         if self.config.data.isolate_documents and form == "mask":

@@ -6,7 +6,7 @@ from boost.config.schema import Config
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.peak import peak
-from boost.plan.timing import REPLICAS, TENSOR, StepTime, predict
+from boost.plan.timing import CONTEXT, REPLICAS, TENSOR, StepTime, predict
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ def prediction(config: Config, hardware: Hardware, share: bool = False) -> Predi
 
 def exposed_collectives(step: StepTime) -> float:
     """Seconds of a step in TP collectives and in DP collectives that do not overlap with compute."""
-    return sum(step.parts.get(part, 0.0) for part in (TENSOR, REPLICAS))
+    return sum(step.parts.get(part, 0.0) for part in (TENSOR, CONTEXT, REPLICAS))

@@ -93,7 +93,7 @@ def where_it_fits(search: Search) -> str:
     request = search.request
     ways: list[str] = []
     gpus = request.gpus
-    free = not request.fixed & {"parallel.tp", "parallel.pp", "parallel.dp"}
+    free = not request.fixed & {"parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp"}
     while free and gpus < 1024 and not ways:
         gpus *= 2
         if fits(replace(request, gpus=gpus)):

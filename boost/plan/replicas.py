@@ -51,7 +51,7 @@ class StoredTensor(NamedTuple):
         """Number of processes that its rows are sharded over; 1 if not sharded."""
         if self.vector or not parallel.sharded:
             return 1
-        return parallel.dp * (parallel.tp if parallel.shard_outer and self.placement.partial else 1)
+        return parallel.dp_cp * (parallel.tp if parallel.shard_outer and self.placement.partial else 1)
 
     def over_replicas(self, parallel: ParallelConfig) -> bool:
         """Whether it is sharded over TP processes too."""
@@ -85,7 +85,7 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
 
 
 _known: dict[Any, tuple[ModelConfig, Sequence[StoredTensor]]] = {}
-_NOT_OF_TP = ("pp", "dp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
+_NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
 """Fields of [parallel] that say nothing of the tensors of one process of a TP group."""
 
 
@@ -139,8 +139,8 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
     ]
     result = []
     for tensors, processes, axis in (
-        ([t for t in held if t.placement.partial], parallel.tp * parallel.dp, "replicas"),
-        ([t for t in held if not t.placement.partial], parallel.dp, "dp"),
+        ([t for t in held if t.placement.partial], parallel.tp * parallel.dp_cp, "replicas"),
+        ([t for t in held if not t.placement.partial], parallel.dp_cp, "dp"),
         (late, parallel.tp, "tp"),
     ):
         sizes = [t.shard(parallel) for t in tensors]
@@ -197,5 +197,5 @@ def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int,
     for unit in (*stage.numbers, None):
         for over_replicas, axis in ((False, "dp"), (True, "replicas")):
             if each := elements[unit, over_replicas]:
-                processes = parallel.dp * (parallel.tp if over_replicas else 1)
+                processes = parallel.dp_cp * (parallel.tp if over_replicas else 1)
                 yield unit, processes * each, processes, axis

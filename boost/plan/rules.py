@@ -453,7 +453,8 @@ def attention(
         tape.record_op(ATTENTION_BACKWARD, shape, g[0].dtype)
         return [make(each, each.shape, "attention_backward", strides=_by_tokens(each.shape)) for each in s[:3]]
 
-    return record(made, [q, k, v], backward, [q, k, v], saves_result=lambda _: both)
+    kept = [q, k, v, *([attn_mask] if isinstance(attn_mask, ShapeTensor) else [])]
+    return record(made, [q, k, v], backward, kept, saves_result=lambda _: both)
 
 
 def _by_tokens(shape: Shape) -> Shape:

@@ -18,13 +18,13 @@ from boost.config import rules
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
-from boost.plan.candidates import POLICIES, Request, Variants, legal, micro_batches, policies, structures
+from boost.plan.candidates import POLICIES, Request, Variants, context_sizes, legal, micro_batches, policies, structures
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.peak import PeakMemory, peak
 from boost.plan.timing import Predictor, StepTime
 from boost.plan.trace import trace_block, trace_loss, traced_values
 
-AXES = ("parallel.tp", "parallel.pp", "parallel.dp")
+AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
 """Mesh sizes; their product is the number of processes."""
 
 FEW_BLOCKS = 3
@@ -371,6 +371,7 @@ def _require_mesh(request: Request) -> None:
             best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
             raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
     made = math.prod(sizes.values())
-    if sizes and (request.gpus % made or (len(sizes) == len(AXES) and made != request.gpus)):
+    free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
+    if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
         raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; leave one of them out")

@@ -305,6 +305,9 @@ class ShapeTensor:
     def sub_(self, other: Any) -> "ShapeTensor":
         return RULES["in_place"](self, other)
 
+    def masked_fill_(self, mask: Any, value: float) -> "ShapeTensor":
+        return RULES["in_place"](self)
+
     def square_(self) -> "ShapeTensor":
         return RULES["in_place"](self)
 

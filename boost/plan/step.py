@@ -92,7 +92,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
 def _travels(tensor: StoredTensor, config: Config) -> bool:
     """Whether gradients are copied into buckets for an all-reduce."""
     parallel = config.parallel
-    return parallel.dp > 1 or (tensor.placement.partial and parallel.tp > 1)
+    return parallel.dp_cp > 1 or (tensor.placement.partial and parallel.tp > 1)
 
 
 def _per_step(work: Work, place: str) -> Work:

@@ -203,10 +203,13 @@ class Tape:
             del self.log[before:], self.lives[lives:], self.first_lives[first_lives:]
             assert self.live == live, "memory was kept"
 
-    def record_collective(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int) -> None:
+    def record_collective(
+        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int, axis: str
+    ) -> None:
         """Records a collective."""
         self.flights.append(Flight(len(self.log), len(self.collectives), self.times, waited=False))
-        self.collectives += [Collective(self.phase, kind, shape, name_of(dtype), processes, self.place)] * self.times
+        sent = Collective(self.phase, kind, shape, name_of(dtype), processes, self.place, axis=axis)
+        self.collectives += [sent] * self.times
 
     def record(self) -> tuple[tuple[Operation, ...], tuple[Collective, ...], tuple[Flight, ...]]:
         """All operations and collectives so far, and when each collective was in flight."""

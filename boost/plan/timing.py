@@ -33,6 +33,7 @@ OTHER = "element-wise"
 RECOMPUTED = "recomputed"
 HOST = "host"
 TENSOR = "TP collectives"
+CONTEXT = "CP collectives"
 PIPELINE = "pipeline sends"
 BUBBLE = "pipeline bubble"
 REPLICAS = "DP collectives"
@@ -46,6 +47,7 @@ PARTS = {
     RECOMPUTED: "operations recomputed in the backward pass",
     HOST: "devices wait for kernel launches",
     TENSOR: "over TP processes, the exposed part",
+    CONTEXT: "of attention over shared sequences, the exposed part",
     PIPELINE: "to and from neighboring stages",
     BUBBLE: "stages wait for each other",
     REPLICAS: "gradients and sharded weights, the exposed part",
@@ -241,7 +243,7 @@ class Predictor:
                 result.add(self._sends(config, stage), 1)
         # On a GPU the host launches ahead; the device waits if the host is slower.
         issuing = self.hardware.host_us * 1e-6 * result.calls
-        computing = result.total - sum(result.parts[part] for part in (TENSOR, PIPELINE))
+        computing = result.total - sum(result.parts[part] for part in (TENSOR, CONTEXT, PIPELINE))
         result.wait(issuing if self.hardware.device == "cpu" else max(issuing - computing, 0.0))
         return result
 
@@ -266,9 +268,8 @@ class Predictor:
             has_latent_gate(config.model, last),
         )
         train = config.train
-        sends = list(
-            boundary_sends(config.model, config.parallel, train.micro_batch * train.seq_len, train.compute_dtype, stage)
-        )
+        tokens = train.micro_batch * train.seq_len // config.parallel.cp
+        sends = list(boundary_sends(config.model, config.parallel, tokens, train.compute_dtype, stage))
         sent = self._per_micro_batch(config, key, lambda: self._sums(config, sends))
         # Each pass of a micro-batch waits for one receive and one send.
         result.forward, result.backward = 2 * sent["pp forward"], 2 * sent["pp backward"]
@@ -293,10 +294,11 @@ class Predictor:
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
-        result.sent = exposed["tp forward"], exposed["tp backward"]
-        result.parts[TENSOR] = sum(result.sent)
-        result.forward = seconds["forward"] + exposed["tp forward"]
-        result.backward = seconds["recompute"] + seconds["backward"] + exposed["tp backward"]
+        forward, backward = ([exposed[f"{axis} {phase}"] for axis in ("tp", "cp")] for phase in ("forward", "backward"))
+        result.sent = sum(forward), sum(backward)
+        result.parts[TENSOR], result.parts[CONTEXT] = map(sum, zip(forward, backward, strict=True))
+        result.forward = seconds["forward"] + sum(forward)
+        result.backward = seconds["recompute"] + seconds["backward"] + sum(backward)
         result.weight_gradients = seconds[f"backward {GEMMS}"] / 2
         return result
 
@@ -380,14 +382,14 @@ class Predictor:
         result."""
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
         # How groups are spread over nodes, and the number of processes per node.
-        places = (span("tp", p, per_node), span("pp", p, per_node), min(p.world_size, per_node))
+        places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node))
         shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places, p.splits_backward)
         return self._lookup(config, (shared, key), function, arguments)
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` for work done once per step, independent of the micro-batch."""
         p = config.parallel
-        shared = p.dp, p.pp, p.shard, p.shard_outer, p.splits_backward, config.train.working_copies
+        shared = p.dp, p.cp, p.pp, p.shard, p.shard_outer, p.splits_backward, config.train.working_copies
         return self._lookup(config, (shared, key), function, arguments)
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

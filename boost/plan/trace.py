@@ -223,7 +223,8 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entere
     """(what entered, the residual stream and the latents for the next block of each part)."""
     tape, parts = tracer.tape, tracer.parts
     block, layout = _block(tracer, layer, policy)
-    context = Context(tracer.config.train.micro_batch, _angles(tracer), _angles(tracer))
+    angles = _angles(tracer), _angles(tracer)
+    context = Context(tracer.config.train.micro_batch, *angles, share=tracer.layout.sequence_share())
     before = tape.live
     streams = []
     for _ in range(parts):
@@ -244,7 +245,7 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entere
 
 def _angles(tracer: Tracer) -> Any:
     """Rotary angles, whose memory is counted elsewhere."""
-    shape = tracer.config.train.seq_len, tracer.model.head_dim
+    shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
     return ShapeTensor(tracer.tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
 
 

@@ -13,6 +13,7 @@ from boost.config.compiling import compiled_part
 from boost.config.copies import has_working_copies, may_have_copy
 from boost.config.schema import Config
 from boost.models import kernels
+from boost.models.attention import Context
 from boost.models.fused import FusedModule
 from boost.models.interface import Done, Layout, Pending, Saved, Stream
 from boost.models.kernels import Kernel
@@ -29,9 +30,13 @@ from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
 @dataclass(frozen=True)
 class _Group:
-    """Stands in for a process group. The name is its size, for the rules of collectives."""
+    """Stands in for a process group. The name is its axis and its size, for the rules of collectives."""
 
     group_name: str
+
+
+def _axis(name: str, size: int) -> Axis:
+    return Axis(0, size, _Group(f"{name} {size}") if size > 1 else None)  # type: ignore[arg-type]
 
 
 class Tracer:
@@ -46,14 +51,14 @@ class Tracer:
         part = compiled_part(train.compile, self.device.type)
         self.backend = kernels.BACKENDS["eager"] if part == "none" or kernels.is_separate() else one_pass
         """What runs kernels."""
-        self.parts = 2 if self.parallel.overlap == "halves" and p > 1 else 1
+        self.parts = 2 if self.parallel.overlap == "halves" and p * self.parallel.cp > 1 else 1
         """Parts of a micro-batch that run interleaved."""
-        self.tokens = train.micro_batch * train.seq_len // self.parts
+        self.tokens = train.micro_batch * train.seq_len // self.parallel.cp // self.parts
         """Of one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
-        axis = Axis(0, p, _Group(str(p)) if p > 1 else None)  # type: ignore[arg-type]
-        self.layout = layout_for(model, config.parallel, Mesh(self.device, {"tp": axis}))
+        axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
+        self.layout = layout_for(model, config.parallel, Mesh(self.device, axes))
         self.layout = self.layout.with_options(split=self.parts > 1)
 
     def new(self, shape: Shape, dtype: torch.dtype, category: str) -> Any:
@@ -222,6 +227,12 @@ class TracedLayout:
         found = self._layout.in_proj_local(saved, group)
         self._tape.place = "attention" if group.shape.name == "qkv" else "product"
         return found
+
+    def enter_attention(self, q: Any, k: Any, v: Any, context: Context) -> Pending[Any]:
+        return self._at("attention", self._layout.enter_attention, q, k, v, context)
+
+    def leave_attention(self, attended: Any, context: Context) -> Pending[Any]:
+        return self._at("attention", self._layout.leave_attention, attended, context)
 
     def out_proj_local(self, wide: Any, group: Any) -> Any:
         self._tape.place = group.shape.name

@@ -135,7 +135,8 @@ def _introduction(trainer: "Trainer") -> list[str]:
     model, parallel, train = trainer.config.model, trainer.config.parallel, trainer.config.train
     lines = [
         f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.spec.name}, "
-        f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {trainer.mesh.device.type}, "
+        f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}{f' x cp {parallel.cp}' * (parallel.cp > 1)} on "
+        f"{trainer.mesh.device.type}, "
         f"{trainer.batches.n_samples} sequences of {train.seq_len} tokens to train on"
     ]
     lines += [f"warning: {warning}" for warning in trainer.warnings]

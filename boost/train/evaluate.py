@@ -56,11 +56,11 @@ def evaluate(
     for index, part in enumerate(progress(batches, "evaluate", enabled=mesh.is_main)):
         if index % STOP_CHECK_EVERY == 0 and stopped():
             raise EvaluationStopped
-        tokens, targets, documents = to_device(part, isolate, mesh.device)
+        tokens, targets, documents = to_device(part.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
         total[0] += model(tokens, targets, documents).double()
         total[1] += (targets != IGNORED).sum()
     total[1] /= mesh.pp.size  # every stage counts targets, but only one has the loss
-    for axis in (mesh.dp, mesh.pp):
+    for axis in (mesh.dp_cp, mesh.pp):
         if axis.size > 1:
             total = all_reduce(total, axis)
     nats, count = total.tolist()

@@ -52,7 +52,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     pipeline = Pipeline(modules, mesh.pp)
     train = config.train
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
-    pipeline.prepare(config.parallel, count, (train.micro_batch, train.seq_len))
+    pipeline.prepare(config.parallel, count, (train.micro_batch, train.seq_len // config.parallel.cp))
     return pipeline
 
 

@@ -65,8 +65,9 @@ class Prefetcher:
             torch.cuda.set_device(self._mesh.device)
 
     def _read(self, step: int) -> StepData:
-        config, dp = self._config, self._mesh.dp
-        found = list(self._batches.micro_batches(step, dp.rank, dp.size, config.train.micro_batch))
+        config, dp, cp = self._config, self._mesh.dp, self._mesh.cp
+        each = self._batches.micro_batches(step, dp.rank, dp.size, config.train.micro_batch)
+        found = [batch.share(cp.rank, cp.size) for batch in each]
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in found)
         whole = [join(found)] if config.parallel.pp > 1 else found
         pin = self._mesh.device.type == "cuda"

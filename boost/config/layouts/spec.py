@@ -67,6 +67,8 @@ class PlannedComm:
     place: str = ""
     """embed | qkv | o | gate_up | down | head."""
     layer: int | None = None
+    axis: str = "tp"
+    """tp, or cp: of the tokens and the heads that each process of it holds."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class LayoutSpec:
             yield from (("recompute", comm) for comm in rest)
         for _, alike in itertools.groupby(rest[::-1], lambda comm: comm.place):
             group = list(alike)
-            if policy == "low-rank-sharded" and group[0].comm == GATHER:
+            if policy == "low-rank-sharded" and group[0].comm == GATHER and group[0].axis == "tp":
                 yield from (("recompute", comm) for comm in group[::-1])
             yield from (("backward", comm) for comm in group)
 

@@ -22,13 +22,16 @@ from boost.config.layouts.spec import (
     Comm,
 )
 from boost.config.schema import ModelConfig, ParallelConfig
+from boost.models.attention import Context
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, call
 from boost.models.kernels import is_separate
 from boost.models.linear import linear
+from boost.models.sequence_share import SequenceShare
 from boost.models.up_proj import Begin
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
+from boost.parallel.context_axis import QKV, ContextAxis
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 from boost.parallel.mesh import Mesh
@@ -58,7 +61,8 @@ class BaseLayout:
         self.rank, self.size = self.axis.rank, self.axis.size
         self.num_shards = spec.num_shards(parallel)
         self.grouping = parallel.grouping
-        self.halves = parallel.overlap == "halves" and self.size > 1
+        self.halves = parallel.overlap == "halves" and (self.size > 1 or mesh.cp.size > 1)
+        self._context_axis = ContextAxis(model, parallel, mesh.cp) if mesh.cp.size > 1 else None
         self.options = Options()
         self._variants: dict[Options, Any] = {}
 
@@ -80,6 +84,22 @@ class BaseLayout:
     def start(self, comm: Comm, x: Tensor, begun: bool = False) -> InFlight:
         """Starts a collective over the TP processes (`collectives.start`)."""
         return (collectives.start if self.options.split else collectives.run)(comm, x, self.axis, begun)
+
+    def sequence_share(self) -> SequenceShare | None:
+        return self._context_axis.share() if self._context_axis is not None else None
+
+    def enter_attention(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Pending[QKV]:
+        assert self._context_axis is not None
+        assert context.share is not None
+        return self._context_axis.enter(self._start_on_context_axis, (q, k, v), context.share, context.batch)
+
+    def leave_attention(self, attended: Tensor, context: Context) -> Pending[Tensor]:
+        assert self._context_axis is not None
+        assert context.share is not None
+        return self._context_axis.leave(self._start_on_context_axis, attended, context.share, context.batch)
+
+    def _start_on_context_axis(self, comm: Comm, x: Tensor) -> InFlight:
+        return (collectives.start if self.options.split else collectives.run)(comm, x, self.mesh.cp)
 
     def placement(self, role: str) -> Placement:
         return self.spec.placement(role, self.model, self.parallel)

@@ -1,0 +1,72 @@
+"""Attention across the context axis: heads are exchanged, or keys and values gathered (`boost.config.context`).
+
+Legend: n tokens of a micro-batch held here, N = cp n those of all processes; H query and K key/value heads of one TP process,
+E width of a head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from boost.config.context import crosses_as_heads, local_heads
+from boost.config.layouts.spec import EXCHANGE, GATHER, Comm
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.models.interface import Done, Pending
+from boost.models.sequence_share import SequenceShare
+from boost.parallel.collectives import InFlight, features_to_rows, rows_to_features
+from boost.parallel.mesh import Axis
+
+QKV = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+
+Start = Callable[[Comm, Tensor], InFlight]
+"""Starts a differentiable collective over the context axis."""
+
+
+class ContextAxis:
+    """How attention's inputs and outputs cross. One collective in; as heads, one out."""
+
+    def __init__(self, model: ModelConfig, parallel: ParallelConfig, axis: Axis) -> None:
+        self.axis, self.head_dim = axis, model.head_dim
+        self.as_heads = crosses_as_heads(model, parallel)
+        self.heads, self.kv_heads = local_heads(model, parallel)
+
+    def share(self) -> SequenceShare:
+        """What this process holds of each sequence."""
+        return SequenceShare(self.axis.rank, self.axis.size, gathers_keys=not self.as_heads)
+
+    def enter(self, start: Start, qkv: QKV, share: SequenceShare, batch: int) -> Pending[QKV]:
+        """[n, H E], [n, K E] twice -> as heads [N, H E / cp], [N, K E / cp] twice, of whole sequences; else the same queries, and
+        all keys and values [N, K E]."""
+        q, k, v = qkv
+        if not self.as_heads:
+            gathering = start(GATHER, torch.cat((k, v), dim=-1))
+
+            def gathered() -> QKV:
+                keys, values = share.to_sequences(gathering.wait(), batch).chunk(2, dim=-1)
+                return q, keys, values
+
+            return Pending(gathered)
+        exchange = start(EXCHANGE, features_to_rows([q, self._for_all(k), self._for_all(v)], self.axis))
+        kv = max(self.kv_heads // self.axis.size, 1) * self.head_dim
+        widths = [self.heads // self.axis.size * self.head_dim, kv, kv]
+
+        def exchanged() -> QKV:
+            own_q, own_k, own_v = share.to_sequences(exchange.wait(), batch).split(widths, dim=-1)
+            return own_q, own_k, own_v
+
+        return Pending(exchanged)
+
+    def leave(self, start: Start, attended: Tensor, share: SequenceShare, batch: int) -> Pending[Tensor]:
+        """As heads [N, H E / cp] of whole sequences -> [n, H E]; else what it is."""
+        if not self.as_heads:
+            return Done(attended)
+        exchange = start(EXCHANGE, share.to_processes(attended, batch))
+        return Pending(lambda: rows_to_features(exchange.wait(), self.axis))
+
+    def _for_all(self, x: Tensor) -> Tensor:
+        """[n, K E] -> each process's heads side by side; those that several processes need, once for each."""
+        if self.kv_heads >= self.axis.size:
+            return x
+        return x.unflatten(-1, (self.kv_heads, -1)).repeat_interleave(self.axis.size // self.kv_heads, dim=1).flatten(1)

@@ -1,0 +1,172 @@
+"""Sequences shared over the context axis: the function of one process, whatever crosses, under every layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+from boost.config import Config
+from boost.config.context import chunks_of, crosses_as_heads
+from boost.errors import ConfigError
+from boost.models.attention import attend, make_context
+from boost.parallel.collectives import run
+from boost.parallel.context_axis import ContextAxis
+from tests import toy
+from tests.distributed import run_distributed
+from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, family_of, ids, pairwise
+from tests.trained import Trained, compare, errors_of, keeps_table
+
+SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 8), (1, 4, 2), (1, 4, 1), (2, 2, 8), (2, 2, 2), (2, 2, 1))
+"""(TP, CP, key/value heads) of 8 heads: some cross as heads, some as keys."""
+
+
+def is_legal(row: Row) -> bool:
+    if row["sizes"][0] == 1 and row["layout"] not in (LAYOUTS[0], LAYOUTS[-1]):
+        return False  # without TP all layouts are one
+    if row["recompute"] == "low-rank-sharded":
+        return row["layout"]["layout"] == "btp-sp"
+    dense = family_of(row["layout"]) == "dense"
+    return row["recompute"] not in LOCAL if dense else row["recompute"] != "full-block" or row["overlap"] == "none"
+
+
+ROWS = pairwise(
+    {
+        "sizes": SIZES,
+        "layout": LAYOUTS,
+        "grouping": GROUPING,
+        "recompute": ("none", "low-rank", "low-rank+attention-output", "low-rank-sharded", "full-block"),
+        "overlap": ("none", "halves"),
+        "micro_batch": (1, 2),
+        "documents": (False, True),
+    },
+    is_legal,
+)
+
+
+def configured(row: Row) -> Config:
+    tp, cp, kv_heads = row["sizes"]
+    parallel = {**row["layout"], "grouping": row["grouping"], "overlap": row["overlap"], "cp": cp}
+    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads}
+    train = {"recompute": row["recompute"], "micro_batch": row["micro_batch"], "global_batch": 2, "seq_len": 32}
+    return config_of(model, parallel, tp, "float64", train=train, data={"isolate_documents": row["documents"]})
+
+
+def compare_with_single(config: Config) -> dict[str, float]:
+    """Relative errors of this process against the whole model in one process, and whether the table was kept."""
+    actual = Trained(config, 3)
+    return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[ids([(row,)])[0] for row in ROWS])
+@pytest.mark.slow
+def test_a_shared_sequence_is_the_function_of_one_process(row: Row) -> None:
+    config = configured(row)
+    for errors in run_distributed(config.parallel.world_size, compare_with_single, config):
+        assert errors["initial"] == errors["table"] == 0
+        assert max(errors.values()) <= 1e-10, errors
+
+
+def test_both_ways_to_cross_are_tried() -> None:
+    ways = {crosses_as_heads(config.model, config.parallel) for config in map(configured, ROWS)}
+    assert ways == {True, False}
+
+
+COMPOSED: list[dict[str, Any]] = [
+    {"parallel": {"cp": 2, "dp": 2, "shard": "full"}},
+    {"parallel": {"cp": 2, "dp": 2, "shard": "optimizer"}, "model": {"kv_heads": 8}},
+    {"parallel": {"cp": 2, "tp": 2, "layout": "btp-cp", "shard": "full", "shard_outer": True}},
+    {"parallel": {"cp": 2, "pp": 2}},
+    {"parallel": {"cp": 2, "pp": 2, "schedule": "zero-bubble"}, "model": {"kv_heads": 8, "layers": 4}},
+    {"parallel": {"cp": 2, "tp": 2, "layout": "btp-sp"}, "model": {"family": "lax", "gate": "tensor", "rank": 16}},
+    {"parallel": {"cp": 2, "tp": 2}, "optim": {"name": "loro", "exact_every": 2}, "model": {"family": "svd"}},
+    {"parallel": {"cp": 2, "dp": 2}, "optim": {"name": "muon"}},
+    {"parallel": {"cp": 2}, "train": {"compile": "blocks"}, "model": {"kv_heads": 8, "layers": 1}},
+]
+COMPILED_KEYS = {"parallel": {"cp": 2}, "train": {"compile": "blocks"}}
+
+
+@pytest.mark.parametrize("sections", [*COMPOSED, pytest.param(COMPILED_KEYS, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.slow
+def test_it_composes(sections: dict[str, Any]) -> None:
+    config = toy.toy_config("float64", **{**sections, "train": {"micro_batch": 1, **sections.get("train", {})}})
+    toy.skip_what_torch_cannot(config)
+    for errors in run_distributed(config.parallel.world_size, compare, config):
+        assert max(errors.values()) <= 1e-10, errors
+
+
+@pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.slow
+def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
+    """Keys cross with one head, heads with four."""
+    model = {"dim": 8, "heads": heads, "kv_heads": heads, "ffn_dim": 8, "rank": 4, "layers": 1}
+    train = {"seq_len": 16_384, "micro_batch": 1, "global_batch": 1, "recompute": "low-rank"}
+    config = toy.toy_config("float64", model=model, parallel={"cp": 4}, train=train)
+    assert crosses_as_heads(config.model, config.parallel) == (heads == 4)
+    for errors in run_distributed(4, compare, config, 1):
+        assert max(errors.values()) <= 1e-10, errors
+
+
+def attention_both_ways(config: Config) -> float:
+    """Error of what our attention gives to one of the processes, relative to torch's ring over the same chunks."""
+    mesh, model = toy.toy_mesh(config), config.model
+    axis = ContextAxis(model, config.parallel, mesh.cp)
+    generator, heads, width = torch.Generator().manual_seed(3), model.heads, model.head_dim
+    length = config.train.seq_len
+    whole = [torch.randn(1, length, heads, width, generator=generator, dtype=torch.float64) for _ in range(3)]
+    c = length // (2 * mesh.cp.size)
+    own = [torch.cat([x[:, n * c : (n + 1) * c] for n in chunks_of(mesh.cp.rank, mesh.cp.size)], dim=1) for x in whole]
+    share = axis.share()
+    context = make_context(1, share.positions(2 * c, toy.CPU), model, torch.float64, share=share)
+
+    def start(comm: Any, x: Tensor) -> Any:
+        return run(comm, x, mesh.cp)
+
+    entered: Any = axis.enter(start, tuple(x.flatten(0, 1).flatten(1) for x in own), share, 1).wait()
+    attended, _ = attend(*entered, width, context, 0)
+    ours: Any = axis.leave(start, attended, share, 1).wait()
+    operation: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = (x.transpose(1, 2) for x in own)
+    assert mesh.cp.group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention._cp_options, "convert_to_f32", False)
+        theirs, *_ = _attention._templated_ring_attention(mesh.cp.group, 2, operation, q, k, v, is_causal=True)
+    return (ours.view_as(own[0]) - theirs.transpose(1, 2)).abs().max().item()
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("as_heads", [True, False])
+def test_attention_is_that_of_torchs_ring(cp: int, as_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch shares sequences out in the same chunks (its load balancer for causal attention), and merges partial softmaxes."""
+    heads = 8 if as_heads else 3  # which four processes cannot share
+    model = {"heads": heads, "kv_heads": heads, "dim": 8 * heads}
+    config = toy.toy_config("float64", model=model, parallel={"cp": cp}, train={"seq_len": 64})
+    assert crosses_as_heads(config.model, config.parallel) == as_heads
+    assert max(run_distributed(cp, attention_both_ways, config)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"parallel": {"cp": 3}},
+            r"train.seq_len = 16 must be divisible by 2 x parallel.cp = 6.*nearest valid value: 18",
+        ),
+        (
+            {
+                "parallel": {"cp": 2, "tp": 4, "layout": "btp-sp"},
+                "train": {"seq_len": 12, "micro_batch": 1, "global_batch": 1},
+            },
+            r"1 x 12 / parallel.cp = 2 = 6 tokens.*must be divisible by parallel.tp = 4; nearest valid value of train.seq_len: 16",
+        ),
+        (
+            {"parallel": {"cp": 2, "overlap": "halves"}, "train": {"seq_len": 18, "micro_batch": 3, "global_batch": 3}},
+            r"train.seq_len = 18 must be divisible by 2 x parallel.cp = 4",
+        ),
+    ],
+    ids=["cp", "tokens", "halves"],
+)
+def test_what_does_not_divide_is_one_line(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toy.toy_config(**sections)

@@ -1,0 +1,89 @@
+"""The planner on a context axis: a trace sends what the table says and keeps what fake tensors keep; long sequences are planned."""
+
+from typing import Any
+
+import pytest
+
+from boost.config import Config, load
+from boost.config.context import context_notes
+from boost.config.rules import check
+from boost.measure.memory import measure
+from boost.plan.candidates import Request, structures
+from boost.plan.categories import SAVED
+from boost.plan.collectives import step_collectives
+from boost.plan.hardware import load_hardware
+from boost.plan.memory import memory
+from boost.plan.search import Search
+from boost.plan.trace import pass_of_block
+from tests.matrices import LAYOUTS, Row, family_of, ids, memory_config, pairwise
+
+SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 1), (2, 2, 8), (2, 2, 2))
+"""(TP, CP, key/value heads) of 8 heads."""
+ROWS = pairwise(
+    {
+        "sizes": SIZES,
+        "layout": LAYOUTS,
+        "recompute": ("none", "low-rank", "low-rank+attention-output", "full-block"),
+        "overlap": ("none", "halves"),
+    },
+    lambda row: (
+        (family_of(row["layout"]) != "dense" or not row["recompute"].startswith("low-rank"))
+        and (row["sizes"][0] > 1 or row["layout"] == LAYOUTS[0])
+    ),
+)
+
+
+def configured(row: Row) -> Config:
+    tp, cp, kv_heads = row["sizes"]
+    config = memory_config(
+        family_of(row["layout"]), {**row["layout"], "overlap": row["overlap"]}, row["recompute"], "bfloat16",
+        kv_heads=kv_heads, layers=2,
+    )  # fmt: skip
+    parallel = config.parallel.model_copy(update={"tp": tp, "cp": cp})
+    config = config.model_copy(update={"parallel": parallel, "train": config.train.model_copy(update={"seq_len": 48})})
+    check(config)
+    return config
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[ids([(row,)])[0] for row in ROWS])
+def test_the_trace_is_the_table_and_keeps_what_fake_tensors_keep(row: Row) -> None:
+    config = configured(row)
+    traced = [c.on_the_wire for c in pass_of_block(config, 1).collectives]
+    table = [c.on_the_wire for c in step_collectives(config) if c.layer == 1 and c.phase != "step"]
+    if row["overlap"] == "halves":
+        traced, table = sorted(traced), sorted(table)
+    assert traced == table
+    predicted = {name: size for name, size in memory(config).by_category.items() if name in SAVED and size}
+    assert measure(config).activations == predicted
+
+
+def request(seq_len: int, *fixed: str, **parallel: Any) -> Request:
+    config = load(
+        "boost-7b", [f"--train.seq_len={seq_len}", "--train.global_batch=8", "--parallel.tp=1", "--parallel.pp=1"]
+    )
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    return Request(config, 8, load_hardware("h100-80g"), frozenset(fixed))
+
+
+def test_only_long_sequences_are_shared() -> None:
+    assert {parallel.cp for parallel in structures(request(4096))} == {1}
+    assert {parallel.cp for parallel in structures(request(131_072))} == {1, 2, 4, 8}
+
+
+def test_seven_billion_parameters_at_131072_tokens_on_eight_gpus() -> None:
+    """Planned, and accepted as it is."""
+    fixed = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "parallel.layout", "parallel.overlap")
+    plan = Search(request(131_072, *fixed, tp=2, cp=4, dp=1, layout="btp-cp")).fastest()
+    assert plan is not None
+    check(plan.config)
+    assert plan.config.parallel.cp == 4
+    assert plan.memory < plan.usable
+
+
+def test_what_crosses_is_said() -> None:
+    config = request(131_072, tp=8, cp=4, layout="btp-cp").base
+    assert next(context_notes(config.model, config.parallel)).endswith(
+        "for attention, heads are exchanged, 1 a process"
+    )
+    config = load("llama3-8b", ["--parallel.tp=8", "--parallel.cp=4"])
+    assert next(context_notes(config.model, config.parallel)).endswith("for attention, 1 key/value head is gathered")
