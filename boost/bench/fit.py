@@ -6,14 +6,15 @@ measurements of whole models.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from boost.bench.recompute import policies, variants
+from boost.bench.recompute import policies
 from boost.config import Config
-from boost.config.load import from_tree
+from boost.config.layouts import layout_spec, layouts_of
+from boost.config.load import change_family, from_tree
 from boost.config.schema import RecomputeName
 from boost.measure.document import Goal, Section, Table
 from boost.measure.memory import measure
@@ -26,6 +27,10 @@ SEQUENCE_STEP = 1024
 
 LARGE = 16
 """Beyond so many sequences, or steps, each adds the same: that much is measured, and the rest added."""
+
+
+CONTEXT_SIZES = (1, 2, 4)
+"""Processes that share each sequence, beside those of TP."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,14 @@ def largest(size_of: Callable[[int], int], limit: int, slope: float) -> tuple[in
 
 
 def fit(config: Config, memory_gb: float, out: Path) -> int:
-    """The experiment: every layout in its usual form, under every policy, as `out`.json and .md."""
+    """The experiment: every layout in its usual form, on each size of the context axis, under every policy.
+
+    Writes `out`.json and .md.
+    """
     work = [
-        (name, variant, policy)
-        for name, variant in variants(config, [config.train.micro_batch])
-        if variant.parallel.norm == "online" and variant.parallel.vanilla == "strong"  # not the ablations
+        (name if cp == 1 else f"{name}, CP {cp}", _shared(variant, cp), policy)
+        for cp in CONTEXT_SIZES
+        for name, variant in variants(config)
         for policy in policies(variant)
     ]
     rows = [
@@ -122,6 +130,24 @@ def fit(config: Config, memory_gb: float, out: Path) -> int:
     return 0
 
 
+def variants(config: Config) -> Iterator[tuple[str, Config]]:
+    """(name, configuration) of every layout in its usual form, of the model and of the dense one of its shape."""
+    for family in dict.fromkeys((config.model.family, "dense")):
+        tree: dict[str, Any] = config.model_dump()
+        change_family(tree["model"], family)
+        model = from_tree({"model": tree["model"]}).model
+        for layout in layouts_of(model) if config.parallel.tp > 1 else ("single",):
+            tree["parallel"] = {"layout": layout, "tp": config.parallel.tp}
+            yield (
+                layout if family != "dense" or layout_spec(layout).low_rank is False else f"{layout}, dense",
+                from_tree(tree),
+            )
+
+
+def _shared(config: Config, cp: int) -> Config:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"cp": cp})})
+
+
 def section(facts: Facts) -> Section:
     """The table."""
     config = facts["config"]
@@ -129,7 +155,8 @@ def section(facts: Facts) -> Section:
     words = (
         f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, TP {config['parallel']['tp']}, "
         f"{train['param_dtype']} weights, {train['compute_dtype']} activations, AdamW; {facts['memory_gb']:g} GB (10^9 bytes) "
-        "per process. Peak of a whole step with accumulated gradients, without the allocator's rounding, the runtime and "
+        "per process. CP n: n times as many processes, which share each sequence. "
+        "Peak of a whole step with accumulated gradients, without the allocator's rounding, the runtime and "
         "communication buffers."
     )
     headings: tuple[str, ...] = (

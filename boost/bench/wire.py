@@ -30,6 +30,10 @@ from boost.measure.results import Facts, facts_of, save_section
 from boost.measure.steps import flags, shape
 from boost.parallel.mesh import Mesh
 
+BTP_CP = "btp-cp"
+FORMS = {**PARALLEL, BTP_CP: {"layout": "btp-cp"}}
+"""[parallel] of each contender that can be asked for."""
+
 LAYOUTS = (MEGATRON, MEGATRON_SP, VANILLA, PUBLISHED, BTP, BTP_SP)
 CONTENDERS = tuple(
     (layout, overlap)
@@ -64,27 +68,40 @@ def name_of(layout: str, overlap: str) -> str:
     return layout if overlap == "none" else f"{layout}, {overlap}"
 
 
-def contenders(source: str, overrides: Sequence[str]) -> dict[str, Config]:
-    """Every layout at TP 2, with and without overlap, the dense model for megatron's. Raises ConfigError."""
+def contenders(source: str, overrides: Sequence[str], layouts: Sequence[str] = ()) -> dict[str, Config]:
+    """Layouts at TP 2, with and without overlap, the dense model for megatron's. `layouts`: these and btp, else all of the goals.
+    Raises ConfigError."""
     found = {}
-    for layout, overlap in CONTENDERS:
+    chosen = [(each, overlap) for each in dict.fromkeys((BTP, *layouts)) for overlap in ("none", "halves")]
+    for layout, overlap in chosen if layouts else CONTENDERS:
         family = "dense" if layout in (MEGATRON, MEGATRON_SP) else "cola"
         words = [
             "--run.device=cpu",
             "--optim.lr=1e-6",
             *shape(*SIZE, family=family),
             *BATCH,
-            *cut_flags({**PARALLEL[layout], "overlap": overlap}, 2),
+            *cut_flags({**FORMS[layout], "overlap": overlap}, 2),
         ]
         found[name_of(layout, overlap)] = load(source, [*words, *overrides])
     return found
 
 
-def wire(source: str, overrides: Sequence[str], rates: Sequence[float], launches: int, rounds: int, out: Path) -> int:
-    """The experiment. `rates`: Mbit/s, in addition to the marked ones. Raises ConfigError where there can be no wire."""
+def wire(
+    source: str,
+    overrides: Sequence[str],
+    rates: Sequence[float],
+    launches: int,
+    rounds: int,
+    out: Path,
+    layouts: Sequence[str] = (),
+) -> int:
+    """The experiment. `rates`: Mbit/s, in addition to the marked ones; `layouts`: as of `contenders`.
+
+    Raises ConfigError where there can be no wire.
+    """
     if reason := why_no_hosts(limited=True):
         raise ConfigError(f"boost bench wire needs two network namespaces: {reason}")
-    found, groups = contenders(source, overrides), []
+    found, groups = contenders(source, overrides, layouts), []
     with two_hosts() as hosts:
         free = measure(hosts, None, found, rounds)
         groups.append(free)
@@ -220,7 +237,7 @@ def section(facts: Facts) -> Section:
     shares = [
         (_name(facts, rate), layout, in_words(hidden(facts, rate, layout)))
         for rate in rates
-        for layout in LAYOUTS
+        for layout in FORMS
         if rate and _has(facts, layout) and _has(facts, name_of(layout, "halves"))
     ]
     return Section(

@@ -20,6 +20,13 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rates", type=float, nargs="*", default=[2000.0], metavar="MBIT", help="more rates, Mbit/s (default 2000)"
     )
+    parser.add_argument(
+        "--layouts",
+        nargs="*",
+        default=[],
+        metavar="L",
+        help="these layouts and btp only, such as btp-sp btp-cp (default: all of the goals)",
+    )
     parser.add_argument("--launches", type=int, default=3, metavar="N", help="launches at each rate (default 3)")
     add_rounds(parser, 7)
     return parser
@@ -32,6 +39,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--rates = {min(args.rates):g} is too slow; smallest valid value: 1 (Mbit/s)")
     needs_matplotlib()
 
+    from boost.bench.wire import FORMS
+
+    for layout in args.layouts:
+        if layout not in FORMS:
+            raise ConfigError(f"--layouts = {layout} is none of {', '.join(FORMS)}")
+
     from boost.bench.wire import wire
 
-    return wire(args.config, args.overrides, args.rates, args.launches, args.rounds, args.out)
+    return wire(args.config, args.overrides, args.rates, args.launches, args.rounds, args.out, args.layouts)

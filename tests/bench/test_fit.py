@@ -70,7 +70,7 @@ def test_the_experiment_leaves_numbers_and_a_table(
 ) -> None:
     monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
     monkeypatch.setattr(fit, "policies", lambda _: ["none", "full-block"])
-    monkeypatch.setattr(fit, "variants", lambda config, _: [("btp-sp", config)])
+    monkeypatch.setattr(fit, "variants", lambda config: [("btp-sp", config)])
     assert fit.fit(make_config(), 0.0003, tmp_path / "out" / "f") == 0
     facts: dict[str, Any] = json.loads((tmp_path / "out" / "f.json").read_text())
     by_policy = {(row["layout"], row["policy"]): row for row in facts["rows"]}
