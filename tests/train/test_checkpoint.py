@@ -97,6 +97,7 @@ def load_and_save(source: Path, target: Path, config: Config) -> None:
         ("dense", {"tp": 4, "layout": "megatron"}),
         ("dense", {"tp": 2, "layout": "megatron-sp"}),
         ("cola", {"dp": 3, "shard": "optimizer"}),
+        ("cola", {"cp": 2, "tp": 2, "shard": "optimizer"}),
         ("cola", {"tp": 4, "layout": "btp-sp", "shard": "full", "shard_outer": True}),
         ("dense", {"pp": 2, "dp": 2, "shard": "full"}),
         ("svd", {"tp": 2, "pp": 2, "dp": 2, "shard": "full", "grouping": False}),

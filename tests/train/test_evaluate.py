@@ -42,7 +42,14 @@ def test_it_is_the_mean_over_every_token(store: Path) -> None:
 def test_neither_batch_nor_mesh_matters(store: Path) -> None:
     expected = evaluation(store, make_config(), batch=1)
     assert evaluation(store, make_config(), batch=64).loss == pytest.approx(expected.loss, rel=1e-12)
-    for parallel in ({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2, "dp": 2, "shard": "full"}):
+    meshes: list[dict[str, Any]] = [
+        {"tp": 2, "dp": 2},
+        {"pp": 2, "dp": 2},
+        {"tp": 2, "dp": 2, "shard": "full"},
+        {"cp": 2, "pp": 2},
+        {"cp": 2, "dp": 2, "shard": "full"},
+    ]
+    for parallel in meshes:
         for result in run_distributed(4, evaluation, store, make_config(**parallel), 30):
             assert result.tokens == expected.tokens
             assert result.loss == pytest.approx(expected.loss, rel=1e-10)

@@ -16,9 +16,10 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from boost.cli.main import build_parser, split_overrides
+from boost.cli.main import build_parser, main, split_overrides
 from boost.config import load
 from boost.train.checkpoint import complete_checkpoints
+from boost.train.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 600
@@ -257,3 +258,17 @@ def test_usage_lines_are_what_the_commands_take() -> None:
     mesh = dict(zip(words[script + 2 :: 2], words[script + 3 :: 2], strict=True))
     processes = int(options["--nodes"]) * int(options["--gpus-per-node"])
     assert processes == int(mesh["--parallel.tp"]) * int(mesh["--parallel.dp"])
+
+
+def test_a_long_sequence_is_shared_by_two_processes(store: Path, tmp_path: Path) -> None:
+    """Shorter, with the losses of one process."""
+    losses = []
+    for cp in (1, 2):
+        words = ["--parallel.cp", str(cp), "--train.seq_len", "64", "--train.steps", "2", "--model.vocab_size", "300"]
+        words += ["--data.store", str(store), "--run.dir", str(tmp_path / str(cp)), "--run.device", "cpu"]
+        assert main(["train", str(EXAMPLES / "long.toml"), *words]) == 0
+        losses.append(
+            [line["loss"] for line in read_metrics(tmp_path / str(cp) / "metrics.jsonl") if line["kind"] == "step"]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 2

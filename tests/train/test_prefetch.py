@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from boost.data.batches import Batch, Batches
 from boost.errors import DataError
-from boost.parallel.mesh import Mesh
+from boost.parallel.mesh import Axis, Mesh
 from boost.train.hooks import Hook, StepEnd
 from boost.train.loop import Trainer
 from boost.train.model import host_batch
@@ -62,6 +63,24 @@ def test_a_pipeline_gets_one_batch() -> None:
     assert [batch.tokens.shape for batch in found.batches] == [(4, 4)]
     assert found.micro_batches == 2
     data.close()
+
+
+def test_processes_of_a_context_axis_share_every_sequence() -> None:
+    """Each has the chunks that mirror each other; targets are those of its own tokens."""
+    tokens = np.arange(16).reshape(2, 8)
+    batch = Batch(tokens, np.where(tokens < 2, -100, tokens), np.zeros((2, 8), np.int32))
+    batches: Any = SimpleNamespace(micro_batches=lambda *_: iter([batch]))
+    shares = []
+    for rank in range(2):
+        mesh = Mesh(toy.CPU, {"cp": Axis(rank, 2)})
+        data = Prefetcher(batches, toy.toy_config(parallel={"cp": 2}), mesh)
+        shares.append(data.take(0))
+        data.close()
+    held = [share.batches[0] for share in shares]
+    assert [x.tokens[0].tolist() for x in held] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [x.tokens[1].tolist() for x in held] == [[8, 9, 14, 15], [10, 11, 12, 13]]
+    assert [share.targets for share in shares] == [6, 8]
+    assert all(x.document_ids.shape == (2, 8) for x in held)
 
 
 def test_an_error_is_raised_by_the_step_that_uses_the_batch() -> None:
