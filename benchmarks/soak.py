@@ -30,7 +30,7 @@ from boost.train.heartbeat import read_beats
 from boost.train.metrics import read_metrics
 
 BOOST = [sys.executable, "-m", "boost.cli.main"]
-RESULT = Path(__file__).parent / "results" / "soak.json"
+RESULT = Path(__file__).parent / "soak.json"
 WARNED = ("damaged", "set aside", "incomplete", "taking over")
 """Words of messages about what a kill left behind."""
 

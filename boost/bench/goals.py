@@ -82,6 +82,18 @@ TARGETS = (
     ),
     Target("slow wire: btp-sp against btp", ">= 1.5x a training step", "CPU and gloo, fp32, TP 2, d 1024", "wire"),
     Target(
+        "many tokens, share-matched wire: btp-cp against btp-sp",
+        "never slower where a step has >= 131k tokens at d 4096",
+        "CPU and gloo, fp32, TP 2, as many tokens a step per d",
+        "wire",
+    ),
+    Target(
+        "many tokens, slow wire: btp-cp against btp-sp",
+        ">= 1.25x where a step has >= 131k tokens at d 4096",
+        "CPU and gloo, fp32, TP 2, as many tokens a step per d",
+        "wire",
+    ),
+    Target(
         "communication of TP hidden",
         ">= 0.65 where it is 40 to 60 % of the step, every layout",
         "CPU and gloo, fp32, TP 2, d 1024",

@@ -7,6 +7,7 @@ import pytest
 from boost.bench import wire
 from boost.bench.endtoend import BTP, BTP_SP, MEGATRON_SP, VANILLA
 from boost.bench.goals import target_of
+from boost.cli.main import main
 from boost.errors import ConfigError, MeasurementError
 from boost.measure import hosts
 from boost.measure.document import Table
@@ -73,6 +74,21 @@ def test_goals_are_read_at_the_worse_end(monkeypatch: pytest.MonkeyPatch) -> Non
         "1.60 (1.60 to 1.60) x (btp, online, halves)"
     )
     assert found["slow wire: btp-sp against btp"].found.startswith("1.00")
+
+
+def test_steps_of_many_tokens_have_goals_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster form of either layout; a limit adds a second to what takes 2 and 3, and half of one to halves."""
+    monkeypatch.setattr(wire, "shape_of", lambda group: "made up")
+    seconds = {BTP: 4.0, BTP_SP: 3.0, f"{BTP_SP}, halves": 3.0, wire.BTP_CP: 2.0, f"{wire.BTP_CP}, halves": 2.0}
+    found = wire.goals(made_up(seconds))
+    assert [target_of(goal.what).experiment for goal in found] == ["wire", "wire"]
+    assert [goal.met for goal in found] == [True, True]
+    assert found[1].found == "1.40 (1.40 to 1.40) x (btp-cp, halves against btp-sp, halves)"
+
+
+def test_only_known_layouts_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "wire", "--layouts", "btp-sq"]) == 2
+    assert "--layouts = btp-sq is none of" in capsys.readouterr().err
 
 
 def test_the_marked_rate_is_that_of_its_share() -> None:
