@@ -35,10 +35,8 @@ class Mesh:
 
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    """By name, the outermost first; one that is not there has one process."""
-    dp_cp: Axis = Axis()
-    """dp x cp: the processes that hold the same weights for other tokens. Gradients are summed and weights sharded over it. With
-    cp, a group of its own, for the reason below."""
+    """By name, the outermost first; one that is not there has one process. With cp also dp_cp, a group of its own for the reason
+    below."""
     replicas: Axis = Axis()
     """dp x cp x tp: every process that holds a copy of a weight that is not sharded. A group of its own, so that sums of gradients
     on their way do not stand before the collectives of the backward pass."""
@@ -66,6 +64,11 @@ class Mesh:
     def cp(self) -> Axis:
         """Context parallelism: processes that train on other tokens of the same sequences."""
         return self.axis("cp")
+
+    @property
+    def dp_cp(self) -> Axis:
+        """dp x cp: the processes that hold the same weights for other tokens. Gradients are summed and weights sharded over it."""
+        return self.axes.get("dp_cp", self.dp)
 
     @property
     def pp(self) -> Axis:
@@ -144,14 +147,14 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
         return Axis(of.get_local_rank(), of.size(), group)
 
     axes = {name: axis(device_mesh[name]) for name in names}
-    dp_cp, weights_mesh = axes["dp"], device_mesh["dp"]
+    weights_mesh = device_mesh["dp"]
     if "cp" in names:
         ranks = device_mesh.mesh.movedim(-1, 1).flatten(0, 1).flatten(1)
-        dp_cp = _own_group(ranks.tolist(), "dp_cp", timeout_s)
-        assert dp_cp.group is not None
-        weights_mesh = DeviceMesh.from_group(dp_cp.group, device.type, mesh_dim_names=("dp_cp",))
+        axes["dp_cp"] = own = _own_group(ranks.tolist(), "dp_cp", timeout_s)
+        assert own.group is not None
+        weights_mesh = DeviceMesh.from_group(own.group, device.type, mesh_dim_names=("dp_cp",))
     replicas = _own_group(device_mesh.mesh.flatten(1).tolist(), "replicas", timeout_s)
-    return Mesh(device, axes, dp_cp, replicas, dist.get_rank(), dist.get_world_size(), device_mesh, weights_mesh)
+    return Mesh(device, axes, replicas, dist.get_rank(), dist.get_world_size(), device_mesh, weights_mesh)
 
 
 def _own_group(groups: list[list[int]], name: str, timeout_s: int) -> Axis:

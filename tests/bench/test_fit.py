@@ -69,6 +69,7 @@ def test_the_experiment_leaves_numbers_and_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fit, "SEQUENCE_STEP", 16)
+    monkeypatch.setattr(fit, "CONTEXT_SIZES", (1,))
     monkeypatch.setattr(fit, "policies", lambda _: ["none", "full-block"])
     monkeypatch.setattr(fit, "variants", lambda config: [("btp-sp", config)])
     assert fit.fit(make_config(), 0.0003, tmp_path / "out" / "f") == 0
@@ -76,3 +77,10 @@ def test_the_experiment_leaves_numbers_and_a_table(
     by_policy = {(row["layout"], row["policy"]): row for row in facts["rows"]}
     assert by_policy["btp-sp", "full-block"]["batch"] > by_policy["btp-sp", "none"]["batch"] > 0
     assert (tmp_path / "out" / "f.md").read_text() in capsys.readouterr().out
+
+
+def test_twice_the_processes_hold_longer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "SEQUENCE_STEP", 64)
+    monkeypatch.setattr(fit, "LARGE", 2)
+    alone, shared = (fit.fits("", fit._shared(make_config(), cp), "none", 10**6).seq_len for cp in (1, 2))
+    assert shared > 1.5 * alone > 0
