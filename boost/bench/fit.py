@@ -13,7 +13,7 @@ from typing import Any
 
 from boost.bench.recompute import policies
 from boost.config import Config
-from boost.config.layouts import layout_spec, layouts_of
+from boost.config.layouts import layouts_of
 from boost.config.load import change_family, from_tree
 from boost.config.schema import RecomputeName
 from boost.measure.document import Goal, Section, Table
@@ -132,16 +132,15 @@ def fit(config: Config, memory_gb: float, out: Path) -> int:
 
 def variants(config: Config) -> Iterator[tuple[str, Config]]:
     """(name, configuration) of every layout in its usual form, of the model and of the dense one of its shape."""
+    named = set[str]()
     for family in dict.fromkeys((config.model.family, "dense")):
         tree: dict[str, Any] = config.model_dump()
         change_family(tree["model"], family)
         model = from_tree({"model": tree["model"]}).model
         for layout in layouts_of(model) if config.parallel.tp > 1 else ("single",):
             tree["parallel"] = {"layout": layout, "tp": config.parallel.tp}
-            yield (
-                layout if family != "dense" or layout_spec(layout).low_rank is False else f"{layout}, dense",
-                from_tree(tree),
-            )
+            yield f"{layout}, dense" if layout in named else layout, from_tree(tree)
+            named.add(layout)
 
 
 def _shared(config: Config, cp: int) -> Config:

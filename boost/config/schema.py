@@ -98,7 +98,7 @@ class ParallelConfig(Tagged):
     @property
     def sharded(self) -> bool:
         """Whether anything is sharded over replicas: not with one replica, unless outer factors are sharded over TP."""
-        return self.shard != "none" and (self.dp_cp > 1 or (self.shard_outer and self.tp > 1))
+        return self.shard != "none" and (self.dp > 1 or self.cp > 1 or (self.shard_outer and self.tp > 1))
 
     @property
     def dp_cp(self) -> int:

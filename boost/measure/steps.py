@@ -79,7 +79,7 @@ class Stepper:
         self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
         self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
-        self.batches = made_up_batches(config)
+        self.batches = [batch.share(mesh.cp.rank, mesh.cp.size) for batch in made_up_batches(config)]
 
     def step(self) -> list[Tensor]:
         """One step, as in `train.loop`. Returns the loss and the local gradients."""

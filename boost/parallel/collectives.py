@@ -241,3 +241,13 @@ def rows_to_features(x: Tensor, axis: Axis) -> Tensor:
     """[p T, D/p], p shards of the features one below the other -> [T, D], side by side. A copy."""
     tokens = x.shape[0] // axis.size
     return x.view(axis.size, tokens, -1).transpose(0, 1).reshape(tokens, -1)
+
+
+def heads_for_each(x: Tensor, heads: int, processes: int) -> Tensor:
+    """[n, heads E] -> [n, max(heads, processes) E]: each process's heads side by side; one that several need, once for each.
+
+    A copy where there are fewer heads than processes.
+    """
+    if heads >= processes:
+        return x
+    return x.unflatten(-1, (heads, -1)).repeat_interleave(processes // heads, dim=1).flatten(1)

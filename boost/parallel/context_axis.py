@@ -14,7 +14,7 @@ from boost.config.layouts.spec import EXCHANGE, GATHER, Comm
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.interface import Done, Pending
 from boost.models.sequence_share import SequenceShare
-from boost.parallel.collectives import InFlight, features_to_rows, rows_to_features
+from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features
 from boost.parallel.mesh import Axis
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -48,7 +48,8 @@ class ContextAxis:
                 return q, keys, values
 
             return Pending(gathered)
-        exchange = start(EXCHANGE, features_to_rows([q, self._for_all(k), self._for_all(v)], self.axis))
+        keys_values = [heads_for_each(x, self.kv_heads, self.axis.size) for x in (k, v)]
+        exchange = start(EXCHANGE, features_to_rows([q, *keys_values], self.axis))
         kv = max(self.kv_heads // self.axis.size, 1) * self.head_dim
         widths = [self.heads // self.axis.size * self.head_dim, kv, kv]
 
@@ -64,9 +65,3 @@ class ContextAxis:
             return Done(attended)
         exchange = start(EXCHANGE, share.to_processes(attended, batch))
         return Pending(lambda: rows_to_features(exchange.wait(), self.axis))
-
-    def _for_all(self, x: Tensor) -> Tensor:
-        """[n, K E] -> each process's heads side by side; those that several processes need, once for each."""
-        if self.kv_heads >= self.axis.size:
-            return x
-        return x.unflatten(-1, (self.kv_heads, -1)).repeat_interleave(self.axis.size // self.kv_heads, dim=1).flatten(1)

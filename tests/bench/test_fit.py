@@ -84,3 +84,9 @@ def test_twice_the_processes_hold_longer_sequences(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fit, "LARGE", 2)
     alone, shared = (fit.fits("", fit._shared(make_config(), cp), "none", 10**6).seq_len for cp in (1, 2))
     assert shared > 1.5 * alone > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_row_has_a_name_of_its_own(tp: int) -> None:
+    names = [name for name, _ in fit.variants(toy.toy_config(parallel={"tp": tp}))]
+    assert len(set(names)) == len(names) >= 2

@@ -13,7 +13,7 @@ from boost.config.layouts.spec import EXCHANGE, GATHER_REPLICATED
 from boost.models.group import LinearGroup
 from boost.models.interface import Done, Latents, Pending, Saved, Stream
 from boost.models.linear import linear
-from boost.parallel.collectives import InFlight, features_to_rows, rows_to_features
+from boost.parallel.collectives import InFlight, features_to_rows, heads_for_each, rows_to_features
 from boost.parallel.layouts.base import TokenSharded
 
 
@@ -91,10 +91,9 @@ class Ulysses(TokenSharded):
 
     def _for_all(self, y: Tensor, slot: Slot) -> Tensor:
         """[n, p w] of [n, width]: each process's heads side by side; heads that several processes share, once for each."""
-        if not slot.kv or self.model.kv_heads >= self.size or not self.crosses_as_heads(slot):
+        if not slot.kv or not self.crosses_as_heads(slot):
             return y
-        heads = y.unflatten(-1, (self.model.kv_heads, self.model.head_dim))
-        return heads.repeat_interleave(self.size // self.model.kv_heads, dim=1).flatten(1)
+        return heads_for_each(y, self.model.kv_heads, self.size)
 
     def _received(self, group: LinearGroup, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """What arrived, by slot."""

@@ -134,8 +134,6 @@ class Vanilla(Replicated):
 
     def _by_process(self, y_TO: Tensor, slot: Slot) -> Tensor:
         """[T, O] -> [p, T, O/p]: what each process continues with. Key/value heads fewer than p are sent to several."""
-        heads = self.model.kv_heads if slot.kv else self.size
-        parts = y_TO.view(y_TO.shape[0], min(heads, self.size), -1)
-        if heads < self.size:
-            parts = parts.repeat_interleave(self.size // heads, dim=1)
-        return parts.transpose(0, 1)
+        if slot.kv:
+            y_TO = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size)
+        return y_TO.view(y_TO.shape[0], self.size, -1).transpose(0, 1)
