@@ -21,7 +21,8 @@ from boost.measure.results import facts_of, save_section
 from boost.measure.steps import SIZE_1B, SIZE_3B, SIZE_7B, flags, shape
 from boost.parallel.mesh import world_size
 from boost.plan import published
-from boost.plan.hardware import Hardware, load_hardware
+from boost.plan.hardware import Hardware, load_hardware, profile_of
+from boost.train.hardware import total_memory
 from boost.train.launch import under_torchrun
 
 WEAK_SCALING, FAMILIES, BOUND, SHARES = "weak scaling", "by architecture", "communication-bound", "share of a process"
@@ -49,10 +50,6 @@ have 4 sequences of 4096 tokens."""
 _BOUND = (*shape(64, 8, 176, 2), *flags(vocab_size=64, seq_len=64, micro_batch=16, global_batch=32))
 """Narrow GEMMs in many blocks: collectives dominate the step time."""
 
-_PROFILES = {"A100-SXM4-80GB": "a100-80g", "A100 80GB": "a100-80g", "H100": "h100-80g", "H200": "h200-141g"}
-_PROFILES |= {"B200": "b200-180g"}
-"""Hardware profiles by what is in a GPU's name."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -76,7 +73,8 @@ def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
         raise ConfigError(f"--tp = {tp} needs {tp} GPUs, but there are {gpus}; nearest valid value: {gpus}")
     processes = tp or (world_size() if under_torchrun() else gpus or 2)
     kind = "cuda" if gpus else "cpu"
-    name = hardware or _profile_of(torch.cuda.get_device_name(0) if gpus else "")
+    known = profile_of(torch.cuda.get_device_name(0), total_memory(torch.device("cuda", 0))) if gpus else None
+    name = hardware or known
     if name is None:
         what = "this GPU has no profile" if gpus else "no hardware profile of this machine was given"
         why = f"{what}: run 'boost plan calibrate --out local.toml', then add --hardware local.toml"
@@ -88,10 +86,6 @@ def machine_of(device: str, tp: int | None, hardware: str | None) -> Machine:
             "from 'boost plan calibrate'"
         )
     return Machine(kind, processes, priced)
-
-
-def _profile_of(gpu: str) -> str | None:
-    return next((profile for words, profile in _PROFILES.items() if words in gpu), None)
 
 
 def groups(machine: Machine, overrides: Sequence[str] = (), source: str = "demo") -> list[TimingGroup]:

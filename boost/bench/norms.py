@@ -39,10 +39,11 @@ from boost.models.decoder import Decoder
 from boost.models.fused import fused_params
 from boost.models.init import initialize
 from boost.models.interface import local_slice
+from boost.models.kernels import inverse_rms
 from boost.parallel.collectives import sum_both
 from boost.parallel.gradients import GradientReducer
 from boost.parallel.mesh import Mesh
-from boost.parallel.norms import OnlineSum, inverse_rms, measured, scale, sum_of_squares
+from boost.parallel.norms import OnlineSum, measured, scale, sum_of_squares
 from boost.plan.published import NORM_MS
 from boost.train.model import build_decoder
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from boost.config.attention import DocumentForm, document_form
 
@@ -108,7 +107,7 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped)
     if q_BHSE.device.type == "cuda" and q_BHSE.dtype in (torch.bfloat16, torch.float16):
         return F.scaled_dot_product_attention(
-            q_BHSE, k_BKSE, v_BKSE, attn_mask=_last_queries(tokens, keys), enable_gqa=grouped
+            q_BHSE, k_BKSE, v_BKSE, attn_mask=last_queries(tokens, keys), enable_gqa=grouped
         )
     if 2 * tokens < keys:
         return _causal_by_rows(q_BHSE, k_BKSE, v_BKSE)
@@ -121,9 +120,11 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
     return attended.narrow(2, keys - tokens, tokens)
 
 
-def _last_queries(tokens: int, keys: int) -> Tensor:
+def last_queries(tokens: int, keys: int) -> Tensor:
     """torch's description of a causal mask of fewer queries than keys. As torch makes it, it is a tensor of tokens x keys in host
     memory that nobody fills or reads: 34 GB for the second half of a sequence of 131,072."""
+    from torch.nn.attention.bias import causal_lower_right  # a second, for torch._dynamo
+
     bias = causal_lower_right(1, 2)
     bias.seq_len_q, bias.seq_len_kv = tokens, keys
     return bias

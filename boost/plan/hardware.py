@@ -235,6 +235,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.toml"))
 
 
+def profile_of(name: str, memory_bytes: int) -> str | None:
+    """The built-in profile of a GPU that torch calls `name` and that has so much memory; None if there is none."""
+    for profile in names():
+        kind, _, size = profile.partition("-")
+        gigabytes = int("".join(c for c in size.partition("-")[0] if c.isdecimal()) or 0)
+        if kind.upper() in name.upper() and abs(memory_bytes / 1e9 / gigabytes - 1) < 0.15:
+            return profile
+    return None
+
+
 def load_hardware(name: str) -> Hardware:
     """Loads a profile by name or from a `.toml` file. Raises ConfigError if it does not exist or is invalid."""
     try:

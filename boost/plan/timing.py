@@ -5,6 +5,7 @@ TP collectives: the trace says where each is started and waited for, at once or 
 the pipeline bubble, the part of DP collectives that computation does not hide, and the optimizer.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,7 +148,12 @@ class Predictor:
         self._cache: dict[tuple[Any, ...], Any] = {}
         self._seconds: dict[int, tuple[Speeds, dict[Operation, float]]] = {}
         """By id of the speeds, which are kept alive: seconds of operations."""
-        self._models: list[ModelConfig] = []
+        self._models: dict[int, ModelConfig] = {}
+        """By id; kept alive, so that none is used again."""
+        self._flops: dict[tuple[int, int], int] = {}
+        """FLOPs of a token, by model and length of a sequence."""
+        self._links: dict[tuple[Any, ...], float] = {}
+        """Seconds of collectives, by what they send and the mesh."""
 
     def predict(self, config: Config) -> StepTime:
         """Predicts a regular step, like the function."""
@@ -169,10 +175,17 @@ class Predictor:
             parts={name: parts[name] for name in PARTS if parts[name]},
             tokens=tokens,
             devices=parallel.world_size,
-            flops=float(tokens * self._per_micro_batch(config, "flops", flops_per_token, config.model, train.seq_len)),
+            flops=float(tokens * self._flops_per_token(config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
             hidden=hidden + count * worst.hidden,
         )
+
+    def _flops_per_token(self, model: ModelConfig, seq_len: int) -> int:
+        self._models.setdefault(id(model), model)
+        key = id(model), seq_len
+        if key not in self._flops:
+            self._flops[key] = flops_per_token(model, seq_len)
+        return self._flops[key]
 
     def passes(self, config: Config) -> list[PassTime]:
         """One micro-batch on each pipeline rank."""
@@ -311,11 +324,20 @@ class Predictor:
                 known[each] = sum(n * speeds.seconds(work) for work, n in work_of([each]).items())
         return known
 
+    def _sent(self, config: Config, each: Collective) -> float:
+        """Seconds of one collective."""
+        p = config.parallel
+        key = each.kind, each.axis, each.shape, each.dtype, each.processes, p.tp, p.cp, p.dp, p.pp
+        found = self._links.get(key)
+        if found is None:
+            found = self._links[key] = collective_seconds(each, p, self.hardware)
+        return found
+
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
         """Seconds by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
         for each in collectives:
-            result[_name(each)] += collective_seconds(each, config.parallel, self.hardware)
+            result[_name(each)] += self._sent(config, each)
         return result
 
     def _exposed(self, config: Config, runs: Sequence[PassOps], priced: Mapping[Operation, float]) -> Seconds:
@@ -324,16 +346,17 @@ class Predictor:
         result: Seconds = defaultdict(float)
         for run in runs:
             now = busy_until = 0.0  # on the wire
-            position, arrivals = 0, dict[int, float]()
+            computed, arrivals = 0.0, dict[int, float]()
+            until = [0.0, *itertools.accumulate(map(priced.__getitem__, run.log))] if run.flights else []
             for flight in run.flights:
-                now += self.hardware.overlap * sum(priced[each] for each in run.log[position : flight.before])
-                position = flight.before
+                now += self.hardware.overlap * (until[flight.before] - computed)
+                computed = until[flight.before]
                 if flight.waited:
                     gap = max(arrivals.pop(flight.number) - now, 0.0)
                     now += gap
                     result[_name(run.collectives[flight.number])] += gap
                 else:
-                    took = collective_seconds(run.collectives[flight.number], config.parallel, self.hardware)
+                    took = self._sent(config, run.collectives[flight.number])
                     arrivals[flight.number] = busy_until = max(now, busy_until) + flight.times * took
         return result
 
@@ -357,25 +380,27 @@ class Predictor:
         sums: Seconds = defaultdict(float)
         alike = Counter((*gradient_collectives(config, held), *gathers(config, held)))
         for each, times in alike.items():
-            sums[each.phase] += times * collective_seconds(each, config.parallel, self.hardware)
+            sums[each.phase] += times * self._sent(config, each)
         return sums
 
     def _step_end(self, config: Config, held: Sequence[Stage]) -> float:
-        """Seconds between the last backward pass and the next step."""
+        """Seconds between the last backward pass and the next step. Work is on a line over the number of micro-batches."""
         accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
-        seconds: float = self._per_step(config, ("once", held, accumulated), self._step_end_seconds, config, held)
-        return seconds
+        (seconds, calls, sent), (seconds_of_two, calls_of_two, _) = self._per_step(
+            config, ("once", held), lambda: [self._once(config, held, count) for count in (1, 2)]
+        )
+        seconds += (accumulated - 1) * (seconds_of_two - seconds)
+        issuing = self.hardware.host_us * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
+        return sent + (seconds + issuing if self.hardware.device == "cpu" else max(seconds, issuing))
 
-    def _step_end_seconds(self, config: Config, held: Sequence[Stage]) -> float:
-        work = step_work(config, held)
-        seconds = busy(work, self._speeds(config))["step"]
-        issuing = self.hardware.host_us * 1e-6 * work.total()
-        seconds = seconds + issuing if self.hardware.device == "cpu" else max(seconds, issuing)
-        if needs_whole_factors(config.optim):
-            rank = held[0].index % config.parallel.pp
-            whole = optimizer_collectives(config, rank)
-            seconds += sum(collective_seconds(each, config.parallel, self.hardware) for each in whole)
-        return seconds
+    def _once(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
+        """(seconds on the device, operations, seconds of the optimizer's collectives) of a step of so many micro-batches."""
+        train, parallel = config.train, config.parallel
+        batch = {"global_batch": parallel.dp * train.micro_batch * micro_batches}
+        work = step_work(config.model_copy(update={"train": train.model_copy(update=batch)}), held)
+        whole = optimizer_collectives(config, held[0].index % parallel.pp) if needs_whole_factors(config.optim) else ()
+        sent = sum(self._sent(config, each) for each in whole)
+        return busy(work, self._speeds(config))["step"], work.total(), sent
 
     def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Caches `function` for a micro-batch: configurations with the same model, TP, layout and micro-batch share the
@@ -394,8 +419,7 @@ class Predictor:
 
     def _lookup(self, config: Config, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         model, p, train = config.model, config.parallel, config.train
-        if all(model is not each for each in self._models):
-            self._models.append(model)  # kept alive, so that its id is not reused
+        self._models.setdefault(id(model), model)
         whole = (id(model), p.layout, p.tp, train.compute_dtype, train.param_dtype, key)
         if whole not in self._cache:
             self._cache[whole] = function(*arguments)

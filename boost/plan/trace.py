@@ -40,8 +40,8 @@ IGNORED_FIELDS = {
 def trace_block(
     config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
 ) -> TracedPass:
-    """The trace of block `layer` under a policy. `on_gpu`: on a device where RMSNorm is one kernel, and
-    by default every piece of element-wise work too (train.compile). `split_backward`: the
+    """The trace of block `layer` under a policy. `on_gpu`: on a device where by default every
+    piece of element-wise work is one kernel (train.compile). `split_backward`: the
     backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
 
     The largest micro-batches are not run but follow from two others (`boost.plan.scaling`).
@@ -94,10 +94,19 @@ def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
 
 
 def trace_embedding(config: Config) -> TracedPass:
-    """The embedding."""
-    return cached_trace(_with_whole_backward(config), ("embedding",))(
-        lambda bare, gathered: _trace_embedding(Tracer(bare, gathered, False))
-    )
+    """The embedding. Of large micro-batches, as of blocks."""
+    config = _with_whole_backward(config)
+    micro_batch, run = config.train.micro_batch, run_micro_batches(config)
+
+    def compute(bare: Config, gathered: bool) -> TracedPass:
+        if micro_batch > max(run):
+            small, large = (trace_embedding(with_micro_batch(config, n)) for n in run)
+            if found := scaled_pass(small, large, run, micro_batch):
+                return found
+        return _trace_embedding(Tracer(bare, gathered, False))
+
+    traced: TracedPass = cached_trace(config, ("embedding",))(compute)
+    return traced
 
 
 def _with_whole_backward(config: Config) -> Config:
@@ -134,8 +143,8 @@ def with_micro_batch(config: Config, micro_batch: int) -> Config:
 _TRACES: dict[Any, Any] = {}
 _MODELS: dict[int, ModelConfig] = {}
 """Keeps models alive, so that no id is reused."""
-_BLOCKS: dict[Any, TransformerBlock] = {}
-"""Modules on the meta device, by model, [parallel] and block."""
+_MODULES: dict[Any, Any] = {}
+"""Blocks and ends of models on the meta device, by model, [parallel] and which of them."""
 _TRACED_VALUES: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 """Results of `traced_values` by id of the section, which is kept alive for the same reason."""
 _MAX_TRACES = 20_000
@@ -160,7 +169,7 @@ def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool],
             if len(_TRACES) > _MAX_TRACES:
                 _TRACES.clear()
                 _MODELS.clear()
-                _BLOCKS.clear()
+                _MODULES.clear()
                 _TRACED_VALUES.clear()
                 _MODELS[id(model)] = model
             _TRACES[whole] = compute(without_ignored(config), gathered)
@@ -197,13 +206,21 @@ def without_ignored(config: Config) -> Config:
     return config.model_copy(update=changes)
 
 
-def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[TransformerBlock, Any]:
-    tape, key = tracer.tape, (id(tracer.model), *traced_values(tracer.parallel, "parallel"), layer)
-    if key not in _BLOCKS:
+def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
+    """A module of the decoder with the weights of this trace."""
+    key = id(tracer.model), *traced_values(tracer.parallel, "parallel"), name
+    if key not in _MODULES:
         with torch.device("meta"):
-            _BLOCKS[key] = TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
-    block = _BLOCKS[key]
-    tracer.attach_weights(block)
+            _MODULES[key] = make()
+    tracer.attach_weights(_MODULES[key])
+    return _MODULES[key]
+
+
+def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[TransformerBlock, Any]:
+    tape = tracer.tape
+    block: TransformerBlock = _module(
+        tracer, layer, lambda: TransformerBlock(tracer.model, layer, tracer.layout, NO_RECOMPUTE, 0)
+    )
     runs = policies(tape.checkpoint, tape.checkpoint_but_attention, tape.checkpoint_block)[policy]
     return block, TracedLayout(tracer.layout, tape).with_options(policy=runs)
 
@@ -290,9 +307,7 @@ def _with_split_backward(traced: TracedPass, tracer: Tracer, layer: int, policy:
 
 
 def _ends(tracer: Tracer, stage: Stage) -> Decoder:
-    with torch.device("meta"):
-        decoder = Decoder(tracer.model, tracer.layout, tracer.dtype, stage=stage)
-    tracer.attach_weights(decoder)
+    decoder: Decoder = _module(tracer, stage, lambda: Decoder(tracer.model, tracer.layout, torch.float32, stage=stage))
     return decoder
 
 

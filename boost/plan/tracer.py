@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from boost.config.compiling import compiled_part
 from boost.config.copies import has_working_copies, may_have_copy
 from boost.config.schema import Config
-from boost.models import kernels
+from boost.models import documents, kernels
 from boost.models.attention import Context
 from boost.models.fused import FusedModule
 from boost.models.interface import Done, Layout, Pending, Saved, Stream
@@ -94,14 +94,14 @@ class Tracer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Intercepts torch functions and autograd functions."""
-        usual = torch.autograd.Function.__dict__["apply"], loss.chunks
+        usual = torch.autograd.Function.__dict__["apply"], loss.chunks, documents.last_queries
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-        loss.chunks = self._chunks
+        loss.chunks, documents.last_queries = self._chunks, _described
         try:
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
         finally:
-            torch.autograd.Function.apply, loss.chunks = usual  # type: ignore[method-assign]
+            torch.autograd.Function.apply, loss.chunks, documents.last_queries = usual  # type: ignore[method-assign]
 
     def _chunks(self, tokens: int, step: int) -> Iterator[int]:
         """Runs one of several equal chunks, and counts it that often."""
@@ -113,24 +113,63 @@ class Tracer:
         self.tape.times = 1
 
 
+_DESCRIPTION = torch.empty(0)
+
+
+def _described(tokens: int, keys: int) -> torch.Tensor:
+    """Stands in for a description of a mask, which has no memory."""
+    return _DESCRIPTION
+
+
+class _KernelFacts(NamedTuple):
+    """What a kernel does with arguments of certain sizes."""
+
+    several: bool
+    """Whether it has several results."""
+    results: tuple[tuple[Shape, Shape, torch.dtype], ...]
+    """(shape, strides, dtype)."""
+    kind: str
+    """The slowest kind of operation in it."""
+
+
+_KERNEL_FACTS: dict[Any, _KernelFacts] = {}
+"""By kernel, its arguments and what counts as small."""
+_MAX_FACTS = 10_000
+
+
 def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-    """Runs a kernel as one operation: it reads its arguments once, writes its results once, allocates nothing else, and is as fast
-    as the slowest kind of operation in it."""
+    """Runs a kernel as one operation: it reads its arguments (once, unless it says otherwise), writes its results once, allocates
+    nothing else, and is as fast as the slowest kind of operation in it."""
     inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
     tape = inputs[0].tape
-    with tape.unrecorded() as done:
-        results = kernel.function(*arguments)
-        several = isinstance(results, tuple)
-        facts = [(x.shape, x.strides, x.dtype) for x in (results if several else (results,))]
-        del results
-    made = [make(inputs[0], shape, kernel.name, dtype=d, inputs=inputs, strides=strides) for shape, strides, d in facts]
+    sizes = (x.shape + x.strides + (x.dtype,) if isinstance(x, ShapeTensor) else x for x in arguments)
+    key = kernel, tape.tokens, tape.small, tape.statistic, *sizes
+    facts = _KERNEL_FACTS.get(key)
+    if facts is None:
+        if len(_KERNEL_FACTS) > _MAX_FACTS:
+            _KERNEL_FACTS.clear()
+        facts = _KERNEL_FACTS[key] = _facts(kernel, arguments, tape)
+    made = [
+        make(inputs[0], shape, kernel.name, dtype=dtype, inputs=inputs, strides=strides)
+        for shape, strides, dtype in facts.results
+    ]
     largest = max(inputs, key=lambda x: x.numel_)
     numel, dtype = largest.numel_, largest.dtype
-    moved = sum(x.nbytes for x in (*inputs, *made) if x.numel_ == numel)
+    moved = sum(n * x.nbytes for n, each in ((kernel.reads, inputs), (1, made)) for x in each if x.numel_ == numel)
+    tape.record_op(facts.kind, (numel,), dtype, moved / (numel * dtype.itemsize))
+    return tuple(made) if facts.several else made[0]
+
+
+def _facts(kernel: Kernel, arguments: tuple[Any, ...], tape: Tape) -> _KernelFacts:
+    with tape.unrecorded() as done:
+        found = kernel.function(*arguments)
+        several = isinstance(found, tuple)
+        results = tuple((x.shape, x.strides, x.dtype) for x in (found if several else (found,)))
+        del found
     kinds = {operation.kernel for operation in done}
-    slowest = next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
-    tape.record_op(slowest, (numel,), dtype, moved / (numel * dtype.itemsize))
-    return tuple(made) if several else made[0]
+    return _KernelFacts(
+        several, results, next((kind for kind in (SILU_BACKWARD, SILU, STREAM, REDUCE) if kind in kinds), STREAM)
+    )
 
 
 class _Rules(TorchFunctionMode):

@@ -45,7 +45,14 @@ def configured(row: Row) -> Config:
     return config
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[ids([(row,)])[0] for row in ROWS])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=ids([(row,)])[0], marks=[pytest.mark.nightly] * (number % 3 > 0))
+        for number, row in enumerate(ROWS)
+    ],
+)
 def test_the_trace_is_the_table_and_keeps_what_fake_tensors_keep(row: Row) -> None:
     config = configured(row)
     traced = [c.on_the_wire for c in pass_of_block(config, 1).collectives]

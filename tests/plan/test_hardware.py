@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from boost.errors import ConfigError
-from boost.plan.hardware import GemmSpeed, Hardware, Link, Speeds, load_hardware, names, seconds_at
+from boost.plan.hardware import GemmSpeed, Hardware, Link, Speeds, load_hardware, names, profile_of, seconds_at
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, STREAM, Work, gemm, moved
 from boost.train.hardware import gpu_peak_flops
 
@@ -228,3 +228,17 @@ def test_a_profile_may_be_like_another(tmp_path: Path) -> None:
     assert (mine.per_node, mine.network.gb_s) == (2, 12.0)
     assert mine.network.latency_us == other.network.latency_us
     assert mine.speeds == other.speeds
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", 85, "h100-80g"),
+        ("NVIDIA A100-SXM4-80GB", 85, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 42, None),
+        ("NVIDIA GeForce RTX 4090", 25, None),
+        ("NVIDIA H200", 150, "h200-141g"),
+    ],
+)
+def test_the_profile_of_a_gpu(name: str, gigabytes: int, profile: str | None) -> None:
+    assert profile_of(name, int(gigabytes * 1e9)) == profile
