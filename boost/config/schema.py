@@ -252,7 +252,7 @@ class RunConfig(Section):
     """Run directory: resolved configuration, metrics, logs, checkpoints."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU of this process if there is one, else the CPU."""
+    """auto: a GPU for each process if any is visible, else the CPU."""
 
     fallback_dir: str = ""
     """Folder for the last checkpoint of a run if run.dir cannot be written (under the absolute path of run.dir, so several runs

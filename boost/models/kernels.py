@@ -27,9 +27,10 @@ Backend = Callable[["Kernel", tuple[Any, ...]], Any]
 class Kernel:
     """A function of tensors and constants that one kernel can do in one pass."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], reads: int = 1) -> None:
+        """`reads`: how often it reads its inputs: once more for a sum over rows beside results for each row."""
         functools.update_wrapper(self, function)
-        self.function = function
+        self.function, self.reads = function, reads
         self.name = function.__name__
         KERNELS[self.name] = self
 
@@ -125,6 +126,22 @@ def is_separate() -> bool:
 # Parts of kernels.
 
 
+def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Statistics are kept in fp32, or in fp64 for fp64 activations."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_sum_of_squares(x_TD: Tensor) -> Tensor:
+    """Sum of x^2 of each row, [T], in the statistic's dtype."""
+    # vector_norm accumulates in the wide dtype without a wide copy of x.
+    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square_()
+
+
+def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
+    """1 / sqrt(s/d + eps), [T, 1], in the statistic's dtype."""
+    return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
+
+
 def scaled(x: Tensor, c_T1: Tensor) -> Tensor:
     """x c, rounded to x's dtype once, in one pass; without a gradient."""
     if x.dtype == c_T1.dtype:
@@ -204,3 +221,21 @@ def scaled_backward(dy_TD: Tensor, x_TD: Tensor, c_T1: Tensor) -> tuple[Tensor, 
 def row_product(x_TR: Tensor, y_TR: Tensor, dtype: torch.dtype) -> Tensor:
     """<x, y> of each row, [T], in `dtype`."""
     return row_dot(x_TR, y_TR, dtype)
+
+
+@Kernel
+def normed(x_TD: Tensor, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of whole rows -> (gamma x c, rounded to x's dtype once, c [T, 1])."""
+    c_T1 = inverse_rms(row_sum_of_squares(x_TD), x_TD.shape[-1], eps)
+    return (x_TD * c_T1).mul_(gamma_D).to(x_TD.dtype), c_T1
+
+
+@functools.partial(Kernel, reads=2)
+def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) -> tuple[Tensor, Tensor]:
+    """dy -> (dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; dgamma = sum over T of dy x c)."""
+    dy_TD = dy_TD.to(c_T1.dtype)
+    normed_TD = x_TD * c_T1
+    dgamma_D = (dy_TD * normed_TD).sum(0).to(gamma_D.dtype)
+    g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # which may be stored in more
+    mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
+    return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D

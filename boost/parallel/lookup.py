@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.parallel.norms import statistic_dtype
+from boost.models.kernels import statistic_dtype
 
 
 class _Lookup(torch.autograd.Function):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from boost.config.architecture import IGNORED
 from boost.config.traffic import chunk_tokens
+from boost.models.kernels import statistic_dtype
 from boost.models.linear import gemm
 from boost.parallel.collectives import all_gather
 from boost.parallel.mesh import Axis
-from boost.parallel.norms import statistic_dtype
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -1,9 +1,12 @@
 """The processes of a run as one mesh (pp, dp, cp, tp), TP innermost so that it stays inside a node."""
 
 import datetime
+import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.parallel.rendezvous import Stopped, meet
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Environment variables that say the number of a process on its machine: of torchrun and us, Slurm, Open MPI, MPICH."""
+
+GPUS_OF_A_NODE = 16
+"""No machine has more."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +101,51 @@ def world_size() -> int:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this process for `run.device`: 'auto' is the CPU unless each local process has a GPU of its own.
+    """The device of this process for `run.device`: a GPU wherever one is visible, unless "cpu" is asked for.
 
-    Raises ConfigError if a GPU is asked for and missing.
+    A process that sees one GPU takes it: srun --gpus-per-task=1, Kubernetes and MIG show each process its own. One that sees
+    several takes that of its number on this machine.
+
+    Raises ConfigError if there is no GPU for this process.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not visible:
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; nearest valid value: 'cpu'")
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == "cpu" or not visible:
         return torch.device("cpu")
-    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if processes > gpus:
-        if device == "auto":
-            return torch.device("cpu")
+    if visible == 1 or world_size() == 1:
+        return torch.device("cuda", 0)
+    local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
+    if local is None:
         raise ConfigError(
-            f"run.device = 'cuda', but this machine has {gpus} GPUs for {processes} processes; "
-            "start as many processes as GPUs, or set run.device = 'cpu'"
+            f"this process sees {visible} GPUs and does not know which is its own; start with torchrun, set LOCAL_RANK, or show "
+            "each process one GPU (CUDA_VISIBLE_DEVICES)"
         )
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if local >= visible:
+        raise ConfigError(
+            f"this is process {local + 1} on a machine with {visible} GPUs; start at most {visible} processes, or set "
+            "run.device = 'cpu'"
+        )
+    return torch.device("cuda", local)
+
+
+def _require_gpu_of_its_own(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
+    """Raises ConfigError if another process of this machine has the same GPU: NCCL would refuse it, much later."""
+    gpu = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index, _gpu_id(device)]
+    store.set(f"gpu/{rank}", json.dumps(gpu))
+    # TP ranks and the ranks of a node are neighbors: who is further away is on another machine.
+    near = range(max(rank - GPUS_OF_A_NODE, 0), min(rank + GPUS_OF_A_NODE + 1, size))
+    for other in near:
+        if other != rank and json.loads(store.get(f"gpu/{other}")) == gpu:
+            first, second = sorted((rank, other))
+            raise ConfigError(
+                f"ranks {first} and {second} see the same GPU, {torch.cuda.get_device_name(device)}; start one process per GPU, "
+                "or set run.device = 'cpu'"
+            )
+
+
+def _gpu_id(device: torch.device) -> str:
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def open_mesh(
@@ -138,7 +175,9 @@ def open_mesh(
 def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600) -> Mesh:
     """This process's place, in a process group that exists already."""
     names, sizes = tuple(parallel.axes), tuple(parallel.axes.values())
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    backend = _backend(device)
+    of_axes: dict[int | str, Any] | None = dict.fromkeys(names, backend) if backend else None
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=of_axes)
 
     def axis(of: DeviceMesh) -> Axis:
         group = of.get_group() if of.size() > 1 else None
@@ -150,19 +189,26 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
     weights_mesh = device_mesh["dp"]
     if "cp" in names:
         ranks = device_mesh.mesh.movedim(-1, 1).flatten(0, 1).flatten(1)
-        axes["dp_cp"] = own = _own_group(ranks.tolist(), "dp_cp", timeout_s)
+        axes["dp_cp"] = own = _own_group(ranks.tolist(), "dp_cp", timeout_s, backend)
         assert own.group is not None
         weights_mesh = DeviceMesh.from_group(own.group, device.type, mesh_dim_names=("dp_cp",))
-    replicas = _own_group(device_mesh.mesh.flatten(1).tolist(), "replicas", timeout_s)
+    replicas = _own_group(device_mesh.mesh.flatten(1).tolist(), "replicas", timeout_s, backend)
     return Mesh(device, axes, replicas, dist.get_rank(), dist.get_world_size(), device_mesh, weights_mesh)
 
 
-def _own_group(groups: list[list[int]], name: str, timeout_s: int) -> Axis:
+def _backend(device: torch.device) -> str | None:
+    """Of the groups of a mesh: on GPUs NCCL alone. By default each would have gloo beside it, two sockets for each pair of its
+    processes; CPU tensors travel in the group of the whole run. None: that of the whole run."""
+    single_rank = dist.get_backend() == "fake"  # emulation of one TP rank (boost.measure.shares)
+    return "nccl" if device.type == "cuda" and not single_rank else None
+
+
+def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str | None) -> Axis:
     """This process's place in one of these groups of ranks. Every process creates all of them, as torch requires."""
     place = Axis()
     for ranks in groups:
         timeout = datetime.timedelta(seconds=timeout_s)
-        group = dist.new_group(ranks, timeout=timeout, group_desc=name) if len(ranks) > 1 else None
+        group = dist.new_group(ranks, timeout, backend, group_desc=name) if len(ranks) > 1 else None
         if dist.get_rank() in ranks:
             place = Axis(ranks.index(dist.get_rank()), len(ranks), group)
     return place
@@ -186,8 +232,10 @@ def close_mesh() -> None:
 
 
 def _join(device: torch.device, timeout_s: int, stopped: Stopped) -> None:
-    """Gloo on CPU, NCCL on GPUs (plus gloo where CPU tensors are communicated)."""
+    """The group of the whole run: gloo on CPUs; on GPUs NCCL, and gloo for CPU tensors (checkpoints, digests of objects)."""
     store, rank, size = meet(timeout_s, stopped)
+    if device.type == "cuda":
+        _require_gpu_of_its_own(device, store, rank, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

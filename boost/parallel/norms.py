@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.traffic import STATISTIC_TERMS
-from boost.models.kernels import activated, is_separate, row_product, scaled_backward
+from boost.models.kernels import (
+    activated,
+    inverse_rms,
+    is_separate,
+    normed,
+    normed_backward,
+    row_product,
+    row_sum_of_squares,
+    scaled_backward,
+    statistic_dtype,
+)
 from boost.models.linear import gemm
 from boost.parallel.collectives import begin_all_reduce, wait
 from boost.parallel.mesh import Axis
-
-
-def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics are kept in fp32, or in fp64 for fp64 activations."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:
-    """1 / sqrt(s/d + eps), [T, 1], in the statistic's dtype."""
-    return torch.rsqrt(s_T / width + eps).unsqueeze(-1)
 
 
 class _Scale(torch.autograd.Function):
@@ -52,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
     """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467);
     dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; wgrad: dgamma = sum over T of dy x c. No collective.
 
-    Keeps x and c, as torch's fused kernel for GPUs does.
+    Keeps x and c. Gains are not rounded to x's dtype, as torch's own kernel for GPUs would have it.
     """
 
     place = "norm"
@@ -60,19 +60,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
-        c_T1 = inverse_rms(_sum_of_squares(x_TD), x_TD.shape[-1], eps)
+        y_TD, c_T1 = normed(x_TD, gamma_D, eps)
         ctx.save_for_backward(x_TD, gamma_D, c_T1)
-        return (x_TD * c_T1).mul_(gamma_D).to(x_TD.dtype)
+        return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_TD, gamma_D, c_T1 = ctx.saved_tensors
-        dy_TD = dy_TD.to(c_T1.dtype)
-        normed_TD = x_TD * c_T1
-        dgamma_D = (dy_TD * normed_TD).sum(0).to(gamma_D.dtype)
-        g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # which may be stored in more
-        mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
-        return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D, None
+        return *normed_backward(dy_TD, *ctx.saved_tensors), None
 
 
 class _SumOfSquares(torch.autograd.Function):
@@ -81,7 +75,7 @@ class _SumOfSquares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD)
-        return _sum_of_squares(x_TD)
+        return row_sum_of_squares(x_TD)
 
     @staticmethod
     def backward(ctx: Any, ds_T: Tensor) -> Tensor:
@@ -105,7 +99,7 @@ class _ProjectAndMeasure(torch.autograd.Function):
         weight_DR = (a_RD * gamma_D).to(x_TD.dtype).t()
         if measured_over is None:
             return gemm(x_TD, weight_DR), None, None
-        s_T = _sum_of_squares(x_TD)
+        s_T = row_sum_of_squares(x_TD)
         u_TR, payload = _product_in_payload(x_TD, weight_DR, _packed(s_T, x_TD.dtype, measured_over))
         ctx.mark_non_differentiable(payload)
         return u_TR, s_T, payload
@@ -222,7 +216,7 @@ class OnlineSum:
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
     """Differentiable RMSNorm of rows held whole, in x's dtype."""
-    if has_fused_norm(x_TD.device):
+    if is_separate():
         return F.rms_norm(x_TD, (x_TD.shape[-1],), gamma_D.to(x_TD.dtype), eps)
     return _RMSNorm.apply(x_TD, gamma_D, eps)
 
@@ -246,16 +240,6 @@ def measured(u_TR: Tensor, s_T: Tensor, axis: Axis) -> Measured:
     """Latents and a statistic that were made by different functions."""
     with torch.no_grad():
         return Measured(u_TR, s_T, torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis))))
-
-
-def has_fused_norm(device: torch.device) -> bool:
-    """Whether torch's RMSNorm is one kernel there; elsewhere it is a composite that keeps two or three more [T, D]."""
-    return device.type == "cuda"
-
-
-def _sum_of_squares(x_TD: Tensor) -> Tensor:
-    # vector_norm accumulates in the wide dtype without a wide copy of x.
-    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square_()
 
 
 def _product_in_payload(x_TD: Tensor, weight_DR: Tensor, statistic: Tensor) -> tuple[Tensor, Tensor]:

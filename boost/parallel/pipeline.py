@@ -23,8 +23,8 @@ from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import KVCache
 from boost.models.decoder import Decoder
 from boost.models.interface import Layout
+from boost.models.kernels import statistic_dtype
 from boost.parallel.mesh import Axis
-from boost.parallel.norms import statistic_dtype
 
 _SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: dict[str, Any] = {

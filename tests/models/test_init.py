@@ -71,6 +71,21 @@ def test_spectral_factors_are_the_best_of_their_rank_for_the_dense_weights() -> 
     assert torch.equal(factors["embed"], whole["embed"]), "all else is as in the dense model"
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("grouping", [True, False])
+def test_spectral_factors_made_ahead_are_those_made_one_by_one(threads: int, grouping: bool) -> None:
+    config = toy.toy_config("float32", model={"factor_init": "spectral", "layers": 3}, parallel={"grouping": grouping})
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        decoder, _ = toy.toy_decoder(config)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    due = {p.name: initial_value(p, config.model, 0) for p in parameters(config.model)}
+    assert all(torch.equal(value, due[name]) for name, value in toy.weights(decoder).items())
+
+
 @pytest.mark.parametrize(("init", "over"), [("xavier", "svd"), ("cola", "cola"), ("spectral", "svd")])
 def test_products_start_with_the_spread_that_their_factors_say(init: str, over: str) -> None:
     """A product of r independent terms has the variance r var(A) var(B): what a block is at its first step."""

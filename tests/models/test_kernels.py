@@ -179,7 +179,7 @@ def in_a_step(config: Config, micro_batches: int, copies: bool) -> float:
     return moved(asked) + (own - others) / micro_batches / 1e9
 
 
-@pytest.mark.parametrize(("layout", "eager", "fused"), [("btp", 6.4, 3.7), ("btp-sp", 3.3, 2.17)])
+@pytest.mark.parametrize(("layout", "eager", "fused"), [("btp", 6.4, 3.7), ("btp-sp", 6.2, 2.17)])
 def test_kernels_move_the_bytes_that_they_have_to(layout: str, eager: float, fused: float) -> None:
     assert moved(planned(layout, "none")) == pytest.approx(eager, rel=0.03)
     assert moved(planned(layout, "kernels")) == moved(planned(layout, "auto")) == pytest.approx(fused, rel=0.03)

@@ -48,7 +48,7 @@ ROWS = pairwise(
 def configured(row: Row) -> Config:
     tp, cp, kv_heads = row["sizes"]
     parallel = {**row["layout"], "grouping": row["grouping"], "overlap": row["overlap"], "cp": cp}
-    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads}
+    model = {"family": family_of(row["layout"]), "kv_heads": kv_heads, "layers": 1}
     train = {"recompute": row["recompute"], "micro_batch": row["micro_batch"], "global_batch": 2, "seq_len": 32}
     return config_of(model, parallel, tp, "float64", train=train, data={"isolate_documents": row["documents"]})
 

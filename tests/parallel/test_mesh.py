@@ -1,15 +1,21 @@
 """The mesh: places, devices, time limits."""
 
 import datetime
+import json
+import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+import boost.parallel.mesh as mesh_module
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.parallel.mesh import Mesh, choose_device, mesh_of, open_mesh
+from boost.parallel.mesh import LOCAL_RANKS, Mesh, choose_device, mesh_of, open_mesh
 from boost.parallel.rendezvous import agree_on_attempt
 from tests.distributed import run_distributed
 
@@ -68,30 +74,104 @@ def test_the_number_of_processes_must_be_that_of_the_mesh() -> None:
         open_mesh(ParallelConfig(tp=2), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "processes", "asked", "expected"),
-    [
-        (0, 2, "auto", "cpu"),
-        (1, 2, "auto", "cpu"),
-        (2, 2, "auto", "cuda:1"),
-        (2, 2, "cuda", "cuda:1"),
-        (2, 2, "cpu", "cpu"),
-    ],
-)
-def test_a_process_takes_a_gpu_of_its_own_or_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, asked: str, expected: str
-) -> None:
+def set_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int = 2, **variables: str) -> None:
+    """This process sees so many GPUs, as one of so many; variables say which."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    for name in LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "variables", "asked", "expected"),
+    [
+        (0, 2, {"LOCAL_RANK": "1"}, "auto", "cpu"),
+        (1, 2, {"LOCAL_RANK": "1"}, "auto", "cuda:0"),
+        (1, 2, {"SLURM_LOCALID": "3"}, "auto", "cuda:0"),
+        (1, 2, {}, "auto", "cuda:0"),
+        (2, 2, {"LOCAL_RANK": "1"}, "auto", "cuda:1"),
+        (2, 2, {"LOCAL_RANK": "1"}, "cuda", "cuda:1"),
+        (2, 2, {"LOCAL_RANK": "1"}, "cpu", "cpu"),
+        (4, 8, {"SLURM_LOCALID": "2"}, "auto", "cuda:2"),
+        (4, 8, {"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, "auto", "cuda:3"),  # torchrun in a task of Slurm
+        (8, 1, {}, "auto", "cuda:0"),
+    ],
+)
+def test_a_process_takes_its_own_gpu_and_never_the_cpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, variables: dict[str, str], asked: str, expected: str
+) -> None:
+    set_gpus(monkeypatch, gpus, processes, **variables)
     assert str(choose_device(asked)) == expected
 
 
-@pytest.mark.parametrize(("gpus", "words"), [(0, "sees no GPU"), (1, "1 GPUs for 2 processes")])
-def test_a_gpu_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, gpus: int, words: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+@pytest.mark.parametrize(
+    ("gpus", "variables", "asked", "words"),
+    [
+        (0, {}, "cuda", "torch sees no GPU"),
+        (2, {"LOCAL_RANK": "2"}, "auto", "process 3 on a machine with 2 GPUs; start at most 2 processes"),
+        (2, {}, "auto", "sees 2 GPUs and does not know which is its own.* set LOCAL_RANK"),
+    ],
+)
+def test_a_gpu_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, variables: dict[str, str], asked: str, words: str
+) -> None:
+    set_gpus(monkeypatch, gpus, 4, **variables)
     with pytest.raises(ConfigError, match=words):
-        choose_device("cuda")
+        choose_device(asked)
+
+
+@pytest.mark.parametrize("shown", ["the same", "their own"])
+def test_two_processes_with_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
+    """What each of them sees as number 0 may be another one; its name is the same."""
+    store, gpu = dist.HashStore(), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+
+    def join(rank: int, own: str) -> None:
+        monkeypatch.setattr(mesh_module, "_gpu_id", lambda device: own)
+        mesh_module._require_gpu_of_its_own(gpu, store, rank, 2)
+
+    store.set("gpu/1", json.dumps([socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), 0, "GPU-1"]))
+    if shown == "their own":
+        join(0, "GPU-0")
+    else:
+        with pytest.raises(ConfigError, match="ranks 0 and 1 see the same GPU, NVIDIA H100; start one process per GPU"):
+            join(0, "GPU-1")
+
+
+def backends_on(device: str) -> set[str | None]:
+    """Backends that the groups of a mesh are asked for on a kind of device. Asked only: there is no GPU."""
+    asked: list[str | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        make, new = mesh_module.init_device_mesh, dist.new_group
+
+        def device_mesh(kind: str, *sizes: Any, backend_override: Any = None, **names: Any) -> DeviceMesh:
+            asked.extend(backend_override.values() if backend_override else [None])
+            return make("cpu", *sizes, **names)
+
+        def group(ranks: list[int], timeout: Any, backend: str | None, **names: Any) -> Any:
+            asked.append(backend)
+            return new(ranks, timeout, **names)
+
+        patch.setattr(mesh_module, "init_device_mesh", device_mesh)
+        patch.setattr(dist, "new_group", group)
+        mesh_of(ParallelConfig(dp=2, cp=2, tp=2), torch.device(device))
+    return set(asked)
+
+
+def test_emulation_of_one_rank_has_no_group_of_nccl() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        assert mesh_module._backend(torch.device("cuda")) is None
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "nccl"), ("cpu", None)])
+def test_the_groups_of_a_mesh_have_one_backend(device: str, expected: str | None) -> None:
+    """gloo beside NCCL would take two sockets for each pair of processes of each group."""
+    assert run_distributed(8, backends_on, device) == [{expected}] * 8

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_path: Path) -> None:
-    words = (*QUIET, "--run.timeout_s", "3", "--inject-fault", "hang@10:1")
+    words = (*QUIET, "--run.timeout_s", "8", "--inject-fault", "hang@10:1")
     with Command(tmp_path, store, *words) as command:
         code, _, err = command.finish()
     assert code == 3, err
@@ -26,7 +26,7 @@ def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_
     (line,) = (line for line in err.splitlines() if "error" in line)
     assert re.fullmatch(
         r"boost: error: process 2 of 2 \(rank 1\) does not respond \(last seen in step \d+, phase step.*\); "
-        r"process 1 of 2 \(rank 0\) waited 3 s in step 10, phase step, in \w+ #\d+ of group '(all|tp)' \(\d+ bytes\); "
+        r"process 1 of 2 \(rank 0\) waited 8 s in step 10, phase step, in \w+ #\d+ of group '(all|tp)' \(\d+ bytes\); "
         r"resume with --resume auto; logs: .*",
         line,
     )

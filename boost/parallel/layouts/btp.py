@@ -14,6 +14,7 @@ from torch import Tensor
 from boost.config.layouts.spec import GATHER, SUM_BOTH
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.kernels import inverse_rms
 from boost.models.linear import linear
 from boost.models.up_proj import Begin
 from boost.parallel import collectives
@@ -21,7 +22,7 @@ from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
-from boost.parallel.norms import OnlineSum, inverse_rms, project, project_and_measure, scale, sum_of_squares
+from boost.parallel.norms import OnlineSum, project, project_and_measure, scale, sum_of_squares
 
 
 class BTP(BaseLayout):

@@ -1,0 +1,167 @@
+"""Everything that trains, on groups as late as NCCL's: no result is used before it is waited for, no buffer written before it is
+sent, and all processes of a group issue the same collectives in one order."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from boost.config import Config, load
+from boost.measure.exactness import TrainedModel, keeps_table
+from boost.measure.verify import layouts
+from boost.measure.verify.layouts import Row, judged, rows, run_row
+from boost.parallel import collectives
+from boost.parallel.mesh import Axis, Mesh
+from tests import late, toy
+from tests.distributed import run_distributed
+from tests.trained import errors_of
+
+pytestmark = pytest.mark.slow
+
+PROCESSES = 4
+MODELS = {family: load(None, [f"--model.family={family}"]).model for family in ("cola", "lax", "dense")}
+AS_COLA = ("btp, sync", "vanilla, strong", "vanilla, published", "ulysses", "btp-cp", "megatron")
+"""Rows of which other families and rows do the same: every night."""
+
+
+def every_row() -> Iterator[Any]:
+    """(family, row): low precision waits for the same things as high."""
+    for family, model in MODELS.items():
+        for row in rows(model, PROCESSES, False, "none"):
+            if family == "cola" or "layout" in row.parallel:
+                cells = tuple(cell for cell in row.cells if cell.name not in ("float32", "bfloat16"))
+                nightly = [pytest.mark.nightly] * (family != "cola" and row.name in AS_COLA)
+                yield pytest.param(family, replace(row, cells=cells), id=f"{family}-{row.name}", marks=nightly)
+
+
+Outcome = tuple[Any, list[str], dict[str, list[tuple[Any, ...]]]]
+
+
+def trained_late(family: str, row: Row) -> Outcome:
+    """What a row found; what nobody waited for; the collectives of each group. Those of torch's fully_shard and pipelines go
+    straight to a group that is written in Python, and nobody can count them."""
+
+    def keeps(config: Config, *rest: Any) -> bool:
+        return config.parallel.sharded or config.parallel.pp > 1 or keeps_table(config, *rest)
+
+    with late.late_groups(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "keeps_table", keeps)
+        found = run_row(MODELS[family], row, toy.mesh(1, PROCESSES))
+        return found, late.never_waited(), dict(late.orders)
+
+
+def require_same_order(outcomes: list[Outcome]) -> None:
+    """Every group has the same collectives in the same order on all processes that are in it."""
+    for name in {name for _, _, orders in outcomes for name in orders}:
+        first, *others = (orders[name] for _, _, orders in outcomes if name in orders)
+        assert all(other == first for other in others), name
+
+
+@pytest.mark.parametrize(("family", "row"), every_row())
+def test_every_layout_schedule_and_sharding(family: str, row: Row) -> None:
+    outcomes = run_distributed(PROCESSES, trained_late, family, row)
+    found = judged(row.cells, [each for each, _, _ in outcomes])
+    assert found.verdict == "ok", found.detail
+    assert [waiting for _, waiting, _ in outcomes] == [[]] * PROCESSES
+    require_same_order(outcomes)
+
+
+def optimized_late(sections: dict[str, Any]) -> Outcome:
+    with late.late_groups():
+        config = toy.toy_config("float64", **sections)
+        found = TrainedModel(config, toy.toy_mesh(config), 2)
+        return max(errors_of(found, 2).values()), late.never_waited(), dict(late.orders)
+
+
+OPTIMIZED: list[dict[str, Any]] = [
+    {"optim": {"name": "loro", "exact_every": 2}, "model": {"family": "svd"}, "parallel": {"tp": 2, "dp": 2}},
+    {"optim": {"name": "muon"}, "parallel": {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"}},
+    {"optim": {"name": "muon"}, "parallel": {"tp": 4, "layout": "btp-sp"}},
+]
+
+
+@pytest.mark.parametrize("sections", OPTIMIZED, ids=str)
+def test_optimizers_of_whole_factors(sections: dict[str, Any]) -> None:
+    outcomes = run_distributed(PROCESSES, optimized_late, sections)
+    assert max(error for error, _, _ in outcomes) <= 1e-10
+    assert [waiting for _, waiting, _ in outcomes] == [[]] * PROCESSES
+    require_same_order(outcomes)
+
+
+DEVICE = torch.device(os.environ.get("BOOST_TEST_DEVICE", "cuda"))
+
+
+def shared_gpu(family: str, row: Row) -> Outcome:
+    with late.late_groups(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "keeps_table", lambda *_: True)
+        found = run_row(MODELS[family], row, Mesh(DEVICE, size=PROCESSES, rank=dist.get_rank()))
+        return found, late.never_waited(), dict(late.orders)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize(("family", "row"), every_row())
+def test_processes_that_share_a_gpu(family: str, row: Row) -> None:
+    """Numbers only: what they send goes through the host."""
+    outcomes = run_distributed(PROCESSES, shared_gpu, family, row)
+    found = judged(row.cells, [each for each, _, _ in outcomes])
+    assert found.verdict == "ok", found.detail
+    require_same_order(outcomes)
+
+
+# The groups find what they are for.
+
+
+def used_too_early(axis: Axis) -> str:
+    x = torch.ones(4)
+    y = collectives.begin_all_reduce(x, axis)
+    early = y + 1
+    collectives.wait(y)
+    return f"{early.isnan().all()} {(y == axis.size).all()}"
+
+
+def written_too_early(axis: Axis) -> str:
+    x = torch.ones(2 * axis.size)
+    y = collectives._start_reduce_scatter(x, axis)
+    x.zero_()
+    try:
+        collectives.wait(y)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def never_waited(axis: Axis) -> str:
+    collectives._start_all_gather(torch.ones(2), axis)
+    return ", ".join(late.never_waited())
+
+
+def strided(axis: Axis) -> str:
+    try:
+        torch.ops._c10d_functional.all_reduce_(torch.ones(4, 4).t()[:2], "sum", axis.name)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def misused(how: str) -> str:
+    with late.late_groups():
+        return globals()[how](toy.mesh(2).tp)
+
+
+@pytest.mark.parametrize(
+    ("how", "seen"),
+    [
+        ("used_too_early", "True True"),
+        ("written_too_early", "what it sends was written before it was waited for"),
+        ("never_waited", "all_gather [(2,)]"),
+        ("strided", "NCCL wants contiguous tensors"),
+    ],
+)
+def test_misuse_is_found(how: str, seen: str) -> None:
+    for found in run_distributed(2, misused, how):
+        assert seen in found, found
