@@ -32,7 +32,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak check curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly guards soak check verify curves perplexity recompute fit families validate bench report clean
 
 setup: $(READY)
 
@@ -48,9 +48,12 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+# The demo runs in two processes anywhere. With a GPU for each: make train DEVICE=cuda.
+DEVICE ?= cpu
+
 train: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/boost train demo --nproc 2 --resume auto
+	$(BIN)/boost train demo --nproc 2 --run.device $(DEVICE) --resume auto
 
 # Test files run in parallel, because whole commands mostly wait; quick tests do not. A worker starts up to eight processes.
 WORKERS ?= 3
@@ -59,6 +62,9 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-
 
 test: setup
 	$(PYTEST)
+
+verify: setup
+	$(BIN)/boost verify --nproc 2 --compile none --out build/verify.json
 
 quick: WORKERS = 2
 quick: setup

@@ -25,6 +25,20 @@ settings.register_profile("boost", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("boost")
 
 
+LONGEST_FIRST = (
+    "train/test_nodes.py", "train/test_rehearsal.py", "bench/test_wire.py", "parallel/test_overlap.py", "parallel/test_layouts.py",
+    "parallel/test_late.py", "parallel/test_compile.py", "parallel/test_context_axis.py", "train/test_three_dimensions.py",
+    "optim/test_factors.py", "parallel/test_working.py", "train/test_checkpoint.py", "bench/test_recompute.py",
+    "bench/test_curves.py",
+)  # fmt: skip
+"""Files that take half a minute or more: workers that get one of them last would keep the others waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 @pytest.fixture(autouse=True)
 def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python of its own takes seconds to start: what starts one is marked slow, so that `make quick` is quick."""

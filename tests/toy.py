@@ -11,16 +11,18 @@ from boost.config import Config
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
+from boost.measure import exactness
 from boost.models.decoder import Decoder
-from boost.models.fused import fused_params
 from boost.models.init import initialize
-from boost.models.interface import local_slice
 from boost.parallel.capabilities import require_torch
 from boost.parallel.mesh import Mesh, mesh_of
 from boost.train.model import Model, build_decoder, build_model, initialize_model
 
 MODEL = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "kv_heads": 2}
 CPU = torch.device("cpu")
+ALONE, single = exactness.ALONE, exactness.alone
+gradients, weights, local_parts = exactness.gradients, exactness.weights, exactness.local_parts
+worst_error = exactness.worst_error
 TOML = """
 [model]
 family = "cola"
@@ -48,14 +50,6 @@ def toy_config(dtype: str = "float64", **sections: Any) -> Config:
         },
     }  # fmt: skip
     return from_tree(tree)
-
-
-ALONE = {"tp": 1, "dp": 1, "cp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
-
-
-def single(config: Config) -> Config:
-    """The same model on one process."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=ALONE)})
 
 
 def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
@@ -96,48 +90,8 @@ def skip_what_torch_cannot(config: Config) -> None:
 
 def toy_tokens(config: Config, seed: int = 1, batch: int | None = None) -> tuple[Tensor, Tensor]:
     """(tokens, targets), [B, S] each."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch or config.train.micro_batch, config.train.seq_len + 1)
-    tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def gradients(model: Model) -> dict[str, Tensor]:
-    """What this process keeps of every gradient, by mathematical name."""
-    return {
-        param_slice.parameter.name: param_slice.view(s.tensor.grad)
-        for s in fused_params(model)
-        for param_slice in s.local_slices()
-        if s.tensor.grad is not None
-    }
-
-
-def weights(model: Model) -> dict[str, Tensor]:
-    """What this process keeps of every weight, by mathematical name."""
-    return {
-        param_slice.parameter.name: param_slice.view(s.tensor.detach())
-        for s in fused_params(model)
-        for param_slice in s.local_slices()
-    }
-
-
-def local_parts(model: Model, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this process should keep of tensors of global shape."""
-    return {
-        param_slice.parameter.name: local_slice(
-            param_slice.parameter, model.layout, whole[param_slice.parameter.name]
-        ).narrow(0, param_slice.offset, param_slice.rows)
-        for s in fused_params(model)
-        for param_slice in s.local_slices()
-    }
-
-
-def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative error over tensors: largest difference over largest expected magnitude."""
-    assert actual.keys() == expected.keys()
-    return max(
-        ((actual[k] - expected[k]).abs().max() / expected[k].abs().max().clamp_min(1e-300)).item() for k in expected
-    )
+    tokens, targets = exactness.made_up_tokens(config, seed, batch or config.train.micro_batch)
+    return torch.from_numpy(tokens), torch.from_numpy(targets)
 
 
 def flip(tensor: Tensor, element: int, bit: int) -> None:

@@ -15,6 +15,7 @@ COMMANDS = (
     "plan",
     "plan calibrate",
     "plan validate",
+    "verify",
     "bench",
     "checkpoint",
     "timeline",

@@ -216,10 +216,14 @@ def _adamw(like: Tensor) -> Call:
     return optimizer.step
 
 
-def collective_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[Point]:
-    """Every kind of collective over all processes, at `sizes` bytes of payload as `config.traffic.Collective` says it."""
+def collective_points(
+    watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int], axis: Axis | None = None
+) -> Iterator[Point]:
+    """Every kind of collective over an axis, by default all processes, at `sizes` bytes of payload as `config.traffic.Collective`
+    says it."""
     mesh = watch.mesh
-    axis, p = _world(mesh), mesh.size
+    axis = axis or _world(mesh)
+    p = axis.size
     for size in sizes:
         elements = max(size // dtype.itemsize // p * p, p)
         whole = torch.randn(elements, dtype=dtype, device=mesh.device)

@@ -8,7 +8,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from boost.parallel.working import WorkingCopies
 from boost.plan.categories import GRADIENTS, OPTIMIZER, WEIGHTS
 from boost.plan.hardware import Hardware
 from boost.plan.prediction import prediction
+from boost.plan.search import max_peak
 from boost.train.console import progress
 from boost.train.launch import launch
 from boost.train.model import backward, build_model, initialize_model
@@ -125,13 +126,16 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
 
 
 def measure(hardware: Hardware) -> list[MeasuredStep]:
-    """Steps of `cases` on this machine, in interleaved rounds of those with one number of processes.
+    """Steps of `cases` on this machine, in interleaved rounds of those with one number of processes. What does not fit into the
+    profile's memory is left out.
 
     Raises ConfigError if the machine is not of the profile's kind.
     """
     found: list[MeasuredStep] = []
     for processes, share, names in _together(hardware.device):
-        work = [(name, case(name, hardware.device)) for name in names]
+        work = list(fitting([(name, case(name, hardware.device)) for name in names], hardware))
+        if not work:
+            continue
         with tempfile.TemporaryDirectory(prefix="boost-steps-") as folder:
             out = Path(folder) / "steps.json"
             code = launch(_measure_into, (work, hardware, share, out), processes, log_dir=None)
@@ -141,6 +145,28 @@ def measure(hardware: Hardware) -> list[MeasuredStep]:
                 MeasuredStep(**row | {"quartiles_s": tuple(row["quartiles_s"])}) for row in json.loads(out.read_text())
             ]
     return found
+
+
+def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[tuple[str, Config]]:
+    """Those that fit into a device. The models of one group are in memory together: each beside the states of the others."""
+    states, peaks = zip(*(_memory(config, hardware) for _, config in work), strict=True)
+    usable = hardware.usable_bytes
+    kept: list[int] = []
+    for i in sorted(range(len(work)), key=lambda i: peaks[i]):
+        held = sum(states[j] for j in kept)
+        if held + peaks[i] <= usable and all(held + states[i] - states[j] + peaks[j] <= usable for j in kept):
+            kept.append(i)
+        else:
+            needs = (held + peaks[i]) / 1e9
+            print(f"{work[i][0]}: left out, {needs:,.0f} GB do not fit into {usable / 1e9:,.0f} GB", flush=True)
+    yield from (work[i] for i in sorted(kept))
+
+
+def _memory(config: Config, hardware: Hardware) -> tuple[int, int]:
+    """(bytes between two steps, bytes at the peak of a step)."""
+    held, _ = max_peak(config, hardware.is_gpu)
+    states = sum(held.by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER, GRADIENTS))
+    return states, held.total
 
 
 def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share: bool, out: Path) -> int:

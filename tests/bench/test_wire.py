@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from boost.bench import wire
-from boost.bench.endtoend import BTP, BTP_SP, MEGATRON_SP, VANILLA
+from boost.bench.endtoend import BTP, BTP_SP, MEGATRON_SP
 from boost.bench.goals import target_of
 from boost.cli.main import main
 from boost.errors import ConfigError, MeasurementError
@@ -27,7 +27,7 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(wire, "SIZE", (64, 1, 96, 4))
     monkeypatch.setattr(wire, "MIB", (1,))
     monkeypatch.setattr(wire, "marked_rate", lambda *_: 300)  # a tiny step would mark a tiny rate
-    names = ((MEGATRON_SP, "none"), (VANILLA, "none"), (BTP, "none"), (BTP, "halves"))
+    names = ((MEGATRON_SP, "none"), (BTP, "none"), (BTP, "halves"))
     monkeypatch.setattr(wire, "CONTENDERS", names)
     out = tmp_path / "wire"
     assert wire.wire("demo", TINY, [], 1, 7, out) == 0
@@ -40,7 +40,7 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
             "half of it crosses, at 300 Mbit/s"
         )
     assert min(limited["collectives"]["all-reduce, 1 MiB"]) > 0.8 * 2**20 * 8 / 300e6
-    assert {row["name"] for row in limited["rows"]} == {MEGATRON_SP, VANILLA, BTP, f"{BTP}, halves"}
+    assert {row["name"] for row in limited["rows"]} == {MEGATRON_SP, BTP, f"{BTP}, halves"}
     section = wire.section(facts)
     tables = [part for part in section.parts if isinstance(part, Table)]
     assert len(tables[0].rows) == len(set(rates)) * len(wire.CONTENDERS)

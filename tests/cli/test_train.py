@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from boost.errors import ConfigError
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
+from boost.train.run_lock import require_unlocked
 from tests.cli.commands import say
 from tests.train.commands import QUIET, toml
 
@@ -78,6 +80,17 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
     raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
+def until_unlocked(run: Path) -> None:
+    """Until the processes of a run that was killed are gone, which its launcher does not wait for."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return require_unlocked(run)
+        except ConfigError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def numbers(run: Path) -> list[tuple[object, ...]]:
     """What must repeat to the bit: loss and gradient norm of every step, loss of every evaluation."""
     names = ("kind", "step", "loss", "gradient_norm", "heldout_loss", "lr", "tokens")
@@ -107,6 +120,7 @@ def test_a_killed_run_resumes_to_the_last_bit(
     wait_for_step(process, killed, 9)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    until_unlocked(killed)
     steps_before = len(read_metrics(killed / "metrics.jsonl"))
     assert steps_before < STEPS
     assert complete_checkpoints(killed / "checkpoints")

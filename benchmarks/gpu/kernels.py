@@ -1,0 +1,93 @@
+"""Every element-wise kernel of the model by itself, eager and compiled: seconds, and GB/s of the bytes that it has to move."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boost.measure.speed import synchronize
+from boost.models import kernels
+from boost.models.kernels import KERNELS
+
+ROUNDS = 20
+
+
+def arguments_of(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each kernel, of a size that fills a GPU."""
+
+    def new(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, dtype=of, device=device)
+
+    wide = torch.float32
+    column, rows = new(tokens, 1, of=wide), [new(tokens, width) for _ in range(3)]
+    heads = new(4, tokens // 4, 8, width // 8)
+    angles = [new(tokens // 4, width // 8) for _ in range(2)]
+    gains = new(width, of=wide)
+    return {
+        "activated": (rows[0], column, True),
+        "activated_backward": (rows[0], rows[1], column, True),
+        "gated": (rows[0], rows[1]),
+        "gated_backward": tuple(rows),
+        "rotated": (heads, *angles),
+        "rotated_backward": (heads, *angles),
+        "scaled_backward": (rows[0], rows[1], column),
+        "row_product": (rows[0], rows[1], wide),
+        "normed": (rows[0], gains, 1e-6),
+        "normed_backward": (rows[0], rows[1], gains, column),
+    }
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median of several calls."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(ROUNDS):
+        synchronize(device)
+        begun = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    made = arguments_of(
+        16384 if on_gpu else 256, 4096 if on_gpu else 128, torch.bfloat16 if on_gpu else torch.float32, device
+    )
+    missing = KERNELS.keys() - made.keys()
+    assert not missing, f"kernels that nobody measures: {missing}"
+    found = []
+    for name, arguments in made.items():
+        row: dict[str, Any] = {"kernel": name}
+        for backend in ("eager", "inductor"):
+            kernels.use(backend)
+            with torch.no_grad():
+                result = KERNELS[name](*arguments)
+                row[f"{backend}_s"] = seconds(lambda n=name, a=arguments: KERNELS[n](*a), device)
+        kernels.use("eager")
+        results = result if isinstance(result, tuple) else (result,)
+        read = KERNELS[name].reads * sum(x.nbytes for x in arguments if isinstance(x, Tensor))
+        moved = read + sum(x.nbytes for x in results)
+        row |= {"bytes": moved, "compiled_gb_s": moved / row["inductor_s"] / 1e9}
+        found.append(row)
+        eager, compiled = (f"{row[key] * 1e6:8.1f} us" for key in ("eager_s", "inductor_s"))
+        print(f"{name:<20} eager {eager}, compiled {compiled}, {row['compiled_gb_s']:7.1f} GB/s", flush=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

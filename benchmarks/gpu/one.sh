@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# What one GPU can show, in about 45 minutes on an H100, resumable: run it again and it goes on where it stopped.
+#
+#   benchmarks/gpu/one.sh                     from the root of the repository, boost installed in $PYTHON
+#   DEVICE=cpu benchmarks/gpu/one.sh          the dry run, small sizes
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+. benchmarks/gpu/pieces.sh
+
+if [ "$DEVICE" = cuda ]; then
+    model=(boost-1b) rounds=9 quick=() steps=(--validate)
+    shares=(--dim 4096 --ffn 11008 --heads 32 --layers 4 --seq 4096 --micro-batches 1 4)
+else
+    model=(demo --train.seq_len=64 --train.micro_batch=2 --train.global_batch=2 --model.layers=2) rounds=7 quick=(--quick) steps=()
+    shares=(--dim 128 --ffn 352 --heads 4 --layers 2 --seq 64 --micro-batches 1 4)
+fi
+on=(--run.device="$DEVICE")
+
+piece 01-verify $BOOST verify --nproc 1 --only machines layouts step --compile all --out "$OUT/verify.json" "${on[@]}"
+piece 02-same-as-the-cpu env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/measure/test_devices_agree.py
+piece 03-nccl-alone $PYTHON benchmarks/gpu/nccl.py --device "$DEVICE" --out "$OUT/nccl.json"
+piece 04-processes-share-it env BOOST_TEST_DEVICE="$DEVICE" $PYTHON -m pytest -p no:cacheprovider -m cuda -rf tests/parallel/test_late.py
+for compile in none kernels blocks; do
+    piece "05-shares-$compile" $PYTHON benchmarks/gpu/shares.py --device "$DEVICE" --compile "$compile" "${shares[@]}" \
+        --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
+done
+piece 06-kernels $PYTHON benchmarks/gpu/kernels.py --device "$DEVICE" --out "$OUT/kernels.json"
+piece 07-single $BOOST bench single "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/single"
+piece 08-recompute $BOOST bench recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
+piece 09-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
+if [ ${#steps[@]} -gt 0 ]; then
+    piece 10-validate $BOOST plan validate --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"
+fi
+finish

@@ -1,0 +1,40 @@
+# Sourced by one.sh and two.sh: pieces of at most ten minutes that write their results at once and are not made twice.
+#
+#   OUT=folder DEVICE=cuda|cpu PYTHON=python BOOST=boost
+#
+# DEVICE=cpu is the dry run: the same commands on small models, so that nothing but the hardware is new where there is one.
+
+OUT=${OUT:-benchmarks/gpu/results}
+DEVICE=${DEVICE:-cuda}
+PYTHON=${PYTHON:-python}
+BOOST=${BOOST:-"$PYTHON -m boost.cli.main"}
+LIMIT_S=${LIMIT_S:-600}
+mkdir -p "$OUT"
+failed=()
+
+piece() { # NAME COMMAND...
+    local name=$1 begun=$SECONDS code=0
+    shift
+    if [ -e "$OUT/$name.done" ]; then
+        echo "$name: done before"
+        return
+    fi
+    echo "== $name: $*"
+    timeout --kill-after 20 "$LIMIT_S" "$@" >"$OUT/$name.log" 2>&1 || code=$?
+    tail -n 12 "$OUT/$name.log"
+    if [ "$code" = 0 ]; then
+        echo "$((SECONDS - begun)) s" >"$OUT/$name.done"
+    else
+        echo "$name: exit code $code after $((SECONDS - begun)) s; all of it: $OUT/$name.log"
+        failed+=("$name")
+    fi
+}
+
+finish() {
+    if [ ${#failed[@]} = 0 ]; then
+        echo "all pieces are done: $OUT"
+    else
+        echo "not done: ${failed[*]}; run this again for those"
+        exit 1
+    fi
+}

@@ -1,0 +1,118 @@
+"""`boost verify`: is it right, here, on these machines?"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from boost.config import Config, load
+from boost.config.schema import ModelConfig
+from boost.errors import ConfigError
+
+SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify",
+        help="check that training is right here: devices, collectives, layouts, faults, speed",
+        usage="boost verify [CONFIG] [--nproc N] [--only SECTION ...] [--section.key value ...]",
+        description="Checks on these machines what every run relies on, in a few minutes:\n"
+        "  machines     devices, drivers, versions, interfaces\n"
+        "  collectives  every collective function, forward and backward, against plain arithmetic\n"
+        "  links        bandwidth and latency of every collective, against the hardware profile\n"
+        "  layouts      losses, gradients and updates of every layout against one process; collectives against the table\n"
+        "  step         a timed step, its memory and its bytes, against the prediction\n"
+        "  runs         boost train: the same twice, killed, on another mesh, hanging, told to stop (on one machine)\n"
+        "With CONFIG, its mesh and options are checked too, on a small model, and its own step is timed.\n"
+        "A line a check; a report as JSON; exit code 0 if nothing failed, else 3.",
+        epilog="examples:\n"
+        "  boost verify                              one process per GPU, or two on CPUs\n"
+        "  boost verify my.toml --nproc 8\n"
+        "  boost verify --only collectives links --gpu local.toml\n"
+        "  torchrun --nnodes 2 --nproc-per-node 8 ... -m boost.cli.main verify my.toml   across nodes, without 'runs'",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="processes (default: CONFIG's mesh; one per GPU; 2 on CPUs)"
+    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="these sections only")
+    parser.add_argument(
+        "--family", choices=tuple(ModelConfig.choices), help="whose layouts (default: CONFIG's, or cola)"
+    )
+    parser.add_argument(
+        "--compile",
+        choices=("all", "first", "none"),
+        help="which layouts are also compiled (default: all on GPUs; on CPUs first, which takes a minute)",
+    )
+    parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: that of the GPU)")
+    parser.add_argument("--out", type=Path, default=Path("verify.json"), metavar="FILE", help="default: verify.json")
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    own = load(args.config, args.overrides) if args.config or args.overrides else None
+    sections = tuple(name for name in SECTIONS if not args.only or name in args.only)
+
+    import torch
+
+    from boost.measure.verify.process import Request, verify_process
+    from boost.parallel.mesh import world_size
+    from boost.plan.hardware import load_hardware
+    from boost.train.launch import can_fork, launch, under_torchrun
+
+    if args.gpu is not None:
+        load_hardware(args.gpu)
+    device = own.run.device if own else "auto"
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    nproc = _processes(args.nproc, own, gpus, world_size() if under_torchrun() else None)
+    model = load(None, [f"--model.family={args.family}"]).model if args.family else (own or load(None)).model
+    request = Request(
+        tuple(name for name in sections if name != "runs"),
+        model,
+        own,
+        device,
+        args.gpu,
+        args.compile or ("all" if gpus else "first"),
+    )
+    if under_torchrun():
+        return verify_process(replace(request, whole=True), args.out)
+    torch.set_num_threads(1)  # for `launch`, which forks
+    with tempfile.TemporaryDirectory(prefix="boost-verify-") as folder:
+        part = Path(folder) / "part.json"
+        if request.sections:
+            code = launch(verify_process, (request, part), nproc, log_dir=None, forks=can_fork())
+            if code:
+                return code
+        return _with_runs(args.out, part, request, sections, nproc, "cuda" if gpus else "cpu")
+
+
+def _processes(asked: int | None, own: Config | None, gpus: int, started: int | None) -> int:
+    """How many processes check. Raises ConfigError if they are not those of the mesh, or more than there are GPUs."""
+    usual = own.parallel.world_size if own else (gpus or 2)
+    number = next(n for n in (started, asked, usual) if n is not None)
+    if number < 1:
+        raise ConfigError(f"--nproc = {number} checks nothing; smallest valid value: 1")
+    if own and number != usual:
+        raise ConfigError(f"--nproc = {number} must equal the mesh of CONFIG; valid value: {usual}")
+    if gpus and started is None and number > gpus:
+        raise ConfigError(f"--nproc = {number}: this machine has {gpus} GPUs; largest valid value: {gpus}")
+    return number
+
+
+def _with_runs(out: Path, part: Path, request: Any, sections: tuple[str, ...], nproc: int, device: str) -> int:
+    from boost.measure.verify import runs
+    from boost.measure.verify.report import Report
+    from boost.train.rundir import environment
+
+    report = Report()
+    if part.is_file():
+        report.read(part)
+    if "runs" in sections:
+        runs.verify(report, request.model, nproc, device)
+    report.write(out, environment(request.own or load(None)))
+    print(f"\n{report.summary()}; report: {out}")
+    return report.exit_code

@@ -1,0 +1,223 @@
+"""A model that trains on any mesh, beside the whole of it in one process: losses, gradients, weights and collectives.
+
+"Is my loss right under this layout?" is answered here, for `boost verify` and for tests. Data is made up: rows have different
+numbers of targets, and documents of a few tokens.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from boost.config import Config
+from boost.config.architecture import IGNORED
+from boost.config.traffic import Collective
+from boost.data.batches import Batch
+from boost.models.fused import fused_params
+from boost.models.interface import local_slice
+from boost.optim.build import build_optimizer
+from boost.parallel.counting import CollectiveCounter
+from boost.parallel.gradients import GradientReducer, StepStats, clip_gradients, reduce_step_stats
+from boost.parallel.mesh import Mesh
+from boost.parallel.working import WorkingCopies
+from boost.plan.collectives import step_collectives
+from boost.train.model import Model, backward, build_model, initialize_model
+
+DOCUMENT = 7
+"""Tokens of a made-up document."""
+
+ALONE = {"tp": 1, "dp": 1, "cp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
+"""Fields of [parallel] on one process."""
+
+ByName = dict[str, Tensor]
+"""Tensors by the mathematical name of a parameter."""
+
+
+def alone(config: Config) -> Config:
+    """The same model on one process."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=ALONE)})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a model in training; of its parameters what one process holds."""
+
+    initial: ByName
+    gradients: list[ByName]
+    """After clipping, of each step."""
+    numbers: list[tuple[float, float]]
+    """(loss, gradient norm) of each step."""
+    weights: ByName
+    """After the last step."""
+
+
+class TrainedModel:
+    """A model after some optimizer steps with clipping, and what was seen on the way. Of its parameters it has what this process
+    holds."""
+
+    def __init__(self, config: Config, mesh: Mesh, steps: int = 2, seed: int = 0) -> None:
+        self.config, self.mesh = config, mesh
+        self.model = build_model(config, mesh)
+        initialize_model(self.model, seed)
+        self.initial = {name: value.clone() for name, value in weights(self.model).items()}
+        self.fused_params = list(fused_params(self.model))
+        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
+        self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
+        self.optimizer = build_optimizer(self.fused_params, config, mesh)
+        self.gradients: list[ByName] = []
+        """After clipping, of each step."""
+        self.numbers = [self.step(step) for step in range(steps)]
+        """(loss, gradient norm) of each step."""
+
+    def seen(self) -> Seen:
+        """What was seen of it so far."""
+        final = {name: value.clone() for name, value in weights(self.model).items()}
+        return Seen(self.initial, list(self.gradients), list(self.numbers), final)
+
+    def step(self, step: int) -> tuple[float, float]:
+        """One optimizer step: (loss, gradient norm)."""
+        stats = self.passes(step)
+        clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
+        self.gradients.append({name: value.clone() for name, value in gradients(self.model).items()})
+        self.optimizer.step(step, self.config.optim.lr)
+        return stats.loss, stats.gradient_norm
+
+    def passes(self, step: int, before_sums: Callable[[], None] = lambda: None) -> StepStats:
+        """All of a step but the update. `before_sums` is called between its passes and what is left of its sums of gradients."""
+        cp = self.mesh.cp
+        batches = [each.share(cp.rank, cp.size) for each in made_up_batches(self.config, step, self.mesh.dp.rank)]
+        positions = self.config.train.global_batch * self.config.train.seq_len
+        self.reducer.begin(len(batches))
+        with self.copies.in_use():
+            loss = backward(self.model, batches, self.config, positions)
+        before_sums()
+        self.reducer.finish()
+        targets = sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+        return reduce_step_stats(self.fused_params, loss, targets, positions, self.mesh)
+
+    def collectives(self) -> list[Collective]:
+        """Those of a step, without its update. Without a pipeline each bears its phase."""
+        groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp_cp) if axis.size > 1]
+        counter = CollectiveCounter(step_groups=groups)
+
+        def enter(phase: str) -> Callable[..., None]:
+            return lambda *_: setattr(counter, "phase", phase)
+
+        hooks = [
+            self.model.register_forward_pre_hook(enter("forward")),
+            self.model.register_forward_hook(enter("backward")),
+        ]
+        with counter:
+            self.passes(0, enter("step"))
+        for hook in hooks:
+            hook.remove()
+        return counter.collectives
+
+
+def made_up_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
+    """The micro-batches of one replica in a step."""
+    train = config.train
+    tokens, targets = made_up_tokens(config, step)
+    for row in range(train.global_batch):
+        targets[row, : (3 * row) % train.seq_len] = IGNORED
+    share = train.global_batch // config.parallel.dp
+    for start in range(dp_rank * share, (dp_rank + 1) * share, train.micro_batch):
+        rows = slice(start, start + train.micro_batch)
+        documents = np.broadcast_to(np.arange(train.seq_len, dtype=np.int32) // DOCUMENT, tokens[rows].shape).copy()
+        yield Batch(tokens[rows], targets[rows], documents)
+
+
+def made_up_tokens(config: Config, seed: int, batch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, targets), [B, S] each; by default a global batch."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch or config.train.global_batch, config.train.seq_len + 1)
+    tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator).numpy()
+    return tokens[:, :-1].copy(), tokens[:, 1:].copy()
+
+
+def errors_of(actual: TrainedModel, expected: Seen) -> dict[str, float]:
+    """Relative errors of what this process has against what was seen of the whole model in one process, after as many steps."""
+    model = actual.model
+    numbers = zip(actual.numbers, expected.numbers, strict=True)
+    per_step = [
+        worst_error(ours, local_parts(model, theirs))
+        for ours, theirs in zip(actual.gradients, expected.gradients, strict=True)
+    ]
+    local = local_parts(model, expected.initial)
+    return {
+        "initial": 0.0 if all(torch.equal(v, actual.initial[k]) for k, v in local.items()) else 1.0,
+        "loss and norm": max(abs(a - e) / abs(e) for pair in numbers for a, e in zip(*pair, strict=True)),
+        "first gradients": per_step[0],
+        "gradients": max(per_step),
+        "weights": worst_error(weights(model), local_parts(model, expected.weights)),
+    }
+
+
+def keeps_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
+    """Whether a step issued the collectives of the table: those of micro-batches in order (of interleaved halves, in any), sums
+    of gradients in any. What happens when is the schedule's affair in a pipeline, and torch's where weights are sharded."""
+    table = step_collectives(config, pp_rank)
+    if config.parallel.pp > 1 or config.parallel.sharded:
+        seen, expected = (Counter(c.on_the_wire[1:] for c in side) for side in (counted, table))
+        return seen == expected
+    seen_of_passes, expected_of_passes = (
+        [c.on_the_wire for c in side if c.phase != "step"] for side in (counted, table)
+    )
+    sums = [Counter(c.on_the_wire for c in side if c.phase == "step") for side in (counted, table)]
+    if config.parallel.overlap != "none":
+        seen_of_passes, expected_of_passes = sorted(seen_of_passes), sorted(expected_of_passes)
+    return seen_of_passes == expected_of_passes and sums[0] == sums[1]
+
+
+def gradients(model: Model) -> ByName:
+    """What this process keeps of every gradient."""
+    return {
+        param_slice.parameter.name: param_slice.view(s.tensor.grad)
+        for s in fused_params(model)
+        for param_slice in s.local_slices()
+        if s.tensor.grad is not None
+    }
+
+
+def weights(model: Model) -> ByName:
+    """What this process keeps of every weight."""
+    return {
+        param_slice.parameter.name: param_slice.view(s.tensor.detach())
+        for s in fused_params(model)
+        for param_slice in s.local_slices()
+    }
+
+
+def local_parts(model: Model, whole: ByName) -> ByName:
+    """What this process should keep of tensors of global shape."""
+    return {
+        param_slice.parameter.name: local_slice(
+            param_slice.parameter, model.layout, whole[param_slice.parameter.name]
+        ).narrow(0, param_slice.offset, param_slice.rows)
+        for s in fused_params(model)
+        for param_slice in s.local_slices()
+    }
+
+
+def worst_error(actual: ByName, expected: ByName) -> float:
+    """The largest relative error over tensors: largest difference over largest expected magnitude."""
+    assert actual.keys() == expected.keys()
+    return max(
+        ((actual[k] - expected[k]).abs().max() / expected[k].abs().max().clamp_min(1e-300)).item()
+        for k in expected
+        if expected[k].numel()
+    )
+
+
+def mean_error(actual: ByName, expected: ByName) -> float:
+    """Norm of all differences, relative to that of what is expected. For low precision, where single elements say little."""
+    squares = [
+        ((actual[k].double() - expected[k].double()).square().sum(), expected[k].double().square().sum())
+        for k in expected
+    ]
+    difference, total = (math.fsum(float(each[i]) for each in squares) for i in (0, 1))
+    return math.sqrt(difference / total) if total else 0.0

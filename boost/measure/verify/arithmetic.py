@@ -1,0 +1,126 @@
+"""Every collective function, forward and backward, against plain arithmetic.
+
+Payloads are small whole numbers, whose sums every dtype holds exactly: results are compared bit for bit. Each process makes up the
+payloads of all of them, and needs nobody to know what must come out.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from boost.config.layouts import spec
+from boost.config.layouts.spec import Comm
+from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from boost.measure.verify.report import Found, Verifier
+from boost.parallel import collectives
+from boost.parallel.mesh import Axis
+
+COMMS: dict[str, Comm] = {name: value for name, value in vars(spec).items() if isinstance(value, Comm)}
+"""Every differentiable collective, by its name."""
+
+PLAIN: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    ALL_REDUCE: collectives.all_reduce,
+    ALL_GATHER: collectives.all_gather,
+    REDUCE_SCATTER: collectives.reduce_scatter,
+    ALL_TO_ALL: collectives.all_to_all,
+}
+"""Those without a gradient, by kind."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SIZES = (1, 3, 4096)
+"""Rows of a payload for each process: single ones, an odd number, and more than a buffer of gloo or a protocol of NCCL holds."""
+
+WIDTH = 5
+
+
+def expected(kind: str | None, payloads: list[Tensor], rank: int) -> Tensor:
+    """What process `rank` must get, from the payloads of all processes."""
+    rows = payloads[0].shape[0] // len(payloads)
+    if kind is None:
+        return payloads[rank]
+    if kind == ALL_GATHER:
+        return torch.cat(payloads)
+    if kind == ALL_TO_ALL:
+        return torch.cat([each.narrow(0, rank * rows, rows) for each in payloads])
+    total = torch.stack(payloads).double().sum(0).to(payloads[0].dtype)
+    return total if kind == ALL_REDUCE else total.narrow(0, rank * rows, rows)
+
+
+def wrong_functions(axis: Axis, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Names of the functions that give something else than plain arithmetic."""
+    return [name for name, is_right in _trials(axis, dtype, device) if not is_right]
+
+
+def _trials(axis: Axis, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, bool]]:
+    for size in SIZES:
+        payloads = _payloads(axis, size, dtype, device)
+        for kind, function in PLAIN.items():
+            yield kind, _is_right(function, kind, axis, payloads)
+        yield "all-reduce in place", _in_place(axis, payloads)
+        for name, comm in COMMS.items():
+            for way, begin in (("", collectives.run), (", started", collectives.start)):
+                yield f"{name}{way}", _differentiable(comm, begin, axis, payloads)
+
+
+def _payloads(axis: Axis, rows: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
+    """[p rows, WIDTH] of every process, of whole numbers that are so small that sums of all are exact in bfloat16."""
+    largest = max(1, min(8, 128 // axis.size))
+    made = []
+    for rank in range(axis.size):
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        numbers = torch.randint(-largest, largest + 1, (axis.size * rows, WIDTH), generator=generator)
+        made.append(numbers.to(device, dtype))
+    return made
+
+
+def _is_right(function: Callable[[Tensor, Axis], Tensor], kind: str, axis: Axis, payloads: list[Tensor]) -> bool:
+    return torch.equal(function(payloads[axis.rank], axis), expected(kind, payloads, axis.rank))
+
+
+def _in_place(axis: Axis, payloads: list[Tensor]) -> bool:
+    x = payloads[axis.rank].clone()
+    collectives.start_all_reduce(x, axis)
+    collectives.finish_all_reduce(x)
+    return torch.equal(x, expected(ALL_REDUCE, payloads, axis.rank))
+
+
+def _differentiable(
+    comm: Comm, begin: Callable[[Comm, Tensor, Axis], collectives.InFlight], axis: Axis, payloads: list[Tensor]
+) -> bool:
+    x = payloads[axis.rank].clone().requires_grad_()
+    y = begin(comm, x, axis).wait()
+    whole = expected(comm.forward, payloads, axis.rank)
+    if not torch.equal(y, whole):
+        return False
+    gradients = [each[: y.shape[0]] for each in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
+    y.backward(gradients[axis.rank])
+    if comm.backward is None and comm.forward == ALL_GATHER:  # complete and equal on every process: its own rows
+        n = x.shape[0]
+        due = gradients[axis.rank].narrow(0, axis.rank * n, n)
+    else:
+        due = expected(comm.backward, gradients, axis.rank)
+    return x.grad is not None and torch.equal(x.grad, due)
+
+
+def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> None:
+    """One check for each axis and dtype."""
+    verifier.section("Collectives, forward and backward, against plain arithmetic")
+    count = len(PLAIN) + 1 + 2 * len(COMMS)
+
+    def judge(found: list[list[str]]) -> Found:
+        wrong = sorted({name for each in found for name in each})
+        if wrong:
+            return Found("failed", f"wrong results of {', '.join(wrong)}", numbers={"wrong": wrong})
+        return Found("ok", f"{count} functions, payloads of {', '.join(map(str, SIZES))} rows: every bit")
+
+    for name, axis in axes.items():
+        for dtype in DTYPES:
+            words = str(dtype).removeprefix("torch.")
+            verifier.check(
+                f"{name} ({axis.size} processes), {words}",
+                partial(wrong_functions, axis, dtype, device),
+                judge,
+                "do not train here: look at drivers, NCCL and the network of the ranks that disagree",
+            )

@@ -1,0 +1,181 @@
+"""Devices, drivers, versions and interfaces: which process has which GPU, and whether all run the same software."""
+
+import os
+import platform
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from boost import __version__
+from boost.measure.verify.report import Found, Verifier
+from boost.train.hardware import total_memory
+from boost.train.rundir import available_cores, cpu_model, git_state
+
+FREE = 0.9
+"""Share of a GPU's memory that should be free before a run."""
+
+Facts = dict[str, Any]
+
+
+def facts(device: torch.device) -> Facts:
+    """Of this process."""
+    state = git_state()
+    found: Facts = {
+        "host": socket.gethostname(),
+        "device": str(device),
+        "software": {
+            "boost": __version__ + (f" {str(state['commit'])[:9]}" if state else ""),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        },
+        "threads": torch.get_num_threads(),
+        "cores": available_cores(),
+        "memory": total_memory(device),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+        found["software"] |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "driver": _driver()}
+        found |= {"name": properties.name, "free": torch.cuda.mem_get_info(device)[0]}
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        count = torch.cuda.device_count()
+        found["peers"] = [n for n in range(count) if n != device.index and _reaches(device.index, n)]
+        found["visible"] = count
+    else:
+        found["name"] = cpu_model()
+    return found
+
+
+def _driver() -> str:
+    try:
+        with open("/sys/module/nvidia/version", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def _reaches(index: int, other: int) -> bool:
+    return bool(torch.cuda.can_device_access_peer(index, other))
+
+
+def interfaces(several_hosts: bool) -> dict[str, str]:
+    """What decides over which network interface this process sends."""
+    chosen = {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = ""
+    return {**chosen, "address": address, "present": " ".join(name for _, name in socket.if_nameindex())}
+
+
+def verify(verifier: Verifier) -> None:
+    """Checks of what is there."""
+    verifier.section("Machines")
+    mesh = verifier.mesh
+    verifier.check("software", partial(facts, mesh.device), same_software)
+    verifier.check("devices", partial(facts, mesh.device), devices_of)
+    if mesh.device.type == "cuda":
+        verifier.check("memory of the GPUs", partial(facts, mesh.device), free_memory)
+        if mesh.size > 1:
+            verifier.check("GPUs of a node reach each other", partial(facts, mesh.device), peers)
+    else:
+        verifier.check("threads", partial(facts, mesh.device), threads)
+    if mesh.size > 1:
+        verifier.check("interfaces", partial(interfaces, True), partial(reachable, facts(mesh.device)["host"]))
+
+
+def same_software(found: Sequence[Facts]) -> Found:
+    """Versions, which must be the same on all processes."""
+    first = found[0]["software"]
+    for rank, each in enumerate(found):
+        for name, version in each["software"].items():
+            if version != first.get(name):
+                return Found(
+                    "failed",
+                    f"{name} is {first.get(name)} on rank 0 and {version} on rank {rank}",
+                    "install the same versions everywhere",
+                    {"software": [one["software"] for one in found]},
+                )
+    return Found("ok", ", ".join(f"{name} {version}" for name, version in first.items()), numbers={"software": first})
+
+
+def devices_of(found: Sequence[Facts]) -> Found:
+    """Which process has which device."""
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for rank, each in enumerate(found):
+        nodes[each["host"]].append(rank)
+    texts = []
+    for number, ranks in enumerate(nodes.values()):
+        kinds = Counter(f"{found[rank]['name']}, {found[rank]['memory'] / 1e9:,.0f} GB" for rank in ranks)
+        where = f"node {number}: " if len(nodes) > 1 else ""
+        devices = ", ".join(f"{rank}: {found[rank]['device']}" for rank in ranks)
+        texts.append(f"{where}ranks {devices} ({'; '.join(kinds)})")
+    names_of = {each["name"] for each in found}
+    numbers = {"ranks": [{k: v for k, v in each.items() if k not in ("host", "software")} for each in found]}
+    if len(names_of) > 1:
+        return Found("note", "; ".join(texts), "the slowest device sets the pace of all: use equal ones", numbers)
+    return Found("ok", "; ".join(texts), numbers=numbers)
+
+
+def free_memory(found: Sequence[Facts]) -> Found:
+    """Whether nobody else uses the GPUs."""
+    shares = {rank: each["free"] / each["memory"] for rank, each in enumerate(found)}
+    rank, least = min(shares.items(), key=lambda item: item[1])
+    if least < FREE:
+        return Found(
+            "note",
+            f"{1 - least:.0%} of the GPU of rank {rank} is in use",
+            "end what else runs there (nvidia-smi)",
+            {"free": shares},
+        )
+    return Found("ok", f"at least {least:.0%} is free", numbers={"free": shares})
+
+
+def peers(found: Sequence[Facts]) -> Found:
+    """Whether GPUs of a node copy to each other without the host."""
+    alone = [rank for rank, each in enumerate(found) if len(each["peers"]) < each["visible"] - 1]
+    if alone:
+        return Found(
+            "note",
+            f"not from rank {alone[0]}",
+            "TP is slow over the host's memory: prefer PP and DP, or machines with NVLink",
+        )
+    shown = {each["visible"] for each in found}
+    return Found("ok", "each process sees its own GPU only" if shown == {1} else "directly")
+
+
+def threads(found: Sequence[Facts]) -> Found:
+    """Whether processes on CPUs share the cores out."""
+    by_host: dict[str, int] = Counter()
+    for each in found:
+        by_host[each["host"]] += each["threads"]
+    cores = {each["host"]: each["cores"] for each in found}
+    for host, used in by_host.items():
+        if used > cores[host]:
+            return Found(
+                "note",
+                f"{used} threads on {cores[host]} cores",
+                f"set OMP_NUM_THREADS={max(1, cores[host] // len(found))}",
+            )
+    return Found("ok", f"{found[0]['threads']} a process, {found[0]['cores']} cores")
+
+
+def reachable(host: str, found: Sequence[Mapping[str, str]]) -> Found:
+    """Whether processes of several machines would talk to their own loopback."""
+    several = len({each["address"] for each in found}) > 1
+    chosen = found[0]["GLOO_SOCKET_IFNAME"] or found[0]["NCCL_SOCKET_IFNAME"]
+    loop = [rank for rank, each in enumerate(found) if each["address"].startswith("127.")]
+    if several and loop and not chosen:
+        return Found(
+            "note",
+            f"the name of rank {loop[0]}'s machine resolves to {found[loop[0]]['address']}, its own loopback",
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the network",
+        )
+    words = f"{chosen} by GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME" if chosen else "chosen by gloo and NCCL"
+    return Found(
+        "ok", f"{words}; present: {found[0]['present']}", numbers={"interfaces": [dict(each) for each in found]}
+    )

@@ -1,0 +1,262 @@
+"""Every layout against one process: losses, gradients, updates and collectives, of a small model.
+
+A row for each layout, with each of its own options, and for each axis by itself; a cell for each way to run it. In float64 a cell
+is the largest relative error of a loss, gradient norm, gradient or weight over two optimizer steps; in float32 that of the first
+step's loss, norm and gradients (what AdamW makes of a gradient that is all rounding is rounding too); in bfloat16 the error of the
+gradients against float32, relative to that which one process makes in bfloat16.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from boost.config import Config
+from boost.config.layouts import layout_spec, layouts_of, spec_of
+from boost.config.load import from_tree
+from boost.config.schema import ModelConfig
+from boost.errors import ConfigError
+from boost.measure.exactness import Seen, TrainedModel, alone, errors_of, keeps_table, local_parts, mean_error
+from boost.measure.verify.report import Found, Verifier, worst_of
+from boost.parallel.capabilities import require_torch
+from boost.parallel.mesh import Mesh, mesh_of
+
+LIMITS = {"float64": 1e-9, "float32": 1e-5}
+"""Largest relative errors. AdamW multiplies rounding: without it float64 would be within 1e-12."""
+
+LIMIT_BF16 = 2.0
+"""Errors of gradients in bfloat16, as multiples of those of one process."""
+
+STEPS = 2
+HEADS = 8
+"""Of the model, so that eight TP ranks have one each; two key/value heads, so that four have some that others have too."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to run a row."""
+
+    name: str
+    dtype: str = "float32"
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Fields of sections, by section."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with its options on a mesh, or an axis by itself."""
+
+    name: str
+    parallel: dict[str, Any]
+    cells: tuple[Cell, ...]
+
+
+def sized_down(model: ModelConfig, parallel: dict[str, int]) -> dict[str, Any]:
+    """[model] of a small model of the same family: as many blocks as the pipeline has stages, two at least."""
+    low_rank = {"rank": 32} if model.low_rank else {}
+    layers = max(2, parallel.get("pp", 1) * parallel.get("virtual", 1))
+    wide = math.lcm(HEADS, parallel.get("tp", 1) * parallel.get("cp", 1))
+    facts = {"family": model.family, "dim": 16 * wide, "ffn_dim": 24 * wide, "heads": wide, "kv_heads": wide // 4}
+    return facts | {"layers": layers, "vocab_size": 64 * wide} | low_rank
+
+
+def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Config:
+    """The configuration of a cell. Raises ConfigError if it is not legal."""
+    mesh = parallel | cell.sections.get("parallel", {})
+    exact = cell.dtype == "float64"
+    tokens = (
+        4 * mesh.get("cp", 1) * mesh.get("tp", 1)
+    )  # two chunks a process, each in halves, of which every process has some
+    train: dict[str, Any] = {
+        "seq_len": tokens * math.ceil(32 / tokens),
+        "micro_batch": 2,
+        "global_batch": 2 * max(2, mesh.get("pp", 1)) * mesh.get("dp", 1),
+        "param_dtype": "float64" if exact else "float32",
+        "compute_dtype": cell.dtype,
+        "compile": "none",
+        **cell.sections.get("train", {}),
+    }
+    small = sized_down(model, mesh)
+    return from_tree({"model": small, "parallel": mesh, "train": train})
+
+
+def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Iterator[Row]:
+    """What is checked on so many processes. `compiled`: all | first | none of the rows also with train.compile."""
+    tp = next(n for n in (8, 4, 2, 1) if processes % n == 0)
+    dp = processes // tp
+    number = 0
+    for layout in layouts_of(model) if tp > 1 else ():
+        for options in _options(layout):
+            parallel = {"layout": layout, "tp": tp, "dp": dp, **options}
+            name = ", ".join([layout, *(str(value) for value in options.values())])
+            also = compiled == "all" or (compiled == "first" and number == 0)
+            yield Row(name, parallel, tuple(_cells(model, layout, parallel, on_gpu, also)))
+            number += 1
+    if processes > 1:
+        plain = (Cell("float64", "float64"), Cell("float32"), Cell("bfloat16", "bfloat16"))
+        yield Row("dp: all-reduced", {"dp": processes}, plain)
+        yield Row("dp: ZeRO-1", {"dp": processes, "shard": "optimizer"}, plain)
+        yield Row("dp: FSDP", {"dp": processes, "shard": "full"}, plain)
+        yield Row("cp", {"cp": processes}, plain)
+        yield Row("pp: 1F1B", {"pp": processes}, plain)
+        yield Row("pp: interleaved", {"pp": processes, "schedule": "interleaved-1f1b", "virtual": 2}, plain[:2])
+        yield Row("pp: zero bubble", {"pp": processes, "schedule": "zero-bubble"}, plain[:2])
+    else:
+        parallel = {"layout": layouts_of(model)[0]}
+        yield Row("one process", parallel, tuple(_cells(model, layouts_of(model)[0], parallel, on_gpu, True)))
+
+
+def _options(layout: str) -> Iterator[dict[str, Any]]:
+    """Each value of each option of a layout's own, one at a time."""
+    spec = layout_spec(layout)
+    defaults = {name: spec.config.model_fields[name].default for name in spec.options}
+    yield dict(defaults)
+    for name in spec.options:
+        annotation = spec.config.model_fields[name].annotation
+        for value in getattr(annotation, "__args__", ()):
+            if value != defaults[name]:
+                yield {**defaults, name: value}
+
+
+def _cells(model: ModelConfig, layout: str, parallel: dict[str, Any], on_gpu: bool, compiled: bool) -> Iterator[Cell]:
+    spec, tp, dp = layout_spec(layout), parallel.get("tp", 1), parallel.get("dp", 1)
+    yield Cell("float64", "float64")
+    yield Cell("float32")
+    yield Cell("bfloat16", "bfloat16")
+    if tp > 1:
+        yield Cell("halves", sections={"parallel": {"overlap": "halves"}})
+    yield Cell("recompute", sections={"train": {"recompute": "low-rank" if model.low_rank else "full-block"}})
+    if tp > 1 and spec.gathers_latents:
+        yield Cell("sharded latents", sections={"train": {"recompute": "low-rank-sharded"}})
+    if tp > 1 and spec.has_whole_factors:
+        yield Cell("FSDP of TP", sections={"parallel": {"shard": "full", "shard_outer": True}})
+    elif dp > 1:
+        yield Cell("FSDP", sections={"parallel": {"shard": "full"}})
+    if dp % 2 == 0:
+        yield Cell("pipeline", sections={"parallel": {"pp": 2, "dp": dp // 2}})
+    if compiled:
+        yield Cell("kernels compiled", sections={"train": {"compile": "kernels"}})
+        yield Cell("blocks compiled", sections={"train": {"compile": "blocks"}})
+    elif on_gpu:
+        yield Cell("kernels compiled", sections={"train": {"compile": "kernels"}})
+
+
+@functools.cache
+def _reference(description: str, device: torch.device) -> Seen:
+    return TrainedModel(Config.model_validate_json(description), Mesh(device), STEPS).seen()
+
+
+def reference(config: Config, device: torch.device, dtype: str = "") -> Seen:
+    """What is seen of the whole model in this process, eager, with activations kept, in the configuration's dtype or another."""
+    plain = {"recompute": "none", "compile": "none", **({"compute_dtype": dtype} if dtype else {})}
+    config = config.model_copy(update={"train": config.train.model_copy(update=plain)})
+    parallel = config.parallel.model_copy(update={"overlap": "none", "schedule": "1f1b"})
+    return _reference(alone(config.model_copy(update={"parallel": parallel})).model_dump_json(), device)
+
+
+def compare(config: Config, mesh: Mesh) -> dict[str, float]:
+    """Errors of what this process has; 'table' is 0 if a step issued the collectives of the table."""
+    actual = TrainedModel(config, mesh, STEPS)
+    table = 0.0 if mesh.size == 1 or keeps_table(config, actual.collectives(), mesh.pp.rank) else 1.0
+    if config.train.compute_dtype != "bfloat16":
+        expected = reference(config, mesh.device)
+        errors = errors_of(actual, expected)
+        if config.train.compute_dtype == "float32":
+            numbers = zip(actual.numbers[0], expected.numbers[0], strict=True)
+            errors = {"gradients": errors["first gradients"], "numbers": max(abs(a / e - 1) for a, e in numbers)}
+        return {"error": max(errors.values()), "table": table}
+    exact = reference(config, mesh.device, "float32")
+    due = local_parts(actual.model, exact.gradients[0])
+    ours = mean_error(actual.gradients[0], due)
+    theirs = mean_error(local_parts(actual.model, reference(config, mesh.device).gradients[0]), due)
+    return {"ratio": ours / theirs if theirs else float(ours > 0), "table": table}
+
+
+def _text(cell: Cell, found: dict[str, float]) -> str:
+    if found["table"]:
+        return f"{cell.name}: OTHER COLLECTIVES THAN THE TABLE"
+    value = f"{found['ratio']:.2f}x" if "ratio" in found else f"{found['error']:.0e}".replace("0e+00", "0")
+    return f"{cell.name} {value}"
+
+
+def _holds(cell: Cell, found: dict[str, float]) -> bool:
+    if found["table"]:
+        return False
+    return found["ratio"] <= LIMIT_BF16 if "ratio" in found else found["error"] <= LIMITS[cell.dtype]
+
+
+Results = dict[str, dict[str, float] | str]
+"""By cell: what was found, or why it cannot run here."""
+
+
+def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
+    """All cells of a row, on this process."""
+    results: Results = {}
+    for cell in row.cells:
+        try:
+            config = config_of(model, row.parallel, cell)
+            require_torch(config.parallel)
+        except ConfigError as error:
+            results[cell.name] = str(error)
+            continue
+        of_its_own = mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh
+        results[cell.name] = compare(config, of_its_own)
+    return results
+
+
+def judged(cells: Sequence[Cell], found: list[Results]) -> Found:
+    """The verdict on a row."""
+    worst: dict[str, dict[str, float]] = {}
+    refused: dict[str, str] = {}
+    for cell in cells:
+        each = [results[cell.name] for results in found]
+        numbers = [one for one in each if isinstance(one, dict)]
+        if numbers:
+            worst[cell.name] = worst_of(numbers)
+        else:
+            refused[cell.name] = str(each[0])
+    by_name = {cell.name: cell for cell in cells}
+    wrong = [name for name, each in worst.items() if not _holds(by_name[name], each)]
+    text = " · ".join(_text(by_name[name], each) for name, each in worst.items() if not wrong or name in wrong)
+    numbers_of: dict[str, Any] = {"cells": worst, "refused": refused}
+    if wrong:
+        return Found("failed", text, numbers=numbers_of)
+    if not worst:
+        return Found("skipped", next(iter(refused.values())), numbers=numbers_of)
+    return Found("ok", text, numbers=numbers_of)
+
+
+def verify(verifier: Verifier, model: ModelConfig, compiled: str, own: Config | None) -> None:
+    """One check for each row. `own`: the user's configuration, of which the mesh and the options are checked too."""
+    mesh = verifier.mesh
+    verifier.section(f"Layouts: {model.family}, against one process ({STEPS} steps; errors are relative)")
+    every = list(rows(model, mesh.size, mesh.device.type == "cuda", compiled))
+    if own is not None and own.parallel.world_size == mesh.size:
+        every.insert(0, _own_row(own))
+    advice = "the mathematics of this layout is wrong here: report it with the JSON of this command"
+    for row in every:
+        verifier.check(
+            row.name,
+            functools.partial(run_row, model, row, mesh),
+            functools.partial(judged, row.cells),
+            advice,
+        )
+
+
+def _own_row(own: Config) -> Row:
+    """The mesh, the layout and the options of the user's configuration."""
+    parallel = own.parallel.model_dump(exclude_unset=False)
+    parallel["split"] = ()  # of other blocks
+    train = {name: getattr(own.train, name) for name in ("recompute", "recompute_every", "compile", "reduce_dtype")}
+    sections = {"train": train}
+    names = [spec_of(own.parallel).name, *(f"{name} {size}" for name, size in own.parallel.axes.items() if size > 1)]
+    exact = {"train": train | {"reduce_dtype": "param_dtype"}}
+    cells = (
+        Cell("float64", "float64", exact),
+        Cell("float32", "float32", exact),
+        Cell("bfloat16", "bfloat16", sections),
+    )
+    return Row(f"yours: {', '.join(names)}", parallel, cells)

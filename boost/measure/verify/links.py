@@ -1,0 +1,79 @@
+"""Bandwidth and latency of every collective on each axis, beside what a hardware profile says."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from boost.config.traffic import Collective
+from boost.measure.speed import Point, Stopwatch, collective_points
+from boost.measure.verify.report import Found, Verifier
+from boost.parallel.mesh import Axis
+from boost.plan.hardware import Hardware, Link
+
+SIZES = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 14, 1 << 20, 1 << 24, 1 << 28)}
+"""Bytes of payload, by kind of device."""
+
+SAMPLES = 5
+SLOW = 2.0
+"""A collective that takes so many times as long as the profile says is worth a look."""
+
+
+def verify(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardware: Hardware | None) -> None:
+    """One check for each axis and kind of collective."""
+    verifier.section("Links: latency, and bytes sent by each process per second")
+    mesh = verifier.mesh
+    watch = Stopwatch(mesh, samples=SAMPLES)
+    for name, axis in axes.items():
+        link = None
+        if hardware:
+            link = hardware.node if mesh.size <= hardware.per_node or name == "tp" else hardware.network
+        verifier.check(
+            f"{name} ({axis.size} processes)",
+            partial(_measured, watch, dtype, axis),
+            partial(_judged, processes=axis.size, link=link),
+            "look at the interfaces above (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO); if this is the machine's speed, write a profile: "
+            "boost plan calibrate",
+        )
+
+
+def _measured(watch: Stopwatch, dtype: torch.dtype, axis: Axis) -> list[Point]:
+    return list(collective_points(watch, dtype, SIZES[watch.mesh.device.type], axis))
+
+
+def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
+    """Of rank 0: the rates of the largest payloads and the latency of the smallest, and the worst ratio to the profile."""
+    points = found[0]
+    smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
+    rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}
+    latency = min(p.seconds for p in points if p.shape[0] == smallest)
+    detail = f"{latency * 1e6:,.0f} us; GB/s of {largest >> 20} MiB: " + ", ".join(
+        f"{name} {rate:.2g}" for name, rate in rates.items()
+    )
+    numbers: dict[str, Any] = {
+        "points": [{"kind": p.name, "dtype": p.dtype, "bytes": p.shape[0], "seconds": p.seconds} for p in points]
+    }
+    if link is None or not link.known:
+        return Found("ok", detail, numbers=numbers)
+    ratios = {(p.name, p.shape[0]): p.seconds / _predicted(p, processes, link) for p in points}
+    worst, kind = max((ratio, kind) for (kind, size), ratio in ratios.items() if size == largest)
+    typical = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
+    detail += f"; {typical:.2f}x the time of the profile"
+    if worst > SLOW:
+        return Found("note", f"{detail}, {kind} of {largest >> 20} MiB {worst:.1f}x", numbers=numbers)
+    return Found("ok", detail, numbers=numbers)
+
+
+def _collective(point: Point, processes: int) -> Collective:
+    dtype: torch.dtype = getattr(torch, point.dtype)
+    return Collective("forward", point.name, (point.shape[0] // dtype.itemsize,), point.dtype, processes)
+
+
+def _sent(point: Point, processes: int) -> int:
+    return _collective(point, processes).sent_bytes
+
+
+def _predicted(point: Point, processes: int, link: Link) -> float:
+    return link.seconds(point.name, point.dtype, point.shape[0], _sent(point, processes), processes)

@@ -1,0 +1,94 @@
+"""What each process of `boost verify` does, section by section."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from boost.config import Config, load
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.measure.verify import arithmetic, devices, layouts, links, step
+from boost.measure.verify.report import Found, Report, Unequal, Verifier
+from boost.parallel.mesh import Axis, close_mesh, mesh_of, open_mesh, world_size
+from boost.plan.hardware import Hardware, load_hardware, profile_of
+from boost.train.hardware import total_memory
+from boost.train.rundir import environment
+
+TIMEOUT_S = 300
+"""Of a collective. Compiling takes a minute on some processes and less on others."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to check."""
+
+    sections: tuple[str, ...]
+    model: ModelConfig
+    """Its family counts."""
+    own: Config | None
+    """The user's configuration."""
+    device: str
+    gpu: str | None
+    """Hardware profile; None: that of the GPU, if there is one."""
+    compiled: str
+    """all | first | none of the layouts are also compiled."""
+    whole: bool = False
+    """Whether these are all checks: the main process then says how they ended, by its exit code too."""
+
+
+def verify_process(request: Request, out: Path) -> int:
+    """One process. The main one prints the checks and writes the report. Raises BoostError."""
+    mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), request.device, TIMEOUT_S)
+    report = Report()
+    verifier = Verifier(mesh, report)
+    hardware = _hardware(request, mesh.device)
+    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    try:
+        if "machines" in request.sections:
+            devices.verify(verifier)
+        axes = _axes(request, mesh.size, mesh.device)
+        if axes and "collectives" in request.sections:
+            arithmetic.verify(verifier, axes, mesh.device)
+        if axes and "links" in request.sections:
+            links.verify(verifier, axes, dtype, hardware)
+        if "layouts" in request.sections:
+            layouts.verify(verifier, request.model, request.compiled, request.own)
+        if "step" in request.sections:
+            step.verify(verifier, request.own, hardware)
+    except Unequal as where:
+        with report.timed("", "the rest") as note:
+            note(Found("skipped", f"{where} failed on some processes only: they may wait for each other from here on"))
+    if mesh.is_main:
+        report.write(out, environment(request.own or load(None)))
+        if request.whole:
+            print(f"\n{report.summary()}; report: {out}", flush=True)
+    mesh.barrier()
+    close_mesh()
+    return report.exit_code if request.whole else 0
+
+
+def _hardware(request: Request, device: torch.device) -> Hardware | None:
+    if request.gpu is not None:
+        return load_hardware(request.gpu)
+    if device.type != "cuda":
+        return None
+    known = profile_of(torch.cuda.get_device_name(device), total_memory(device))
+    return load_hardware(known) if known else None
+
+
+def _axes(request: Request, size: int, device: torch.device) -> dict[str, Axis]:
+    """The groups over which collectives are checked: all processes, and the axes of the user's mesh, or of TP x DP."""
+    if size == 1:
+        return {}
+    if request.own is not None and request.own.parallel.world_size == size:
+        parallel = request.own.parallel
+    else:
+        tp = next(n for n in (8, 4, 2, 1) if size % n == 0)
+        parallel = ParallelConfig(tp=tp, dp=size // tp)
+    own = mesh_of(parallel, device)
+    found = {name: axis for name, axis in own.axes.items() if 1 < axis.size < size}
+    whole = own.replicas if own.replicas.size == size else None
+    if whole is None:
+        every = mesh_of(ParallelConfig(layout="single", dp=size), device)
+        whole = every.dp
+    return {"all": whole, **found}

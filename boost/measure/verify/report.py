@@ -1,0 +1,166 @@
+"""A check, its verdict, and the report of all of them: lines on the console as they come, JSON at the end."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from boost.parallel.mesh import Mesh
+from boost.train.checkpoint import run_on_all
+from boost.train.rundir import storage_errors
+
+SCHEMA = 1
+"""Version of the JSON report; a number more for every change that a reader would notice."""
+
+Verdict = Literal["ok", "note", "skipped", "failed"]
+"""note: nothing is wrong, but a person should look; skipped: cannot be checked here."""
+
+_MARKS: dict[str, str] = {"ok": "ok", "note": "note", "skipped": "-", "failed": "FAILED"}
+_WIDTH = 30
+"""Columns of a check's name."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, and what was found."""
+
+    section: str
+    name: str
+    verdict: Verdict
+    detail: str
+    """What was found, in one line."""
+    advice: str = ""
+    """What to do about it."""
+    seconds: float = 0.0
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """What was measured."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The verdict of a check from what all processes found."""
+
+    verdict: Verdict
+    detail: str
+    advice: str = ""
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """All checks of one `boost verify`."""
+
+    checks: list[Check] = field(default_factory=list)
+    say: Callable[[str], None] = print
+    """Where lines go."""
+
+    def section(self, title: str) -> None:
+        """Begins a section."""
+        self.say(f"\n{title}")
+
+    def add(self, check: Check) -> None:
+        """Notes a check and prints its line."""
+        self.checks.append(check)
+        self.say(f"  {_MARKS[check.verdict]:<7} {check.name:<{_WIDTH}}  {check.detail}")
+        if check.advice and check.verdict in ("note", "failed"):
+            self.say(f"  {'':<7} {'':<{_WIDTH}}  -> {check.advice}")
+
+    @contextmanager
+    def timed(self, section: str, name: str) -> Iterator[Callable[[Found], None]]:
+        """Yields what notes the verdict of a check, with the seconds that it took."""
+        begun = time.perf_counter()
+
+        def note(found: Found) -> None:
+            self.add(Check(section, name, **asdict(found), seconds=time.perf_counter() - begun))
+
+        yield note
+
+    @property
+    def failed(self) -> int:
+        """Number of checks that failed."""
+        return sum(check.verdict == "failed" for check in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 3 if a check failed."""
+        return 3 if self.failed else 0
+
+    def summary(self) -> str:
+        """One line."""
+        counts = Counter(check.verdict for check in self.checks)
+        words: dict[Verdict, str] = {"ok": "ok", "note": "to look at", "skipped": "skipped", "failed": "FAILED"}
+        parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
+        seconds = sum(check.seconds for check in self.checks)
+        return f"{len(self.checks)} checks in {seconds:.0f} s: {', '.join(parts) or 'none'}"
+
+    def write(self, path: Path, environment: dict[str, Any]) -> None:
+        """The report as JSON. Raises StorageError."""
+        facts = {
+            "schema": SCHEMA,
+            "verdict": "failed" if self.failed else "ok",
+            "environment": environment,
+            "checks": [asdict(check) for check in self.checks],
+        }
+        with storage_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    def read(self, path: Path) -> None:
+        """Takes in the checks of another report, which were printed before. Raises OSError, ValueError."""
+        self.checks += [Check(**each) for each in json.loads(path.read_text(encoding="utf-8"))["checks"]]
+
+
+class Unequal(Exception):
+    """Some processes failed in a check and others did not: they may stand in different collectives from now on."""
+
+
+class Verifier:
+    """Runs checks on all processes of a mesh; the main one notes them."""
+
+    def __init__(self, mesh: Mesh, report: Report) -> None:
+        self.mesh, self.report = mesh, report
+        if not mesh.is_main:
+            report.say = lambda line: None
+
+    def section(self, title: str) -> None:
+        """Begins a section."""
+        self.report.section(title)
+        self._section = title
+
+    def check(self, name: str, action: Callable[[], T], judge: Callable[[list[T]], Found], advice: str = "") -> None:
+        """Runs `action` on every process, and judges what they found, by rank. An exception is a failure, with its first line.
+
+        Raises Unequal if it failed on some processes only.
+        """
+        with self.report.timed(self._section, name) as note:
+            outcomes: list[tuple[str, Any]] = run_on_all(self.mesh, lambda: _outcome(action))
+            errors = {rank: text for rank, (text, _) in enumerate(outcomes) if text}
+            if errors:
+                rank, text = next(iter(errors.items()))
+                where = f"rank {rank}: " if len(errors) < self.mesh.size or self.mesh.size == 1 else ""
+                note(Found("failed", f"{where}{text}", advice))
+                if len(errors) < self.mesh.size:
+                    raise Unequal(name)
+                return
+            found = judge([value for _, value in outcomes])
+            note(found if found.advice or found.verdict == "ok" else Found(**asdict(found) | {"advice": advice}))
+
+
+def _outcome(action: Callable[[], T]) -> tuple[str, T | None]:
+    """("", result), or (what went wrong, None)."""
+    try:
+        return "", action()
+    except Exception as error:
+        line = " ".join(str(error).split())[:300]
+        return f"{type(error).__name__}: {line}" if line else type(error).__name__, None
+
+
+def worst_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest of every number, over processes."""
+    return {name: max(each[name] for each in found) for name in found[0]}

@@ -1,0 +1,65 @@
+"""`boost verify` as a command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import say
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_sections_of_processes_pass_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "verify.json"
+    words = ("--only", "machines", "collectives", "links", "step", "--nproc", "2")
+    code, text, err = say(capfd, "verify", *words, "--out", out)
+    assert code == 0, text + err
+    facts = json.loads(out.read_text())
+    assert facts["verdict"] == "ok"
+    sections = {check["section"] for check in facts["checks"]}
+    assert len(sections) == 4, sections
+    assert {check["verdict"] for check in facts["checks"]} <= {"ok", "note"}, text
+    for words in ("every bit", "tokens/s a device"):
+        assert words in text
+
+
+@pytest.mark.nightly
+def test_layouts_pass_here_compiled_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text, err = say(capfd, "verify", "--only", "layouts", "--nproc", "2", "--out", tmp_path / "verify.json")
+    assert code == 0, text + err
+    for words in ("btp-sp", "FSDP", "blocks compiled"):
+        assert words in text
+
+
+@pytest.mark.nightly
+def test_whole_runs_pass_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text, err = say(capfd, "verify", "--only", "runs", "--nproc", "2", "--out", tmp_path / "verify.json")
+    assert code == 0, text + err
+    for words in ("bit for bit", "SIGKILL to rank 1", "under FSDP over 2", "rank 1 was named", "SIGTERM: step"):
+        assert words in text
+
+
+def test_the_users_configuration_comes_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "own.toml"
+    config.write_text(
+        '[model]\ndim = 64\nffn_dim = 96\nheads = 4\nlayers = 2\nrank = 16\nvocab_size = 128\n[parallel]\nlayout = "btp-cp"\n'
+        'tp = 2\n[train]\nmicro_batch = 2\nglobal_batch = 2\nseq_len = 32\n[run]\ndevice = "cpu"\n'
+    )
+    out = tmp_path / "verify.json"
+    code, text, err = say(capfd, "verify", config, "--only", "step", "machines", "--out", out)
+    assert code == 0, text + err
+    assert "cola, btp-cp, d 64" in text
+    code, _, err = say(capfd, "verify", config, "--nproc", "3", "--out", out)
+    assert code == 2 and "--nproc = 3 must equal the mesh of CONFIG; valid value: 2" in err
+
+
+def test_a_family_is_chosen_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        say(capfd, "verify", "--family", "none")
+    assert "'dense', 'svd', 'cola', 'lax'" in capfd.readouterr().err.replace("(choose from ", "")
+
+
+def test_no_process_checks_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = say(capfd, "verify", "--nproc", "0")
+    assert code == 2 and "--nproc = 0 checks nothing; smallest valid value: 1" in err

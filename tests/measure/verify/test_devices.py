@@ -1,0 +1,66 @@
+"""What is there: verdicts on made-up machines."""
+
+import pytest
+
+from boost.measure.verify.devices import (
+    Facts,
+    devices_of,
+    facts,
+    free_memory,
+    peers,
+    reachable,
+    same_software,
+    threads,
+)
+from tests import toy
+
+GPU: Facts = {
+    "host": "a", "device": "cuda:0", "software": {"torch": "2.13.0", "NCCL": "2.29"}, "threads": 4, "cores": 8,
+    "memory": 80e9, "name": "NVIDIA H100 80GB HBM3", "free": 79e9, "peers": [1], "visible": 2,
+}  # fmt: skip
+
+
+def test_this_machine_is_described() -> None:
+    found = facts(toy.CPU)
+    assert same_software([found, found]).verdict == "ok"
+    assert "cpu" in devices_of([found]).detail
+
+
+def test_another_version_on_one_process_fails() -> None:
+    other = GPU | {"software": {"torch": "2.12.0", "NCCL": "2.29"}}
+    found = same_software([GPU, other])
+    assert (found.verdict, found.detail) == ("failed", "torch is 2.13.0 on rank 0 and 2.12.0 on rank 1")
+
+
+def test_processes_and_their_gpus_by_node() -> None:
+    found = devices_of([GPU, GPU | {"device": "cuda:1"}, GPU | {"host": "b"}])
+    assert found.verdict == "ok"
+    assert found.detail.startswith(
+        "node 0: ranks 0: cuda:0, 1: cuda:1 (NVIDIA H100 80GB HBM3, 80 GB); node 1: ranks 2:"
+    )
+    assert all("host" not in rank for rank in found.numbers["ranks"]), "reports are shared"
+    assert devices_of([GPU, GPU | {"name": "NVIDIA A100"}]).verdict == "note"
+
+
+def test_memory_that_somebody_else_uses_is_noted() -> None:
+    assert free_memory([GPU, GPU]).verdict == "ok"
+    found = free_memory([GPU, GPU | {"free": 40e9}])
+    assert (found.verdict, found.detail) == ("note", "50% of the GPU of rank 1 is in use")
+
+
+def test_gpus_that_do_not_reach_each_other_are_noted() -> None:
+    assert peers([GPU, GPU]).verdict == "ok"
+    assert peers([GPU, GPU | {"peers": []}]).detail == "not from rank 1"
+    assert peers([GPU | {"visible": 1, "peers": []}]).detail == "each process sees its own GPU only"
+
+
+def test_more_threads_than_cores_are_noted() -> None:
+    assert threads([GPU, GPU]).verdict == "ok"
+    found = threads([GPU] * 4)
+    assert (found.detail, found.advice) == ("16 threads on 8 cores", "set OMP_NUM_THREADS=2")
+
+
+@pytest.mark.parametrize(("chosen", "verdict"), [("", "note"), ("eth0", "ok")])
+def test_a_name_that_means_its_own_loopback_is_noted(chosen: str, verdict: str) -> None:
+    one = {"GLOO_SOCKET_IFNAME": chosen, "NCCL_SOCKET_IFNAME": "", "address": "127.0.1.1", "present": "lo eth0"}
+    assert reachable("a", [one, one | {"address": "10.0.0.2"}]).verdict == verdict

@@ -1,0 +1,100 @@
+"""Layouts against one process, and what a wrong one looks like."""
+
+import pytest
+import torch
+
+from boost.config import load
+from boost.config.layouts import layouts_of
+from boost.measure.verify import layouts
+from boost.measure.verify.layouts import Cell, Results, Row, config_of, judged, rows, run_row
+from boost.parallel.layouts import btp
+from boost.parallel.mesh import Mesh
+from tests import toy
+from tests.distributed import run_distributed
+
+COLA = load(None).model
+
+
+def row(name: str, processes: int = 2) -> Row:
+    return next(each for each in rows(COLA, processes, False, "none") if each.name == name)
+
+
+def results(name: str) -> Results:
+    return run_row(COLA, row(name), toy.mesh(2))
+
+
+@pytest.mark.parametrize("name", ["btp, online", "pp: interleaved"])
+@pytest.mark.slow
+def test_a_row_holds(name: str) -> None:
+    found = judged(row(name).cells, run_distributed(2, results, name))
+    assert (found.verdict, found.numbers["refused"]) == ("ok", {}), found.detail
+
+
+def results_with_a_wrong_norm() -> Results:
+    usual = btp.inverse_rms
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(btp, "inverse_rms", lambda s_T, width, eps: usual(s_T, width, 2 * eps + 1e-3))
+        return results("btp, online")
+
+
+@pytest.mark.slow
+def test_a_wrong_norm_is_found_in_every_cell() -> None:
+    found = judged(row("btp, online").cells, run_distributed(2, results_with_a_wrong_norm))
+    assert found.verdict == "failed"
+    assert all(name in found.detail for name in ("float64", "float32", "halves", "recompute"))
+
+
+def results_with_another_collective() -> Results:
+    """A barrier more, which changes no number."""
+    usual = btp.BTP.out_proj_local
+    with pytest.MonkeyPatch.context() as patch:
+
+        def more(self: btp.BTP, *arguments: torch.Tensor) -> torch.Tensor:
+            torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_reduce(torch.zeros(1), "sum", self.axis.name)
+            )
+            return usual(self, *arguments)
+
+        patch.setattr(btp.BTP, "out_proj_local", more)
+        return results("btp, online")
+
+
+@pytest.mark.slow
+def test_a_collective_that_the_table_does_not_have_is_found() -> None:
+    found = judged(row("btp, online").cells, run_distributed(2, results_with_another_collective))
+    assert found.verdict == "failed" and "OTHER COLLECTIVES THAN THE TABLE" in found.detail
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("family", ["cola", "lax", "dense"])
+def test_every_layout_and_every_cell_is_legal(family: str, processes: int) -> None:
+    model = load(None, [f"--model.family={family}"]).model
+    listed = list(rows(model, processes, True, "all"))
+    for each in listed:
+        for cell in each.cells:
+            assert config_of(model, each.parallel, cell).parallel.world_size == processes, (each.name, cell.name)
+    if processes % 2 == 0:
+        assert {each.parallel.get("layout") for each in listed} >= set(layouts_of(model))
+
+
+def test_the_users_mesh_is_checked_first() -> None:
+    own = load(None, ["--parallel.tp=2", "--parallel.layout=btp-sp", "--train.recompute=low-rank-sharded"])
+    first = layouts._own_row(own)
+    assert first.name == "yours: btp-sp, tp 2"
+    for cell in first.cells:
+        config = config_of(own.model, first.parallel, cell)
+        assert (config.parallel.layout, config.train.recompute) == ("btp-sp", "low-rank-sharded")
+
+
+@pytest.mark.slow
+def test_one_process_has_a_row_of_its_own() -> None:
+    (only,) = rows(COLA, 1, False, "none")
+    cells = tuple(cell for cell in only.cells if "compiled" not in cell.name)
+    found = judged(cells, [run_row(COLA, Row(only.name, only.parallel, cells), Mesh(toy.CPU))])
+    assert found.verdict == "ok", found.detail
+
+
+def test_cells_that_cannot_run_are_skipped_with_the_reason() -> None:
+    cell = Cell("float32")
+    assert judged([cell], [{"float32": "not here"}]).verdict == "skipped"
+    assert judged([cell], [{"float32": "not here"}]).detail == "not here"
