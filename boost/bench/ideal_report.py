@@ -11,7 +11,7 @@ LAYOUTS = ("btp-sp", "btp", "vanilla", "megatron-sp")
 JUDGED = ("btp-sp", "btp")
 ALONE, WIRE = "alone, ", "wire, "
 """What the names of contenders begin with: the step of a family on one process, the collectives of a layout."""
-LEAST = 0.9
+LEAST = 0.93
 """The goal: of the ideal."""
 
 
@@ -32,7 +32,7 @@ def section(facts: Facts) -> Section:
 def goals(facts: Facts) -> list[Goal]:
     """The row of the table of goals that is answered here: of the better of our layouts."""
     found = {layout: efficiency(facts, layout) for layout in JUDGED}
-    best = max(each.value for each in found.values())
+    best = max(each.low for each in found.values())
     return [
         Goal(
             f"TP={facts['tp']} against the ideal (a {facts['tp']}th of the TP=1 compute + measured wire time of its bytes)"

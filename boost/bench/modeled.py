@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from boost.bench import computed
 from boost.config import load
 from boost.config.schema import Config
 from boost.measure import drawing
@@ -19,7 +20,7 @@ from boost.measure.validate import PAPERS_HARDWARE
 from boost.plan.hardware import load_hardware
 from boost.plan.peak import peak
 from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
-from boost.plan.timing import TENSOR, Predictor
+from boost.plan.timing import Predictor
 
 HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
 """Profiles of 8-GPU nodes, for the goals."""
@@ -61,8 +62,6 @@ class Modeled:
     """Of a step."""
     micro_batch: int
     seconds: dict[str, float]
-    collective_s: dict[str, float]
-    """TP collectives among these seconds."""
     peak_bytes: dict[str, int]
     """Peak memory, the maximum over processes."""
     usable_bytes: int
@@ -78,7 +77,6 @@ def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence
     return Modeled(
         hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
         {name: step.seconds for name, step in steps.items()},
-        {name: step.parts.get(TENSOR, 0.0) for name, step in steps.items()},
         {name: _worst_peak(config) for name, config in configs.items()},
         profile.usable_bytes,
     )  # fmt: skip
@@ -112,6 +110,7 @@ def model(hardware: Sequence[str]) -> Facts:
         ],
         scaled=[asdict(each) for each in scaled],
         large=[asdict(each) for each in large],
+        computed=computed.compute(),
     )
 
 
@@ -120,7 +119,7 @@ def run(hardware: Sequence[str], out: Path) -> int:
     facts = model(hardware)
     save_section(out, facts, section(facts))
     for goal in goals(facts):
-        print(f"{goal.what}: {goal.found} ({goal.where}, modeled; {goal.figure})")
+        print(f"{goal.what}: {goal.found} ({goal.where}, {goal.kind}; {goal.figure})")
     print(f"{out}.json written")
     return 0
 
@@ -135,37 +134,9 @@ def gain(seconds: dict[str, float], over: str) -> float:
     return seconds[over] / seconds[best(seconds)]
 
 
-def computing_gain(row: Facts, over: str) -> float:
-    """The same speed-up if collectives took no time."""
-    alone = {name: seconds - row["collective_s"][name] for name, seconds in row["seconds"].items()}
-    return gain(alone, over)
-
-
 def goals(facts: Facts) -> list[Goal]:
-    """The two speed-ups of the 7B, on each hardware, at TP 4 and 8."""
-    found = []
-    names = STRONGER | {"megatron-sp": "full-rank megatron-sp"}
-    for over, least in AGAINST.items():
-        for hardware in dict.fromkeys(row["hardware"] for row in facts["scaled"]):
-            rows = [row for row in facts["scaled"] if row["hardware"] == hardware]
-            met = all(gain(row["seconds"], over) >= least for row in rows)
-            limits = _by_width(rows, [computing_gain(row, over) for row in rows])
-            found.append(
-                Goal(
-                    what=f"best low-rank layout against {names[over]}",
-                    figure=f">= {least}x",
-                    where=f"7B, bf16, {hardware}, {' and '.join(str(row['tp']) for row in rows)} GPUs",
-                    found=_by_width(rows, [gain(row["seconds"], over) for row in rows]),
-                    met=met,
-                    kind="modeled",
-                    remark="" if met else f"If collectives took no time: {limits}.",
-                )
-            )
-    return found
-
-
-def _by_width(rows: Sequence[Facts], values: Sequence[float]) -> str:
-    return "; ".join(f"TP {row['tp']}: {value:.2f}x" for row, value in zip(rows, values, strict=True))
+    """Of the figures that need no run."""
+    return computed.goals(facts["computed"])
 
 
 def section(facts: Facts) -> Section:
@@ -183,6 +154,7 @@ def section(facts: Facts) -> Section:
             _scaled_table(facts),
             Figure("modeled-gains", _GAINS_CAPTION, partial(_draw_gains, facts)),
             _large_table(facts),
+            computed.table(facts["computed"]),
         ),
     )
 

@@ -29,7 +29,7 @@ from boost.bench.blocks_report import (
     times,
     turns_words,
 )
-from boost.bench.contest import Call, take_turns
+from boost.bench.contest import Call, in_words, ratio, take_turns
 from boost.config import Config
 from boost.config.architecture import groups
 from boost.config.load import from_tree
@@ -206,8 +206,16 @@ def _small(config: Config, mesh: Mesh, norm: str, seed: int, small: dict[str, in
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the Performance table; the precision goal is in the section and in a test."""
-    return []
+    """Online is never slower than sync, whole blocks. The precision goal is in the section and in a test."""
+    found = {
+        f"batch {batch}, {words}": ratio(*(_seconds(facts, "block", norm, batch, words) for norm in NORMS))
+        for batch in _batches(facts)
+        for words in PASSES
+    }
+    worst = min(found, key=lambda name: found[name].low)
+    where = f"{shape_words(facts)}, TP {facts['tp']}, a block; the worst of {len(found)}: {worst}"
+    shown = f"{in_words(found[worst])} x"
+    return [Goal("online norm against sync, measured", "never slower", where, shown, found[worst].low >= 1)]
 
 
 def section(facts: Facts) -> Section:

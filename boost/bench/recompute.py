@@ -257,15 +257,17 @@ def section(facts: Facts) -> Section:
     return Section("Memory saved per added time, by layout and recomputation policy", tuple(parts))
 
 
-GOAL = 1.7
-"""Least memory saved per added time of low-rank checkpointing, over that of full-block recomputation."""
+GOAL, LEAST = 1.7, 1.4
+"""Least memory saved per added time of low-rank checkpointing, over that of full-block recomputation; least lower end of its
+interval."""
 
 
 def goals(facts: Facts) -> list[Goal]:
     """Low-rank checkpointing under BOOST's layout, at every batch."""
     config, found = facts["config"], _headline(facts)
     ratios = {batch: of_batch["low-rank"]["against_full_block"] for batch, of_batch in found.items()}
-    met = bool(ratios) and all(ratio >= GOAL for ratio in ratios.values())
+    lows = [(of_batch["low-rank"].get("against_full_block_interval") or [0.0])[0] for of_batch in found.values()]
+    met = bool(ratios) and min(ratios.values()) >= GOAL and min(lows) > LEAST
     layout = next((of_batch["low-rank"]["layout"] for of_batch in found.values()), "")
     where = (
         f"`{layout}`, TP {config['parallel']['tp']}, d {config['model']['dim']}, {config['train']['seq_len']} tokens, "
@@ -275,11 +277,12 @@ def goals(facts: Facts) -> list[Goal]:
     remark = ""
     if ratios and not met:
         short = ", ".join(str(batch) for batch, ratio in ratios.items() if ratio < GOAL)
-        remark = f"Below it at batch {short}. The paper's own figures are 1.70 and 1.56."
+        remark = f"Below it at batch {short}. " if short else ""
+        remark += "The paper's own figures are 1.70 and 1.56."
     return [
         Goal(
             "low-rank checkpointing, memory saved per added time",
-            f">= {GOAL}x of full-block",
+            f">= {GOAL}x of full-block, its interval above {LEAST}",
             where,
             summary,
             met if ratios else None,

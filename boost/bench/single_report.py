@@ -10,8 +10,10 @@ from boost.measure.results import Facts
 LOW_RANK = ("cola", "svd", "lax")
 GEMM = "matrix product"
 """The contender that is the ceiling."""
-LEAST_SHARE, MOST_OVERHEAD, LEAST_MFU = 0.85, 1.02, 0.5
-"""Goals: tokens/s over operations; our time over that of plain modules; share of the measured ceiling."""
+LEAST_SHARE, LEAST_SHARE_WIDE, WIDE = 0.85, 0.90, 1024
+"""Goals: tokens/s over operations, and from which d on the second."""
+MOST_OVERHEAD, LEAST_MFU = 1.0, 0.5
+"""Goals: our time over that of plain modules; share of the measured ceiling."""
 
 
 def section(facts: Facts) -> Section:
@@ -33,6 +35,11 @@ def section(facts: Facts) -> Section:
 def goals(facts: Facts) -> list[Goal]:
     """The goals that this experiment answers."""
     shares = {f"{size['size']} {family}": share(size, family) for size in facts["sizes"] for family in LOW_RANK}
+    least = {
+        f"{size['size']} {family}": LEAST_SHARE_WIDE if size["models"][family]["dim"] >= WIDE else LEAST_SHARE
+        for size in facts["sizes"]
+        for family in LOW_RANK
+    }
     overheads = {
         f"{size['size']} {family}": overhead(size, family)
         for size in facts["sizes"]
@@ -43,17 +50,17 @@ def goals(facts: Facts) -> list[Goal]:
     return [
         Goal(
             "low-rank at TP=1 against dense, tokens/s",
-            f">= {LEAST_SHARE} x the FLOP ratio",
+            f">= {LEAST_SHARE_WIDE:.2f} x the FLOP ratio at d {WIDE}, {LEAST_SHARE} x below",
             where,
             _list(shares),
-            all(found.value >= LEAST_SHARE for found in shares.values()),
+            all(found.low >= least[name] for name, found in shares.items()),
         ),
         Goal(
             "layout machinery at TP=1 against plain PyTorch modules",
-            f"<= {MOST_OVERHEAD}x the time",
+            f"<= {MOST_OVERHEAD:.2f}x the time",
             where,
             _list(overheads),
-            all(found.value <= MOST_OVERHEAD for found in overheads.values()),
+            all(found.high <= MOST_OVERHEAD for found in overheads.values()),
         ),
         _mfu_goal(facts),
     ]

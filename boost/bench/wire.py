@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from boost.measure.drawing import pyplot, tidy, write
 from boost.measure.hosts import Host, two_hosts, why_no_hosts
 from boost.measure.results import Facts, facts_of, save_section
 from boost.measure.steps import flags, shape
+from boost.measure.timeline import ProcessStep, draw_on, rows
 from boost.parallel.mesh import Mesh
 
 BTP_CP = "btp-cp"
@@ -45,6 +46,16 @@ CONTENDERS = tuple(
 
 BEST = ((BTP, "none"), (BTP, "halves"), (BTP_SP, "none"), (BTP_SP, "halves"))
 """Of which the fastest is compared with the baselines."""
+
+RECORDED = (
+    (BTP, "none"),
+    (BTP, "halves"),
+    (BTP_SP, "halves"),
+    (BTP_CP, "halves"),
+    (VANILLA, "halves"),
+    (MEGATRON_SP, "halves"),
+)
+"""Of which a step on the slow wire is drawn."""
 
 MARKED = {"share-matched": 0.17, "slow": 0.5}
 """Fraction of a btp step that its bytes take on the marked wires. The first is that of the paper's 7B row on A100s."""
@@ -106,9 +117,11 @@ def wire(
         free = measure(hosts, None, found, rounds)
         groups.append(free)
         marked = {name: marked_rate(free, fraction) for name, fraction in MARKED.items()}
-        for _ in range(launches):
+        for launch in range(launches):
             for rate in sorted({*rates, *marked.values()}, reverse=True):
-                groups.append(measure(hosts, rate, found, rounds))
+                draws = launch == launches - 1 and rate == marked["slow"]
+                recorded = [name for each in RECORDED if (name := name_of(*each)) in found] if draws else []
+                groups.append(measure(hosts, rate, found, rounds, recorded))
     facts = facts_of("wire", found[BTP], rounds=rounds, launches=launches, marked=marked, groups=groups)
     save_section(out, facts, section(facts))
     print(out.with_suffix(".md").read_text(encoding="utf-8"))
@@ -121,18 +134,34 @@ def marked_rate(free: Facts, fraction: float) -> float:
     return max(1, round(_row(free, BTP)["sent_bytes"] * 8e-6 * (1 - fraction) / (fraction * seconds)))
 
 
-def measure(hosts: tuple[Host, Host], mbit: float | None, found: Mapping[str, Config], rounds: int) -> Facts:
-    """One launch: a process on each host, all contenders in turns, and bare collectives. Raises MeasurementError."""
+def measure(
+    hosts: tuple[Host, Host],
+    mbit: float | None,
+    found: Mapping[str, Config],
+    rounds: int,
+    recorded: Sequence[str] = (),
+) -> Facts:
+    """One launch: a process on each host, all contenders in turns, and bare collectives; then one step of each of those `recorded`
+    as a timeline. Raises MeasurementError."""
     for host in hosts:
         host.limit(mbit)
     with tempfile.TemporaryDirectory(prefix="boost-wire-") as folder:
-        group = {"rounds": rounds, "mbit": mbit, "contenders": {name: c.model_dump() for name, c in found.items()}}
+        group = {
+            "rounds": rounds,
+            "mbit": mbit,
+            "contenders": {name: c.model_dump() for name, c in found.items()},
+            "recorded": list(recorded),
+        }
         Path(folder, "group.json").write_text(json.dumps(group), encoding="utf-8")
         processes = [_start(host, hosts[0], rank, folder) for rank, host in enumerate(hosts)]
         codes = [process.wait() for process in processes]
         if any(codes):
             raise MeasurementError(f"a process over the wire ended with exit code {next(filter(None, codes))}")
-        return {"mbit": mbit, **json.loads(Path(folder, "measured.json").read_text(encoding="utf-8"))}
+        parts = [
+            json.loads(Path(folder, f"measured{rank}.json").read_text(encoding="utf-8")) for rank in range(len(hosts))
+        ]
+        timelines = {name: [part["timelines"][name] for part in parts] for name in recorded}
+        return {"mbit": mbit, **parts[0], "timelines": timelines}
 
 
 def _start(host: Host, first: Host, rank: int, folder: str) -> "subprocess.Popen[bytes]":
@@ -273,8 +302,43 @@ def section(facts: Facts) -> Section:
                 "Step time by the rate of the wire (measured; medians)",
                 lambda path: _draw(facts, path),
             ),
+            *_timelines(facts),
         ),
     )
+
+
+def _timelines(facts: Facts) -> Iterator[Table | Figure]:
+    """Recorded steps, if there are any."""
+    found = {
+        name: [ProcessStep.from_numbers(each) for each in steps]
+        for group in facts["groups"]
+        for name, steps in group.get("timelines", {}).items()
+    }
+    if not found:
+        return
+    yield Table(
+        "One recorded step of each process on the slow wire (measured; recording takes time).",
+        ("layout", "rank:", "step ms:", "computes ms:", "on the wire ms:", "of it waiting ms:", "hidden:"),
+        tuple((name, *row) for name, steps in found.items() for row in rows(steps)),
+    )
+    yield Figure(
+        "wire-many-timeline" if _has(facts, BTP_CP) else "wire-timeline",
+        "The same steps: when each process computes, when its collectives are on the wire, and when it only waits (measured)",
+        lambda path: _draw_timelines(found, path),
+    )
+
+
+def _draw_timelines(found: Mapping[str, Sequence[ProcessStep]], path: Path) -> None:
+    figure, axes = pyplot().subplots(
+        len(found), 1, figsize=(12, 1.45 * len(found) + 0.6), layout="constrained", sharex=True, squeeze=False
+    )
+    for axis, (name, steps) in zip(axes[:, 0], found.items(), strict=True):
+        draw_on(axis, steps)
+        axis.set_title(name, loc="left", fontsize=10)
+    axes[-1, 0].set_xlabel("milliseconds")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=3, loc="outside upper right", frameon=False)
+    write(figure, path)
 
 
 def _collective_table(facts: Facts, rates: Sequence[float | None]) -> Table:

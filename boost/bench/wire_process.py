@@ -11,6 +11,8 @@ from boost.bench.contest import take_turns
 from boost.bench.side_by_side import TimingGroup, measure_group
 from boost.bench.wire import collective_calls
 from boost.config.load import from_tree
+from boost.measure.steps import Stepper
+from boost.measure.timeline import record
 from boost.parallel.mesh import close_mesh, open_mesh
 
 LEAST_S = 0.02
@@ -18,7 +20,7 @@ LEAST_S = 0.02
 
 
 def main(folder: Path) -> None:
-    """Measures the group of `folder`/group.json into measured.json."""
+    """Measures the group of `folder`/group.json into measured<RANK>.json."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     said = json.loads((folder / "group.json").read_text(encoding="utf-8"))
     group = TimingGroup("wire", "wire", {name: from_tree(tree) for name, tree in said["contenders"].items()})
@@ -26,8 +28,11 @@ def main(folder: Path) -> None:
     mesh = open_mesh(group.parallel, run.device, run.timeout_s)
     measured = measure_group(group, mesh, said["rounds"])
     turns = take_turns(collective_calls(mesh), mesh, said["rounds"], least_s=LEAST_S, words="collectives")
-    if mesh.is_main:
-        (folder / "measured.json").write_text(json.dumps(measured | {"collectives": turns.seconds}), encoding="utf-8")
+    timelines = {
+        name: record(Stepper(group.contenders[name], mesh).step, mesh).as_numbers() for name in said["recorded"]
+    }
+    found = measured | {"collectives": turns.seconds, "timelines": timelines}
+    (folder / f"measured{mesh.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     close_mesh()
 
 

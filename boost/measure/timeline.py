@@ -6,12 +6,16 @@ wait, which `boost.parallel.exchange` notes in the trace; on GPUs while its kern
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from boost.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from boost.parallel.mesh import Mesh
 
 NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
 STEP = re.compile(r"step (\d+)")
@@ -54,6 +58,39 @@ class ProcessStep:
         """Share of the time on the wire in which the process computes; 1 if nothing is sent."""
         flying = total(self.flying)
         return 1 - total(self.waiting) / flying if flying else 1.0
+
+    def as_numbers(self) -> dict[str, Any]:
+        """For a result file: intervals in seconds, to 10 us, without gaps that cannot be seen."""
+        found = {
+            name: [[round(t, 5) for t in each] for each in union(getattr(self, name), GAP_S / 4)]
+            for name in ("computing", "flying")
+        }
+        return {"rank": self.rank, "step": [round(t, 5) for t in self.step], **found}
+
+    @classmethod
+    def from_numbers(cls, numbers: Mapping[str, Any]) -> "ProcessStep":
+        """What `as_numbers` gave."""
+        computing, flying = (tuple(Interval(*each) for each in numbers[name]) for name in ("computing", "flying"))
+        return cls(numbers["rank"], Interval(*numbers["step"]), computing, flying)
+
+
+def record(step: Callable[[], object], mesh: "Mesh") -> ProcessStep:
+    """One step of this process, which takes longer than one that is not recorded. Called by all processes together."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from boost.measure.speed import synchronize
+
+    step()
+    with tempfile.TemporaryDirectory(prefix="boost-timeline-") as folder:
+        path = Path(folder, "rank0.json")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if mesh.device.type == "cuda" else [])]
+        mesh.barrier()
+        with profile(activities=activities) as recorder:
+            with record_function("step 0"):
+                step()
+            synchronize(mesh.device)
+        recorder.export_chrome_trace(str(path))
+        return read_step(path, mesh.rank)[1]
 
 
 def total(intervals: Iterable[Interval]) -> float:
@@ -157,11 +194,21 @@ def _on_cpu(events: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Inter
 
 
 def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
+    """One step of all processes."""
+    from boost.measure.drawing import pyplot, write
+
+    figure, axis = pyplot().subplots(figsize=(12, 1.2 + 0.7 * len(steps)), layout="constrained")
+    draw_on(axis, steps)
+    axis.set_xlabel(f"milliseconds of step {number}")
+    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    write(figure, path)
+
+
+def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
     """Two rows a process: what it does, and what is on the wire. Times are from the first process's start of the step."""
-    from boost.measure.drawing import pyplot, tidy, write
+    from boost.measure.drawing import tidy
 
     begin = min(each.step.begin for each in steps)
-    figure, axis = pyplot().subplots(figsize=(12, 1.2 + 0.7 * len(steps)), layout="constrained")
     for place, each in enumerate(steps):
         for name, intervals, low, height in (
             (COMPUTES, each.computing, 0.05, 0.45),
@@ -172,10 +219,7 @@ def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
             axis.broken_barh(bars, (place + low, height), color=COLORS[name], label=name if not place else None)
     axis.set_yticks([place + 0.4 for place in range(len(steps))], [f"rank {each.rank}" for each in steps])
     axis.invert_yaxis()
-    axis.set_xlabel(f"milliseconds of step {number}")
-    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     tidy(axis)
-    write(figure, path)
 
 
 def rows(steps: Sequence[ProcessStep]) -> Iterator[tuple[str, ...]]:

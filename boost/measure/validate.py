@@ -18,7 +18,7 @@ from boost.plan.prediction import prediction
 from boost.plan.published import MICRO_BATCHES, Compared, Comparison
 from boost.train.rundir import environment
 
-TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.15, 0.10, 0.0
+TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.10, 0.05, 0.0
 """Maximum relative errors of measured steps: seconds, peak bytes, sent bytes."""
 
 CONFIGURATIONS = 12
@@ -122,7 +122,7 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
 
 
 def measured_verdicts(section: str, rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
-    """Of measured steps: seconds within 15 %, memory within 10 %, bytes exact; on CPUs of a dozen configurations."""
+    """Of measured steps: seconds within 10 %, memory within 5 %, bytes exact; on CPUs of a dozen configurations."""
     least = CONFIGURATIONS if section == MACHINE else 1
     for what, limit in (("time", TIME_LIMIT), ("memory", PEAK_LIMIT), ("bytes sent", BYTES_LIMIT)):
         yield Verdict(section, what, len(rows), _worst([off(row)[what] for row in rows]), limit, least)

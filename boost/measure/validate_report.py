@@ -17,7 +17,7 @@ from boost.plan.published import STEPS, WAYS
 
 def section(facts: Facts) -> Section:
     """The verdicts, the figure, then every number: the paper's, and measurements on CPUs and on a GPU."""
-    caption = "Predicted over measured; the band is +-15 %."
+    caption = "Predicted over measured; the band is +-10 %."
     parts: list[str | Table | Figure] = [_verdict_table("All verdicts, by the worst prediction.", facts["verdicts"])]
     parts += [Figure("validation", caption, lambda path: draw(facts, path)), *published_parts(facts["published"])]
     for name in (MACHINE, GPU):
@@ -231,7 +231,7 @@ def _number(value: float) -> str:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Predicted over measured: ratios and seconds of the paper, then measured steps; a +-15 % band."""
+    """Predicted over measured: ratios and seconds of the paper, then measured steps; a +-10 % band."""
     compared = facts["published"]["compared"]
     ratios, steps = ([each for each in compared if key(each)] for key in (_is_ratio, _is_step))
     panels = [

@@ -4,12 +4,15 @@ from functools import cache
 from pathlib import Path
 
 from boost.bench import modeled
+from boost.bench.computed import MFU, goals
 from boost.bench.goals import target_of
 from boost.cli import bench_modeled
 from boost.measure.document import Table
 from boost.measure.results import Facts, figures
 from boost.plan.hardware import load_hardware
 from boost.plan.published import STEPS, Comparison
+
+ONLINE_SLOWER = {"hardware": "a100-80g", "online": 1.1, "sync": 1.0}
 
 
 @cache
@@ -27,28 +30,30 @@ def test_the_papers_rows_stand_beside_the_validated_predictions() -> None:
             assert row["strong"]["vanilla"] < row["modeled"]["vanilla"]
 
 
-def test_goals_are_what_the_best_layout_gains() -> None:
+def test_goals_are_the_figures_that_need_no_run() -> None:
     found = modeled.goals(facts())
-    assert [target_of(goal.what).what for goal in found] == [
-        "best low-rank layout against strong vanilla",
-        "best low-rank layout against full-rank megatron-sp",
-    ]
-    for goal, over in zip(found, ("vanilla", "megatron-sp"), strict=True):
-        gains = [
-            row["seconds"][over] / min(row["seconds"]["btp"], row["seconds"]["btp-sp"]) for row in facts()["scaled"]
-        ]
-        assert goal.kind == "modeled" and goal.met == (min(gains) >= modeled.AGAINST[over])
-        assert goal.found == f"TP 4: {gains[0]:.2f}x; TP 8: {gains[1]:.2f}x"
-        assert bool(goal.remark) != goal.met
+    assert all(target_of(goal.what).experiment == "modeled" for goal in found) and len(found) == 5
+    crossings, elementwise, latents, mfu, norm = found
+    assert crossings.found == "0.60, 0.32, 0.39" and crossings.met and "0.62, 0.36, 0.41" in crossings.remark
+    assert elementwise.met and "btp 3.89 GB" in elementwise.found
+    assert latents.met and latents.found.endswith("once is 7.52 GB")
+    figures_of_mfu = facts()["computed"]["mfu"]
+    assert mfu.met == all(max(figures_of_mfu[name].values()) >= least for name, least in MFU.items())
+    assert norm.met == all(row["online"] <= row["sync"] for row in facts()["computed"]["norms"])
+    wasteful = facts()["computed"] | {
+        "elementwise": {"btp": 5.1, "btp-sp": 2.6},
+        "norms": [{"size": "3B"} | ONLINE_SLOWER],
+    }
+    assert [goal.met for goal in goals(wasteful)][1] is False and goals(wasteful)[-1].found.startswith("0.909 x")
 
 
 def test_every_table_says_that_it_is_modeled_and_every_cell_is_full() -> None:
     tables = [part for part in modeled.section(facts()).parts if isinstance(part, Table)]
-    assert len(tables) == 4
+    assert len(tables) == 5
     for table in tables:
-        assert ("modeled" in table.caption and "All of them fit" in table.caption) or table in tables[:2]
+        assert ("modeled" in table.caption and "All of them fit" in table.caption) or table in (*tables[:2], tables[4])
         assert all(len(row) == len(table.headings) and all(row) for row in table.rows)
-    assert [len(table.rows) for table in tables] == [5, 5, 2, 4]
+    assert [len(table.rows) for table in tables] == [5, 5, 2, 4, 5]
 
 
 def test_a_layout_that_does_not_fit_is_named() -> None:

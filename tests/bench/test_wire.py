@@ -45,7 +45,13 @@ def test_the_experiment(joined: None, tmp_path: Path, monkeypatch: pytest.Monkey
     tables = [part for part in section.parts if isinstance(part, Table)]
     assert len(tables[0].rows) == len(set(rates)) * len(wire.CONTENDERS)
     assert [row[1] for row in tables[1].rows] == [BTP]
-    assert [figure.name for figure in figures(section)] == ["wire"]
+    (recorded,) = [group["timelines"] for group in facts["groups"] if group["timelines"]]
+    assert [[step["rank"] for step in steps] for steps in recorded.values()] == [[0, 1]] * 2
+    assert [row[:2] for row in tables[-1].rows] == [(name, rank) for name in (BTP, f"{BTP}, halves") for rank in "01"]
+    assert [figure.name for figure in figures(section)] == ["wire", "wire-timeline"]
+    for figure in figures(section):
+        figure.draw(tmp_path / f"{figure.name}.svg")
+        assert (tmp_path / f"{figure.name}.svg").stat().st_size > 1000
 
 
 def made_up(seconds: dict[str, float]) -> Facts:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from boost.errors import ConfigError, DataError
-from boost.measure.timeline import Interval, draw, read_step, recorded, rows, total, union, without
+from boost.measure.timeline import Interval, ProcessStep, draw, read_step, recorded, rows, total, union, without
 
 
 def event(name: str, begin: float, end: float, category: str = "cpu_op") -> dict[str, Any]:
@@ -50,6 +50,8 @@ def test_a_collective_of_a_cpu_is_on_the_wire_from_its_start_to_the_end_of_its_w
     assert milliseconds(step.waiting) == [(30, 55), (80, 90)]
     assert step.hidden == pytest.approx(1 - 35 / 70)
     assert list(rows([step])) == [("0", "100.0", "60.0", "70.0", "35.0", "50%")]
+    again = ProcessStep.from_numbers(json.loads(json.dumps(step.as_numbers())))
+    assert list(rows([again])) == list(rows([step]))
 
 
 def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:

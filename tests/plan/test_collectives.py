@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from boost.bench.computed import step_bytes
 from boost.config import load
 from boost.config.traffic import BUCKET_BYTES, Collective, bucket_bytes, bucket_lengths
 from boost.plan.collectives import micro_batch_collectives, step_collectives
@@ -107,13 +108,6 @@ def test_one_process_sends_nothing() -> None:
     assert step_collectives(load("boost-1b")) == []
 
 
-def step_bytes(layout: str, *overrides: str) -> int:
-    """Bytes that one process sends for the blocks of boost-7b in a step of 16 x 4 x 4096 = 262,144 tokens, sums included."""
-    batch = ["--train.seq_len", "4096", "--train.micro_batch", "4", "--train.global_batch", "64"]
-    config = load("boost-7b", ["--parallel.layout", layout, *batch, *overrides])
-    return sum(c.sent_bytes for c in step_collectives(config) if c.layer is not None or c.place == "gradients")
-
-
 @pytest.mark.parametrize(("tp", "kv_heads", "numbers", "bound"), [(4, 32, 8, 0.60), (8, 32, 4, 0.33), (4, 8, 5, 0.40)])
 def test_btp_cp_sends_a_fraction_of_btp_sp(tp: int, kv_heads: int, numbers: float, bound: float) -> None:
     """layouts.md: 8 r, 4 r and 5 r a token and block against 14 r, and the sums of what TP does not shard, here in bf16."""
@@ -123,4 +117,4 @@ def test_btp_cp_sends_a_fraction_of_btp_sp(tp: int, kv_heads: int, numbers: floa
     assert [c.phase for c in table] == ["forward"] * 2 + ["backward"] * 2
     assert sum(c.sent_bytes for c in table) == 2 * numbers * R * 4096 * (tp - 1) / tp
     words += ["--train.reduce_dtype", "bfloat16"]
-    assert step_bytes("btp-cp", *words) <= bound * step_bytes("btp-sp", *words)
+    assert step_bytes("btp-cp", words) <= bound * step_bytes("btp-sp", words)

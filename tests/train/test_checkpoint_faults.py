@@ -286,10 +286,12 @@ def test_a_full_disk_costs_the_save_only(store: Path, tmp_path: Path, background
     with small_disk(tmp_path / "disk", 20_000_000) as disk:
         config = make_config(store, disk / "run", train={"save_every": 1, "steps": 4, "async_save": background})
 
-        def fill(_: Trainer) -> None:
-            with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+        def fill(trainer: Trainer) -> None:
+            trainer.finish_save()  # which would give its space back if it failed
+            with (disk / "filler").open("wb", buffering=0) as file:
+                while os.statvfs(disk).f_bavail:
+                    with contextlib.suppress(OSError):
+                        file.write(bytes(4096))
 
         class FreeAtTheEnd(Warnings):
             def on_warning(self, trainer: Trainer, text: str) -> None:
