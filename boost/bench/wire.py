@@ -55,7 +55,7 @@ RECORDED = (
     (VANILLA, "halves"),
     (MEGATRON_SP, "halves"),
 )
-"""Of which a step on the slow wire is drawn."""
+"""Of which a step on the slow wire is drawn, in this order."""
 
 MARKED = {"share-matched": 0.17, "slow": 0.5}
 """Fraction of a btp step that its bytes take on the marked wires. The first is that of the paper's 7B row on A100s."""

@@ -24,6 +24,9 @@ COLORS = {COMPUTES: "#4477aa", WAITS: "#ee6677", FLIES: "#ccbb44"}
 GAP_S = 2e-4
 """Shorter gaps are not drawn."""
 
+MOST_SHAPES = 40
+"""Of one row, as shapes; more are drawn as pixels."""
+
 
 class Interval(NamedTuple):
     """Seconds since the epoch."""
@@ -216,7 +219,9 @@ def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
             (FLIES, each.flying, 0.55, 0.25),
         ):
             bars = [((b - begin) * 1e3, (e - b) * 1e3) for b, e in union(intervals, GAP_S)]
-            axis.broken_barh(bars, (place + low, height), color=COLORS[name], label=name if not place else None)
+            label = name if not place else None
+            drawn = axis.broken_barh(bars, (place + low, height), color=COLORS[name], linewidth=0, label=label)
+            drawn.set_rasterized(len(bars) > MOST_SHAPES)
     axis.set_yticks([place + 0.4 for place in range(len(steps))], [f"rank {each.rank}" for each in steps])
     axis.invert_yaxis()
     tidy(axis)

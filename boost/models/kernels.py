@@ -134,7 +134,7 @@ def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
 def row_sum_of_squares(x_TD: Tensor) -> Tensor:
     """Sum of x^2 of each row, [T], in the statistic's dtype."""
     # vector_norm accumulates in the wide dtype without a wide copy of x.
-    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square_()
+    return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square()
 
 
 def inverse_rms(s_T: Tensor, width: int, eps: float) -> Tensor:

@@ -1,0 +1,39 @@
+"""Arguments for every element-wise kernel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    half = torch.rand(tokens, width // 2, generator=torch.Generator().manual_seed(1))
+    both = torch.cat((half, half), -1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """Arguments for every kernel, of sizes that are no powers of two."""
+    u, c, x = (
+        numbers(37, 24, dtype=dtype),
+        numbers(37, 1, dtype=torch.promote_types(dtype, torch.float32)),
+        (2, 37, 3, 16),
+    )
+    cos, sin = angles(37, 16, dtype)
+    gamma = numbers(24, dtype=c.dtype)
+    return {
+        "activated": (u, c, True),
+        "activated_backward": (u + 1, u, c, True),
+        "gated": (u, u + 1),
+        "gated_backward": (u + 2, u, u + 1),
+        "rotated": (numbers(*x, dtype=dtype), cos, sin),
+        "rotated_backward": (numbers(*x, dtype=dtype), cos, sin),
+        "scaled_backward": (u + 1, u, c),
+        "row_product": (u, u + 1, c.dtype),
+        "normed": (u, gamma, 1e-6),
+        "normed_backward": (u + 1, u, gamma, c),
+    }
