@@ -28,6 +28,7 @@ MODULES = {
     "perplexity": "bench.perplexity",
     "families": "bench.families",
     "validation": "measure.validate",
+    "record": "measure.record",
     "modeled": "bench.modeled",
 }
 """Modules, below boost, by the name that stands in a result as 'experiment'."""

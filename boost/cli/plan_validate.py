@@ -24,19 +24,24 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan validate                                    the verdicts\n"
         "  boost plan validate --json                             every number\n"
         "  boost plan validate --write                            rewrite the report in benchmarks/results\n"
+        "  boost plan validate --record                           beside the speeds that others published\n"
         "  boost plan calibrate --out local.toml && boost plan validate --measure --hardware local.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="the public record instead: speeds that others published, by source and GPU",
+    )
     parser.add_argument("--measure", action="store_true", help="measure steps on this machine first (some minutes)")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="profile of this machine, for --measure")
     parser.add_argument("--write", action="store_true", help="write the report (implied by --measure)")
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("benchmarks/results/validation"),
         metavar="PATH",
-        help="PATH.json is read; it, PATH.md and PATH.svg are written (default benchmarks/results/validation)",
+        help="PATH.json is read; it, PATH.md and PATH.svg are written (default benchmarks/results/validation, or record)",
     )
     return parser
 
@@ -47,14 +52,45 @@ def run(args: argparse.Namespace) -> int:
     if (args.measure or args.write) and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
 
-    from boost.measure.validate import validate
+    if args.record:
+        return _record(args)
 
-    facts = validate(args.out, args.hardware, args.measure, args.write)
+    from boost.measure.validate import RESULTS, validate
+
+    facts = validate(args.out or RESULTS, args.hardware, args.measure, args.write)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
         print_verdicts(facts)
     return 0 if all(verdict["holds"] for verdict in facts["verdicts"]) else 1
+
+
+def _record(args: argparse.Namespace) -> int:
+    """Exit code 1 if the held-out half is beyond its limit."""
+    if args.measure or args.hardware is not None:
+        raise ConfigError("--record compares with what others measured; leave --measure and --hardware out")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from boost.measure.record import RESULTS, compare, error_table, holds, section
+    from boost.measure.results import save_section
+
+    facts = compare(show=not args.json)
+    if args.write:
+        save_section(args.out or RESULTS, facts, section(facts))
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        table = error_table(facts)
+        shown = Table(box=None, pad_edge=False, header_style="dim", title=table.caption, title_justify="left")
+        for heading in table.headings:
+            shown.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left")
+        for row in table.rows:
+            shown.add_row(*row)
+        console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
+        console.print(shown)
+    return 0 if holds(facts) else 1
 
 
 def print_verdicts(facts: "Facts") -> None:

@@ -92,6 +92,10 @@ class Speeds(Section):
     """By dtype."""
     attention: dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]
     """By dtype; the nearest head dimension applies."""
+    other_attention: dict[str, dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]] = Field(
+        default_factory=dict
+    )
+    """By kernel and dtype: kernels that other software calls (`boost.plan.stack`)."""
     kernels: dict[str, Points] = Field(default_factory=dict)
     """Measured (bytes, microseconds) of other kernels, by kind or 'kind dtype'; all others run at memory bandwidth."""
 
@@ -261,7 +265,8 @@ def _read(name: str) -> dict[str, Any]:
     if not path.is_file():
         if name.endswith(".toml"):
             raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
-        close = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
+        begins = [known for known in names() if known.startswith(name.lower())]
+        close = begins or difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(
             f"--gpu = '{name}' is not a hardware profile; {hint}profiles: {', '.join(names())}; "

@@ -1,0 +1,192 @@
+"""`boost plan validate --record`: predictions beside the training speeds that others published.
+
+Half of the rows, drawn by `SEED` for each source and GPU, serve to fit what a software stack reaches (`boost/plan/stacks.toml`);
+the other half is the result. To score another planner: predict the seconds of a step of each held-out row of
+`boost/plan/record.json` and take the mean of |predicted / measured - 1|.
+"""
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from boost.config import load
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of
+from boost.plan.record import Row, record, score
+from boost.train.console import progress
+
+SEED = 20261123
+LIMIT, BIAS_LIMIT, LEAST_GROUP = 0.10, 0.08, 10
+"""Most mean absolute error of the held-out half; most bias of a group of at least so many rows."""
+
+FITTED, HELD = "fitted", "held out"
+
+RESULTS = Path("benchmarks/results/record")
+
+
+def halves(rows: Sequence[Row]) -> list[str]:
+    """FITTED or HELD of each row: half of each source and GPU."""
+    found = [""] * len(rows)
+    places = sorted(range(len(rows)), key=lambda i: (rows[i].source, rows[i].gpu))
+    draw = random.Random(SEED)
+    for _, group in itertools.groupby(places, key=lambda i: (rows[i].source, rows[i].gpu)):
+        members = list(group)
+        draw.shuffle(members)
+        for number, place in enumerate(members):
+            found[place] = HELD if number % 2 else FITTED
+    return found
+
+
+def compare(show: bool = False) -> Facts:
+    """Every row with its prediction, as a result. `show`: a progress bar."""
+    rows = record().rows
+    each = []
+    for scored, half in zip(progress(score(rows), "rows", enabled=show), halves(rows), strict=True):
+        each.append(
+            scored.row.model_dump()
+            | {"stack": scored.stack, "half": half, "measured_s": scored.row.seconds, "predicted_s": scored.predicted_s}
+            | ({"predicted_gib": scored.predicted_gib} if scored.predicted_gib is not None else {})
+        )
+    sources = {name: source.model_dump() for name, source in record().sources.items()}
+    return facts_of("record", load(None), seed=SEED, sources=sources, rows=each)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of some rows."""
+
+    count: int
+    median: float
+    """Of predicted over measured."""
+    mape: float
+    """Mean of |predicted / measured - 1|."""
+    bias: float
+    """Mean of predicted / measured - 1."""
+
+
+def errors(rows: Iterable[Facts]) -> Errors:
+    """Of at least one row."""
+    ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
+    off = [ratio - 1 for ratio in ratios]
+    return Errors(len(ratios), statistics.median(ratios), statistics.fmean(map(abs, off)), statistics.fmean(off))
+
+
+def holds(facts: Facts) -> bool:
+    """Whether the held-out half is within its limit."""
+    return errors(row for row in facts["rows"] if row["half"] == HELD).mape <= LIMIT
+
+
+def _tokens(row: Facts) -> str:
+    return next((f"up to {most:,}" for most in (2048, 4096, 8192) if row["seq"] <= most), "longer")
+
+
+def _gpus(row: Facts) -> str:
+    return next((f"up to {most}" for most in (8, 64, 512) if row["gpus"] <= most), "more")
+
+
+GROUPS: dict[str, Callable[[Facts], str]] = {
+    "source": lambda row: str(row["source"]),
+    "GPU": lambda row: str(row["gpu"]),
+    "stack": lambda row: str(row["stack"]),
+    "tokens a sequence": _tokens,
+    "GPUs": _gpus,
+}
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """That of the held-out half."""
+    held = [row for row in facts["rows"] if row["half"] == HELD]
+    found = errors(held)
+    biased = [
+        f"{by} {name} {of_group.bias:+.0%}"
+        for by, key in GROUPS.items()
+        for name in dict.fromkeys(map(key, held))
+        if abs((of_group := errors(row for row in held if key(row) == name)).bias) > BIAS_LIMIT
+        and of_group.count >= LEAST_GROUP
+    ]
+    return [
+        Goal(
+            "performance model: the public record",
+            f"MAPE <= {LIMIT:.0%}, no group of {LEAST_GROUP} with a bias over {BIAS_LIMIT:.0%}",
+            f"{len(held)} rows of {len(facts['rows'])}, held out (seed {facts['seed']})",
+            f"MAPE {found.mape:.1%}, bias {found.bias:+.1%}",
+            found.mape <= LIMIT and not biased,
+            "modeled",
+            f"beyond their limit: {', '.join(biased)}" if biased else "",
+        )
+    ]
+
+
+def section(facts: Facts) -> Section:
+    """The table of errors by group, the figure, and every row."""
+    lead = (
+        f"{len(facts['rows'])} training speeds that others published, predicted as `boost plan` would. What each software stack "
+        f"reaches of the hardware is fitted to half of the rows (seed {facts['seed']}), the other half is the result. Nothing ran "
+        "here."
+    )
+    sources = tuple((name, each["title"], each["url"], each["note"]) for name, each in facts["sources"].items())
+    run = ("source", "model", "GPU", "GPUs:", "TP x PP", "tokens:", "stack", "recomputed", "half")
+    headings = (*run, "measured s:", "predicted s:", "ratio:")
+    return Section(
+        "The performance model beside the public record",
+        (
+            lead,
+            error_table(facts),
+            Figure(
+                "record", "Predicted over measured seconds (modeled over published)", lambda path: draw(facts, path)
+            ),
+            Table("Where it was published.", ("source", "what", "where", "how it is read"), sources),
+            Table("Every row (modeled beside published).", headings, tuple(map(_row, facts["rows"]))),
+        ),
+    )
+
+
+def _row(row: Facts) -> tuple[str, ...]:
+    ratio = row["predicted_s"] / row["measured_s"]
+    run = (row["source"], row["model"], row["gpu"], str(row["gpus"]), f"{row['tp']} x {row['pp']}", f"{row['seq']:,}")
+    times = (f"{row['measured_s']:.2f}", f"{row['predicted_s']:.2f}", f"{ratio:.2f}")
+    return (*run, row["stack"], row["recompute"], row["half"], *times)
+
+
+def error_table(facts: Facts) -> Table:
+    """Errors of the held-out half, and of all rows, by group."""
+    rows = []
+    for by, key in {"all": lambda row: "", **GROUPS}.items():
+        for name in dict.fromkeys(map(key, facts["rows"])):
+            members = [row for row in facts["rows"] if key(row) == name]
+            held = [row for row in members if row["half"] == HELD]
+            rows.append((by, name, *_cells(held), *_cells(members)))
+    headings = ("by", "", *(f"{half} {what}:" for half in (HELD, "all") for what in ("rows", "median", "MAPE", "bias")))
+    return Table("Predicted over measured seconds (modeled).", headings, tuple(rows))
+
+
+def _cells(rows: Sequence[Facts]) -> tuple[str, ...]:
+    if not rows:
+        return ("0", "-", "-", "-")
+    found = errors(rows)
+    return str(found.count), f"{found.median:.2f}", f"{found.mape:.1%}", f"{found.bias:+.1%}"
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """Ratios by length of a sequence and by number of GPUs, a marker for each source and GPU."""
+    figure, axes = drawing.pyplot().subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    kinds = list(dict.fromkeys((row["source"], row["gpu"]) for row in facts["rows"]))
+    for axis, field, words in zip(axes, ("seq", "gpus"), ("tokens a sequence", "GPUs"), strict=True):
+        axis.axhspan(1 - LIMIT, 1 + LIMIT, color="0.9", linewidth=0)
+        for number, kind in enumerate(kinds):
+            rows = [row for row in facts["rows"] if (row["source"], row["gpu"]) == kind]
+            ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
+            places = [row[field] * (1 + 0.03 * number) for row in rows]
+            axis.plot(places, ratios, "osD^vPX"[number % 7], color=f"C{number}", alpha=0.7, label=", ".join(kind))
+        ticks = sorted({row[field] for row in facts["rows"]})
+        axis.set(xscale="log", xlabel=words)
+        axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
+        axis.minorticks_off()
+        drawing.tidy(axis)
+    axes[0].set_ylabel("predicted / measured")
+    axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    drawing.write(figure, path)
