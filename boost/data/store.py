@@ -112,7 +112,7 @@ class TokenStore:
         path = Path(path)
         meta = read_meta(path)
         if meta["format"] != FORMAT:
-            raise damaged(path, f"has format {meta['format']}, but this version of boost reads {FORMAT}")
+            raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {FORMAT}")
         try:
             tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
             fingerprint = tokenizer_fingerprint(tokenizer_json)

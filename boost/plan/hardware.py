@@ -266,7 +266,7 @@ def _read(name: str) -> dict[str, Any]:
         if name.endswith(".toml"):
             raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
         begins = [known for known in names() if known.startswith(name.lower())]
-        close = begins or difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
+        close = sorted(begins, key=len) or difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(
             f"--gpu = '{name}' is not a hardware profile; {hint}profiles: {', '.join(names())}; "

@@ -144,7 +144,7 @@ DAMAGES = {
     "not an object": (lambda s: (s.path / "store.json").write_text("[]"), r"store\.json is damaged"),
     "no splits": (lambda s: edit_meta(s, splits={}), r"store\.json is damaged"),
     "wrong dtype": (lambda s: edit_meta(s, dtype="<u4"), "are inconsistent"),
-    "newer format": (lambda s: edit_meta(s, format=99), "has format 99"),
+    "newer format": (lambda s: edit_meta(s, format=99), r"has format 99 \(store\.json\)"),
 }
 
 
