@@ -127,11 +127,6 @@ class Scored:
     predicted_gib: float | None
     """Peak memory, where it was published."""
 
-    @property
-    def ratio(self) -> float:
-        """Predicted over measured seconds."""
-        return self.predicted_s / self.row.seconds
-
 
 def score(rows: Sequence[Row]) -> Iterator[Scored]:
     """Predictions of these rows, in order."""

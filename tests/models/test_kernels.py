@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.config import load
+from boost.bench.computed import seven
 from boost.config.schema import Config
 from boost.models import kernels
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, using
@@ -123,10 +123,8 @@ def test_a_kernel_that_cannot_be_compiled_is_a_warning_unless_it_was_asked_for(
 
 def planned(layout: str, compiled: str, norm: str | None = None) -> Config:
     """7B, TP 4, 4 x 4,096 tokens, as the goals state them."""
-    words = {"parallel.layout": layout, "train.compile": compiled, "parallel.tp": 4, "parallel.pp": 1, "parallel.dp": 1}
-    words |= {"train.micro_batch": 4, "train.global_batch": 4, "train.seq_len": 4096, "train.compute_dtype": "bfloat16"}
-    words |= {"parallel.norm": norm} if norm else {}
-    return load("boost-7b", [word for key, value in words.items() for word in (f"--{key}", str(value))])
+    words = [f"--parallel.layout={layout}", f"--train.compile={compiled}"]
+    return seven(*words, *([f"--parallel.norm={norm}"] if norm else []))
 
 
 def in_a_step(config: Config, micro_batches: int, copies: bool) -> float:
