@@ -66,14 +66,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace) -> int:
-    """Exit code 1 if the held-out half is beyond its limit."""
+    """Exit code 1 if the held-out half is beyond a limit: its error, the bias of a group, or rows that intervals hold."""
     if args.measure or args.hardware is not None:
         raise ConfigError("--record compares with what others measured; leave --measure and --hardware out")
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from boost.measure.record import RESULTS, compare, error_table, holds, section
+    from boost.measure.record import RESULTS, compare, error_table, goals, holds, interval_table, section
     from boost.measure.results import save_section
 
     facts = compare(show=not args.json)
@@ -82,14 +83,20 @@ def _record(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
-        table = error_table(facts)
-        shown = Table(box=None, pad_edge=False, header_style="dim", title=table.caption, title_justify="left")
-        for heading in table.headings:
-            shown.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left")
-        for row in table.rows:
-            shown.add_row(*row)
         console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
-        console.print(shown)
+        for table in (error_table(facts), interval_table(facts)):
+            shown = Table(box=None, pad_edge=False, header_style="dim", title=table.caption, title_justify="left")
+            for heading in table.headings:
+                shown.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left")
+            for row in table.rows:
+                shown.add_row(*row)
+            console.print(shown)
+            console.print()
+        for goal in goals(facts):
+            style = None if goal.met else "bold red"
+            console.print(
+                Text(f"{goal.what}: {goal.found} (goal: {goal.figure}) {goal.remark}".rstrip(), style=style or "")
+            )
     return 0 if holds(facts) else 1
 
 

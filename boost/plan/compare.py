@@ -24,6 +24,7 @@ from boost.plan.timing import (
     RECOMPUTED,
     REPLICAS,
     REST,
+    STRAGGLERS,
     TENSOR,
     StepTime,
 )
@@ -33,7 +34,7 @@ WORDS = {
     RECOMPUTED: "of recomputation", HOST: "waiting for the host", TENSOR: "in TP collectives",
     CONTEXT: "in CP collectives",
     PIPELINE: "of pipeline sends", BUBBLE: "of pipeline bubble", REPLICAS: "in DP collectives",
-    OPTIMIZER_TIME: "in the optimizer", REST: "of the rest",
+    OPTIMIZER_TIME: "in the optimizer", STRAGGLERS: "of stragglers", REST: "of the rest",
 }  # fmt: skip
 """The parts of a step in a sentence: '12 ms more ...'."""
 

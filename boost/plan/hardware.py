@@ -83,6 +83,9 @@ class Speeds(Section):
     """Memory bandwidth in GB/s, from the datasheet."""
     memory_fraction: Positive
     """Fraction of it that element-wise operations on large tensors reach."""
+    fusion: Positive = 1.0
+    """How many times fewer bytes the element-wise work of a pass moves than ours does: that of other software
+    (`boost.plan.stack`)."""
     probe_us: Amount = 0.0
     """Microseconds of a small fixed workload during calibration (`boost.measure.speed.Probe`), which shows how fast the machine was
     then; 0: unknown."""
@@ -121,7 +124,7 @@ class Speeds(Section):
         for name in (f"{work.kernel} {work.dtype}", work.kernel):
             if name in self.kernels:
                 return seconds_at(self.kernels[name], work.bytes)
-        return moving + self.kernel_us * _MICRO
+        return (moving if work.phase == "step" else moving / self.fusion) + self.kernel_us * _MICRO
 
 
 _T = TypeVar("_T")
@@ -136,12 +139,14 @@ def _of_dtype(table: dict[str, _T], dtype: str) -> _T:
 
 
 class Link(Section):
-    """An interconnect. Time of a collective: latency + bytes sent by one process / bandwidth."""
+    """An interconnect. Time of a collective: latency + latency of further hops + bytes sent by one process / bandwidth."""
 
     name: str
     """NVLink | PCIe | InfiniBand | loopback | ..."""
     latency_us: Amount
-    """Latency of a small collective, in microseconds."""
+    """Latency of a small collective over the processes of one node, or over two nodes, in microseconds."""
+    hop_us: Amount = 0.0
+    """Latency that each further process on this link adds to a ring, in microseconds."""
     gb_s: Positive
     """GB/s sent by one process in large collectives (bus bandwidth in nccl-tests)."""
     half_mb: Amount = 0.0
@@ -156,7 +161,8 @@ class Link(Section):
     """False in a profile calibrated with one process: the speeds above are placeholders."""
 
     def seconds(self, kind: str, dtype: str, payload: int, sent: int, processes: int, share: float = 1.0) -> float:
-        """Time of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: multiple of the bandwidth.
+        """Time of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: over how many links, each
+        of which then sends only a part.
 
         Raises ConfigError if the profile has no link speeds.
         """
@@ -169,9 +175,9 @@ class Link(Section):
             if name in self.measured:
                 of_two = seconds_at(self.measured[name], payload)
                 return of_two * _rounds(kind, processes) / _rounds(kind, self.processes) / share
-        half = self.half_mb * 1e6
-        ramp = half * sent / (sent + half) if sent else 0.0
-        return self.latency_us * _MICRO + (sent + ramp) / (self._gb_s(kind, processes) * _GIGA * share)
+        half, each = self.half_mb * 1e6, sent / share
+        ramp = half * each / (each + half) if each else 0.0
+        return self.latency_us * _MICRO + (each + ramp) / (self._gb_s(kind, processes) * _GIGA)
 
     def _gb_s(self, kind: str, processes: int) -> float:
         reached = [gb_s for least, gb_s in self.all_reduce if kind == "all-reduce" and processes >= least]
@@ -185,11 +191,23 @@ def _rounds(kind: str, processes: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (processes - 1) / processes
 
 
+class PipelineHabit(Section):
+    """How software sends between pipeline stages."""
+
+    hides_sends: bool = False
+    """Whether sends overlap with computation of another micro-batch."""
+    blocking: Amount = 0.0
+    """Fraction of a pass that a stage with neighbors on both sides waits for their sends; stages with one do not."""
+
+
 class Hardware(Section):
     """A cluster of equal nodes."""
 
     title: str
     """Human-readable name."""
+    architecture: str = ""
+    """Generation of the device, such as a100; '': that of a calibrated profile, whose speeds are those of this software
+    (`boost.plan.stack`)."""
     device: Literal["cuda", "cpu"]
     """What runs the operations. On CUDA the host launches kernels asynchronously; on CPU it runs them itself."""
     per_node: Annotated[int, Field(ge=1)]
@@ -204,6 +222,10 @@ class Hardware(Section):
     """Overhead per step in milliseconds: data loading, logging, step stats."""
     overlap: Annotated[float, Field(ge=0, le=1)]
     """Fraction of compute time that asynchronous communication can overlap."""
+    straggling: Amount = 0.0
+    """Fraction of a step that waiting for the slowest node adds with each doubling of nodes."""
+    pipeline: PipelineHabit = PipelineHabit()
+    """How the software on it runs pipelines (`boost.plan.stack`)."""
     speeds: Speeds
     """Speeds with all devices of a node busy."""
     alone: Speeds | None = None

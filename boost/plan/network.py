@@ -4,6 +4,7 @@ Global ranks are ordered (pp, dp, cp, tp) with TP innermost; nodes take them in 
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 from boost.config.schema import ParallelConfig
@@ -55,6 +56,21 @@ def seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware
     share = 1.0 if where.inside or collective.kind == "send" else float(where.per_node)
     if not where.inside:
         share = min(share, hardware.node.gb_s / hardware.network.gb_s)
-    return link.seconds(
+    sending = link.seconds(
         collective.kind, collective.dtype, payload, collective.sent_bytes, collective.processes, max(share, 1.0)
     )
+    return sending + (0.0 if collective.kind == "send" else _further_hops(collective.kind, where, hardware) * 1e-6)
+
+
+def _further_hops(kind: str, where: Span, hardware: Hardware) -> float:
+    """Microseconds that a collective over more than one node, or two, waits for more of them.
+
+    Gathers and scatters are rings: a hop for each further process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over
+    nodes: two hops for each doubling. A link's own latency covers the processes of one node, and two nodes.
+    """
+    nodes = -(-where.processes // where.per_node)
+    if nodes <= 2:
+        return 0.0
+    if kind == "all-reduce":
+        return 2 * math.log2(nodes / 2) * hardware.network.hop_us
+    return (nodes - 2) * (hardware.network.hop_us + (where.per_node - 1) * hardware.node.hop_us)

@@ -197,7 +197,7 @@ class Comparison:
         activation and B as operations of their own."""
         return [
             PublishedStep(
-                row, {way: self._seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS}
+                row, {way: self.seconds(way, configuration(way, row, micro_batch), as_published) for way in WAYS}
             )
             for row in STEPS
         ]
@@ -205,12 +205,12 @@ class Comparison:
     def families(self) -> Iterator[Compared]:
         """The 7B by architecture: ratios, then seconds."""
         row = STEPS[2]
-        full = self._seconds("full-rank", configuration("full-rank", row))
+        full = self.seconds("full-rank", configuration("full-rank", row))
         judged, shown = [], []
         for family, published in FAMILIES.items():
             more = [f"--model.family={family}"]
             ways: tuple[Way, Way] = ("BOOST", "vanilla")
-            boost, vanilla = (self._seconds(way, configuration(way, row, more=more)) for way in ways)
+            boost, vanilla = (self.seconds(way, configuration(way, row, more=more)) for way in ways)
             of_full, of_vanilla = row.seconds["full-rank"] / published[0], published[1] / published[0]
             name = "7B by architecture"
             judged.append(Compared(name, f"{family} against full-rank", of_full, full / boost, "x", RATIO_LIMIT))
@@ -273,7 +273,8 @@ class Comparison:
                 seconds += self._collectives(config, _forward(config)) - self._collectives(config, bare)
                 yield Compared("norm", f"7B, batch {batch}, {norm}", ms, 1e3 * seconds, "ms")
 
-    def _seconds(self, way: Way, config: Config, as_published: bool = True) -> float:
+    def seconds(self, way: Way, config: Config, as_published: bool = True) -> float:
+        """Predicted seconds of a step. `as_published`: see `steps`."""
         if not as_published:
             return self.predictor.predict(config).seconds
         with separate_operations():

@@ -23,13 +23,14 @@ from boost.config.schema import Config, Section
 from boost.errors import ConfigError
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.peak import peak
-from boost.plan.stack import Reached, StackName, stacks, with_stack
+from boost.plan.published import MICRO_BATCHES, SEQUENCES, STEPS, TOKENS, Comparison, Way, configuration
+from boost.plan.stack import StackName, stacks, with_stack
 from boost.plan.timing import Predictor
 
 FILE = Path(__file__).parent / "record.json"
 
-MICRO_BATCHES = (1, 2, 4)
-"""Tried where none was published."""
+INTERLEAVED = (1, 2, 3, 4, 6)
+"""Stages per process, tried where none was published (as `boost.plan.published.MICRO_BATCHES` are). Our runtime refuses some."""
 
 
 class Source(Section):
@@ -45,7 +46,7 @@ class Source(Section):
     param_dtype: Literal["float32", "bfloat16"]
     attention: str = ""
     """Attention kernel, where it is not that of the stack."""
-    elementwise: float = 1.0
+    fusion: float = 1.0
     """How many times fewer bytes the element-wise work of its blocks moves than that of ours, under its stack."""
     note: str = ""
 
@@ -78,7 +79,10 @@ class Row(Section):
     tokens_per_s: float | None = None
     """Of one GPU."""
     tflops: float | None = None
-    """Model TFLOP/s of one GPU, as the source counts FLOPs: 72 B s l d^2 (1 + s/6d + V/12dl)."""
+    """Model TFLOP/s of one GPU, as the source counts FLOPs. Without a gate: 72 B s l d^2 (1 + s/6d + V/12dl), which counts all
+    scores; else 6 a weight and token, and the causal half of the scores."""
+    way: Way | None = None
+    """Of the BOOST paper's rows (`boost.plan.published`), which are not dense alone."""
     peak_gib: float | None = None
     """Of the fullest GPU, as torch's allocator counts it."""
 
@@ -88,11 +92,6 @@ class Row(Section):
         return self.gpus // (self.tp * self.pp)
 
     @property
-    def architecture(self) -> str:
-        """Of its GPUs: a100, h100."""
-        return self.gpu.partition("-")[0]
-
-    @property
     def seconds(self) -> float:
         """Of a step, as measured."""
         tokens = self.global_batch * self.seq
@@ -100,7 +99,11 @@ class Row(Section):
             return tokens / (self.tokens_per_s * self.gpus)
         assert self.tflops is not None
         d, layers = self.dim, self.layers
-        flops = 72 * tokens * layers * d * d * (1 + self.seq / (6 * d) + self.vocab / (12 * d * layers))
+        if self.ffn is None:
+            flops = 72 * tokens * layers * d * d * (1 + self.seq / (6 * d) + self.vocab / (12 * d * layers))
+        else:
+            heads = 2 + 2 * (self.kv_heads or self.heads) / self.heads
+            flops = 6 * tokens * (layers * (heads * d * d + 3 * d * self.ffn + d * self.seq) + self.vocab * d)
         return flops / (self.tflops * 1e12 * self.gpus)
 
 
@@ -113,8 +116,21 @@ class Record(Section):
 
 @functools.cache
 def record() -> Record:
-    """What is in the package."""
-    return Record.model_validate_json(FILE.read_text(encoding="utf-8"), strict=False)
+    """What is in the package, and the BOOST paper's steps."""
+    found = Record.model_validate_json(FILE.read_text(encoding="utf-8"), strict=False)
+    return found.model_copy(update={"rows": (*found.rows, *_of_the_paper())})
+
+
+def _of_the_paper() -> Iterator[Row]:
+    for published in STEPS:
+        for way, seconds in published.seconds.items():
+            model = configuration(way, published).model
+            gpus = published.tp * published.pp
+            yield Row(
+                source="boost", model=f"{published.size} {way}", dim=model.dim, layers=model.layers, heads=model.heads,
+                ffn=model.ffn_dim, vocab=model.vocab_size, seq=TOKENS, gpu="a100-80g", gpus=gpus, tp=published.tp,
+                pp=published.pp, global_batch=SEQUENCES, way=way, tokens_per_s=SEQUENCES * TOKENS / (seconds * gpus),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,42 +144,52 @@ class Scored:
     """Peak memory, where it was published."""
 
 
+def stack_of(row: Row) -> StackName:
+    """The software it ran on."""
+    return row.stack or record().sources[row.source].stack
+
+
 def score(rows: Sequence[Row]) -> Iterator[Scored]:
     """Predictions of these rows, in order."""
-    predictors: dict[tuple[str, str, StackName], Predictor] = {}
+    machines: dict[tuple[str, str, StackName], tuple[Hardware, Predictor, Comparison]] = {}
     for row in rows:
-        stack = row.stack or record().sources[row.source].stack
-        if (row.source, row.gpu, stack) not in predictors:
-            predictors[row.source, row.gpu, stack] = Predictor(hardware_of(row, stack))
-        predictor = predictors[row.source, row.gpu, stack]
-        seconds, config = min(
-            ((predictor.predict(config).seconds, config) for config in configurations(row, stack)),
-            key=lambda each: each[0],
-        )
-        yield Scored(row, stack, seconds, _peak_gib(config, predictor.hardware) if row.peak_gib else None)
+        stack = stack_of(row)
+        key = row.source, row.gpu, stack
+        if key not in machines:
+            hardware = hardware_of(row)
+            machines[key] = hardware, Predictor(hardware), Comparison(hardware)
+        hardware, predictor, paper = machines[key]
+        times = [
+            (paper.seconds(row.way, config) if row.way else predictor.predict(config).seconds, config)
+            for config in configurations(row)
+        ]
+        seconds, config = min(times, key=lambda each: each[0])
+        yield Scored(row, stack, seconds, _peak_gib(config, hardware) if row.peak_gib else None)
 
 
-def hardware_of(row: Row, stack: StackName, reached: Reached | None = None) -> Hardware:
-    """The profile of a row's GPUs as its software uses it. `reached`: in place of that of the stack, to fit it."""
+def hardware_of(row: Row) -> Hardware:
+    """The profile of a row's GPUs as its software uses it."""
     source = record().sources[row.source]
-    found = with_stack(load_hardware(row.gpu), stack, row.architecture, source.attention, reached)
-    speeds = found.speeds.model_copy(update={"memory_fraction": found.speeds.memory_fraction * source.elementwise})
-    return found.model_copy(update={"speeds": speeds})
+    found = with_stack(load_hardware(row.gpu), stack_of(row), source.attention)
+    return found.model_copy(update={"speeds": found.speeds.model_copy(update={"fusion": source.fusion})})
 
 
 def _peak_gib(config: Config, hardware: Hardware) -> float:
     return max(peak(config, rank, hardware.is_gpu).total for rank in range(config.parallel.pp)) / 2**30
 
 
-def configurations(row: Row, stack: StackName) -> Iterator[Config]:
+def configurations(row: Row) -> Iterator[Config]:
     """What a row may have run: one configuration, or those with each micro-batch and interleaving that were not published."""
+    if row.way is not None:
+        published = next(each for each in STEPS if row.model == f"{each.size} {row.way}")
+        yield from (configuration(row.way, published, micro_batch) for micro_batch in MICRO_BATCHES)
+        return
     each = row.global_batch // row.dp
     for micro_batch in [row.micro_batch] if row.micro_batch else [n for n in MICRO_BATCHES if each % n == 0]:
-        per_rank = row.layers // row.pp
         interleaved = row.pp > 1 and row.micro_batch is None and (each // micro_batch) % row.pp == 0
-        for virtual in [n for n in (1, 2, 3, 4, 6) if per_rank % n == 0] if interleaved else [1]:
+        for virtual in INTERLEAVED if interleaved else INTERLEAVED[:1]:
             with contextlib.suppress(ConfigError):  # more stages than the runtime interleaves
-                yield _configuration(row, stack, micro_batch, virtual)
+                yield _configuration(row, stack_of(row), micro_batch, virtual)
 
 
 def _configuration(row: Row, stack: StackName, micro_batch: int, virtual: int) -> Config:

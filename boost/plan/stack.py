@@ -12,9 +12,9 @@ from pydantic import Field
 
 from boost.config.schema import CompileName, Positive, Section
 from boost.config.text import read_toml
-from boost.plan.hardware import AttentionSpeed, Hardware, Speeds
+from boost.plan.hardware import AttentionSpeed, Hardware, PipelineHabit, Speeds
 
-StackName = Literal["boost", "eager", "compiled", "fused"]
+StackName = Literal["boost", "eager", "compiled", "fused", "nanotron"]
 
 FILE = Path(__file__).parent / "stacks.toml"
 
@@ -23,7 +23,6 @@ class Reached(Section):
     """Multiples of the speeds of a profile."""
 
     gemm: Positive = 1.0
-    elementwise: Positive = 1.0
     attention: Positive = 1.0
 
 
@@ -37,8 +36,12 @@ class Stack(Section):
     """As parallel.overlap: whether TP communication hides behind computation."""
     attention: str = ""
     """Kernel, where a profile has several; '': the profile's own."""
+    pipeline: PipelineHabit = PipelineHabit()
+    """How it sends between stages."""
+    host: Positive = 1.0
+    """Time of the host for an operation, in multiples of the profile's."""
     reached: dict[str, Reached] = Field(default_factory=dict)
-    """By architecture, the first word of a profile's name; others reach all."""
+    """By architecture (`Hardware.architecture`); others reach all."""
 
 
 @functools.cache
@@ -47,29 +50,26 @@ def stacks() -> dict[str, Stack]:
     return {name: Stack.model_validate(tree) for name, tree in read_toml(FILE).items()}
 
 
-def with_stack(
-    hardware: Hardware, name: StackName, architecture: str, attention: str = "", reached: Reached | None = None
-) -> Hardware:
-    """A profile as a stack uses it. `attention`: another kernel than the stack's; `reached`: in place of the stack's own, to fit
-    it."""
-    stack = stacks()[name]
-    found = reached or stack.reached.get(architecture, Reached())
-    return hardware.model_copy(update={"speeds": _speeds(hardware.speeds, attention or stack.attention, found)})
+def with_stack(hardware: Hardware, name: StackName = "boost", attention: str = "") -> Hardware:
+    """A profile as a stack uses it. `attention`: another kernel than the stack's."""
+    stack, speeds = stacks()[name], hardware.speeds
+    kernel = speeds.other_attention.get(attention or stack.attention, {})
+    speeds = speeds.model_copy(update={"attention": speeds.attention | kernel})
+    speeds = with_reached(speeds, stack.reached.get(hardware.architecture, Reached()))
+    return hardware.model_copy(
+        update={"speeds": speeds, "pipeline": stack.pipeline, "host_us": hardware.host_us * stack.host}
+    )
 
 
-def _speeds(speeds: Speeds, kernel: str, reached: Reached) -> Speeds:
-    attention = speeds.attention | speeds.other_attention.get(kernel, {})
-    changed = {
-        "gemm": {
-            dtype: each.model_copy(update={"fraction": each.fraction * reached.gemm})
-            for dtype, each in speeds.gemm.items()
-        },
-        "memory_fraction": speeds.memory_fraction * reached.elementwise,
-        "attention": {
-            dtype: tuple(_slower(each, reached.attention) for each in table) for dtype, table in attention.items()
-        },
+def with_reached(speeds: Speeds, reached: Reached) -> Speeds:
+    """Speeds multiplied by what is reached of them."""
+    gemm = {
+        dtype: each.model_copy(update={"fraction": each.fraction * reached.gemm}) for dtype, each in speeds.gemm.items()
     }
-    return speeds.model_copy(update=changed)
+    attention = {
+        dtype: tuple(_slower(each, reached.attention) for each in table) for dtype, table in speeds.attention.items()
+    }
+    return speeds.model_copy(update={"gemm": gemm, "attention": attention})
 
 
 def _slower(speed: AttentionSpeed, share: float) -> AttentionSpeed:

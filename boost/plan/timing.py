@@ -6,6 +6,7 @@ the pipeline bubble, the part of DP collectives that computation does not hide, 
 """
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import Any
 
 from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
 from boost.config.factors import needs_whole_factors
-from boost.config.schema import Config, ModelConfig, RecomputeName
+from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
 from boost.plan.collectives import boundary_sends
@@ -39,6 +40,7 @@ PIPELINE = "pipeline sends"
 BUBBLE = "pipeline bubble"
 REPLICAS = "DP collectives"
 OPTIMIZER_TIME = "optimizer"
+STRAGGLERS = "stragglers"
 REST = "rest"
 
 PARTS = {
@@ -53,6 +55,7 @@ PARTS = {
     BUBBLE: "stages wait for each other",
     REPLICAS: "gradients and sharded weights, the exposed part",
     OPTIMIZER_TIME: "gradient norm, clipping, update",
+    STRAGGLERS: "waiting for the slowest node",
     REST: "batches, step stats",
 }
 """The parts of a step's time, with a description."""
@@ -74,10 +77,10 @@ class PassTime:
     """Part of the backward pass that no other stage waits for."""
     calls: int = 0
     """Operations that the host launches."""
-    hidden: float = 0.0
-    """Of TP collectives, overlapped with computation."""
-    sent: tuple[float, float] = (0.0, 0.0)
-    """Of TP collectives, exposed, in the forward and in the backward pass; part of them."""
+    hidden: tuple[float, float] = (0.0, 0.0)
+    """Of TP and CP collectives, overlapped with computation, in the forward and in the backward pass."""
+    waits: tuple[float, float] = (0.0, 0.0)
+    """For collectives and sends, in the forward and in the backward pass; part of them."""
 
     @property
     def total(self) -> float:
@@ -92,8 +95,17 @@ class PassTime:
         self.backward += times * other.backward
         self.weight_gradients += times * other.weight_gradients
         self.calls += times * other.calls
-        self.hidden += times * other.hidden
-        self.sent = self.sent[0] + times * other.sent[0], self.sent[1] + times * other.sent[1]
+        self.hidden = self.hidden[0] + times * other.hidden[0], self.hidden[1] + times * other.hidden[1]
+        self.waits = self.waits[0] + times * other.waits[0], self.waits[1] + times * other.waits[1]
+
+    def room(self, overlap: float, shared: bool) -> tuple[float, float]:
+        """Seconds that DP collectives can hide in, in the forward and in the backward pass: the fraction `overlap` of the time in
+        which the device computes. On a link that TP or CP collectives use too (`shared`), less what those hide in it: no
+        collective hides behind another."""
+        hidden = self.hidden if shared else (0.0, 0.0)
+        forward = overlap * (self.forward - self.waits[0]) - hidden[0]
+        backward = overlap * (self.backward - self.waits[1]) - hidden[1]
+        return max(forward, 0.0), max(backward, 0.0)
 
     def wait(self, seconds: float) -> None:
         """Adds time waiting for the host, a third of it in the forward pass."""
@@ -168,6 +180,7 @@ class Predictor:
         exposed, hidden = self._replicas(config, held, worst, count)
         parts[REPLICAS] += exposed
         parts[OPTIMIZER_TIME] += self._step_end(config, held)
+        parts[STRAGGLERS] = sum(parts.values()) * self._straggling(parallel)
         parts[REST] += hardware.step_ms * 1e-3
         tokens = train.global_batch * train.seq_len
         return StepTime(
@@ -177,8 +190,13 @@ class Predictor:
             devices=parallel.world_size,
             flops=float(tokens * self._flops_per_token(config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
-            hidden=hidden + count * worst.hidden,
+            hidden=hidden + count * sum(worst.hidden),
         )
+
+    def _straggling(self, parallel: ParallelConfig) -> float:
+        """Waiting for the slowest node, as a fraction of the rest of a step: each doubling of nodes adds as much."""
+        nodes = -(-parallel.world_size // self.hardware.per_node)
+        return self.hardware.straggling * math.log2(nodes)
 
     def _flops_per_token(self, model: ModelConfig, seq_len: int) -> int:
         self._models.setdefault(id(model), model)
@@ -194,7 +212,9 @@ class Predictor:
 
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
         train = config.train
-        key = "pass", held, train.recompute, train.recompute_every
+        # Blocking sends wait by the share of stages that have two neighbors, which `held` does not tell.
+        ranks = config.parallel.pp if self.hardware.pipeline.blocking else 0
+        key = "pass", held, train.recompute, train.recompute_every, ranks
         found: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
         return found
 
@@ -202,19 +222,22 @@ class Predictor:
         """A cheap lower bound of `predict` without recomputation: of halves without any TP collective, since both take no less
         time to compute than one whole; with a pipeline for equal stages, without DP collectives and the optimizer."""
         parallel, train = config.parallel, config.train
-        hides = parallel.overlap != "none"
+        hides, slower = parallel.overlap != "none", 1 + self._straggling(parallel)
         if hides:
             config = config.model_copy(update={"parallel": parallel.model_copy(update={"overlap": "none"})})
         if parallel.pp == 1:
             held = stages(config)
             worst = self._cached_pass(config, held)
             if hides:
-                worst = replace(worst, forward=worst.forward - worst.sent[0], backward=worst.backward - worst.sent[1])
+                forward, backward = worst.forward - worst.waits[0], worst.backward - worst.waits[1]
+                worst = replace(worst, forward=forward, backward=backward, waits=(0.0, 0.0))
             count = train.global_batch // (parallel.dp * train.micro_batch)
             exposed, _ = self._replicas(config, held, worst, count)
-            return count * worst.total + exposed + self._step_end(config, held) + self.hardware.step_ms * 1e-3
+            return (
+                slower * (count * worst.total + exposed + self._step_end(config, held)) + self.hardware.step_ms * 1e-3
+            )
         whole: PassTime = self._per_micro_batch(config, "blocks and ends", self._blocks_and_ends, config)
-        total = whole.total - hides * sum(whole.sent)
+        total = slower * (whole.total - hides * sum(whole.waits))
         count = train.global_batch // (parallel.dp * train.micro_batch)
         if parallel.schedule == "zero-bubble" or self.hardware.alone is not None:
             return count * total / parallel.pp
@@ -245,6 +268,7 @@ class Predictor:
     def _pass(self, config: Config, held: Sequence[Stage]) -> PassTime:
         """One micro-batch through all stages of one pipeline rank."""
         policies, result = config.train.recompute_by_layer(config.model.layers), PassTime()
+        habit = self.hardware.pipeline
         for stage in held:
             kinds = Counter((first_alike(config.model, layer), policies[layer]) for layer in stage.numbers)
             for (layer, policy), count in kinds.items():
@@ -252,8 +276,10 @@ class Predictor:
             result.add(
                 self._per_micro_batch(config, (stage.has_embedding, stage.has_head), self._ends, config, stage), 1
             )
-            if stage.count > 1:
+            if stage.count > 1 and not habit.hides_sends:
                 result.add(self._sends(config, stage), 1)
+        inner = habit.blocking * max(config.parallel.pp - 2, 0) / config.parallel.pp
+        result.add(_blocked(result, inner), 1)
         # On a GPU the host launches ahead; the device waits if the host is slower.
         issuing = self.hardware.host_us * 1e-6 * result.calls
         computing = result.total - sum(result.parts[part] for part in (TENSOR, CONTEXT, PIPELINE))
@@ -285,7 +311,7 @@ class Predictor:
         sends = list(boundary_sends(config.model, config.parallel, tokens, train.compute_dtype, stage))
         sent = self._per_micro_batch(config, key, lambda: self._sums(config, sends))
         # Each pass of a micro-batch waits for one receive and one send.
-        result.forward, result.backward = 2 * sent["pp forward"], 2 * sent["pp backward"]
+        result.waits = result.forward, result.backward = 2 * sent["pp forward"], 2 * sent["pp backward"]
         result.parts[PIPELINE] = result.total
         return result
 
@@ -303,12 +329,14 @@ class Predictor:
         sent = self._sums(config, (each for run in runs for each in run.collectives))
         exposed = self._exposed(config, runs, priced)
         calls = sum(each.times for each in log)
-        result = PassTime(calls=calls, hidden=sum(sent.values()) - sum(exposed.values()))
+        result = PassTime(calls=calls)
         for part in (GEMMS, ATTENTION_TIME, OTHER):
             result.parts[part] = seconds[f"forward {part}"] + seconds[f"backward {part}"]
         result.parts[RECOMPUTED] = seconds["recompute"]
         forward, backward = ([exposed[f"{axis} {phase}"] for axis in ("tp", "cp")] for phase in ("forward", "backward"))
-        result.sent = sum(forward), sum(backward)
+        result.waits = sum(forward), sum(backward)
+        all_sent = (sum(sent[f"{axis} {phase}"] for axis in ("tp", "cp")) for phase in ("forward", "backward"))
+        result.hidden = next(all_sent) - result.waits[0], next(all_sent) - result.waits[1]
         result.parts[TENSOR], result.parts[CONTEXT] = map(sum, zip(forward, backward, strict=True))
         result.forward = seconds["forward"] + sum(forward)
         result.backward = seconds["recompute"] + seconds["backward"] + sum(backward)
@@ -362,17 +390,21 @@ class Predictor:
 
     def _replicas(self, config: Config, held: Sequence[Stage], worst: PassTime, count: int) -> tuple[float, float]:
         """(exposed, hidden) seconds per step of DP collectives: gradients and sharded weights."""
-        parallel, overlap = config.parallel, self.hardware.overlap
+        parallel, per_node = config.parallel, self.hardware.per_node
+        inside = {axis: span(axis, parallel, per_node).inside for axis in ("tp", "cp", "dp")}
+        # Inside a node, and on the port to others: two links.
+        shared = inside["dp"] or not (inside["tp"] and inside["cp"])
+        room = worst.room(self.hardware.overlap, shared)
         # FSDP in a pipeline gathers for each micro-batch, all in phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
         sums: Seconds = self._per_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
         # Gradient reductions overlap the last backward pass; gathers for the whole step overlap all of it.
-        cover = overlap * (worst.backward if parallel.shard == "none" else worst.total)
+        cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
-            cover = overlap * worst.total * count
+            cover = sum(room) * count
         exposed = max(sums["step"] - cover, 0.0)
-        for phase, computing in (("forward", worst.forward), ("backward", worst.backward)):
-            exposed += count * max(sums[phase] - overlap * computing, 0.0)
+        for phase, hides in zip(("forward", "backward"), room, strict=True):
+            exposed += count * max(sums[phase] - hides, 0.0)
         return exposed, sums["step"] + count * (sums["forward"] + sums["backward"]) - exposed
 
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
@@ -433,6 +465,14 @@ def busy(work: Counted, speeds: Speeds) -> Seconds:
         seconds = times * speeds.seconds(each)
         result[each.phase] += seconds
         result[f"{each.phase} {_part(each.kernel)}"] += seconds
+    return result
+
+
+def _blocked(one: PassTime, share: float) -> PassTime:
+    """The time that stages wait for blocking sends of their neighbors: `share` of a pass."""
+    waits = share * one.forward, share * one.backward
+    result = PassTime(forward=waits[0], backward=waits[1], waits=waits)
+    result.parts[PIPELINE] = result.total
     return result
 
 

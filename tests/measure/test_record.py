@@ -11,6 +11,7 @@ from boost.measure import record as measured
 from boost.measure.document import Table
 from boost.measure.record import FITTED, HELD, compare, errors, halves, section
 from boost.measure.results import figures
+from boost.plan.interval import SHARE, spreads
 from boost.plan.record import record
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,25 @@ def test_the_held_out_half_is_predicted(facts: measured.Facts) -> None:
     )
 
 
+def test_what_is_shipped_is_what_the_fitted_half_says(facts: measured.Facts) -> None:
+    """boost/plan/intervals.toml, by hand from this; and eight of ten held-out rows are inside."""
+    found = measured.spreads(facts)
+    assert found == {kind: spread for kind, spread in spreads().items() if kind != "calibrated"}
+    assert sum(measured.held_by_interval(facts)) >= SHARE * len(measured.held_by_interval(facts))
+    steps = json.loads(Path("benchmarks/results/validation.json").read_text())["machine"]["rows"]
+    assert measured.spread_of([row["measured_s"] / row["predicted_s"] for row in steps]) == spreads()["calibrated"]
+
+
+def test_a_biased_group_fails(facts: measured.Facts) -> None:
+    """A tenth too slow on the A100s alone: the mean error still holds, the bias of that group does not."""
+    wrong = [
+        row | {"predicted_s": row["predicted_s"] * (1.12 if row["gpu"] == "a100-40g-8" else 1.0)}
+        for row in facts["rows"]
+    ]
+    error, _ = measured.goals(facts | {"rows": wrong})
+    assert not error.met and "a100-40g-8" in error.remark and errors(wrong).mape < measured.LIMIT
+
+
 def test_errors_of_some_rows() -> None:
     rows = [{"measured_s": 1.0, "predicted_s": s} for s in (0.9, 1.0, 1.3)]
     found = errors(rows)
@@ -51,8 +71,8 @@ def test_the_report(facts: measured.Facts, tmp_path: Path) -> None:
     assert len(tables[-1].rows) == len(facts["rows"])
     for table in tables:
         assert {len(row) for row in table.rows} == {len(table.headings)}
-    (goal,) = measured.goals(facts)
-    assert target_of(goal.what).experiment == "record" and "MAPE" in goal.found
+    error, interval = measured.goals(facts)
+    assert {target_of(goal.what).experiment for goal in (error, interval)} == {"record"} and "MAPE" in error.found
     (figure,) = figures(shown)
     figure.draw(tmp_path / "record.svg")
     assert (tmp_path / "record.svg").stat().st_size > 10_000

@@ -82,6 +82,20 @@ def test_a_port_does_not_outrun_the_node() -> None:
     assert large.sent_bytes / seconds(large, ParallelConfig(tp=8), fast) / 1e9 < hardware.node.gb_s
 
 
+def test_more_nodes_take_longer_even_for_a_byte() -> None:
+    """A gather is a ring: a hop for each further process, 9.6 us between nodes and 3.4 us inside; an all-reduce is a tree."""
+    hardware = load_hardware("h100-80g")
+
+    def of(nodes: int, kind: str) -> float:
+        return 1e6 * seconds(
+            reduced(2**4, 8 * nodes, "dp", kind), ParallelConfig(layout="single", dp=8 * nodes), hardware
+        )
+
+    assert of(64, "all-gather") - of(2, "all-gather") == pytest.approx(62 * (9.6 + 7 * 3.4), rel=1e-3)
+    assert of(64, "all-reduce") - of(2, "all-reduce") == pytest.approx(2 * 5 * 9.6, rel=1e-3)
+    assert of(2, "all-gather") == pytest.approx(45, rel=1e-2)
+
+
 def test_a_profile_of_one_process_knows_no_link() -> None:
     link = load_hardware("a100-80g").node.model_copy(update={"known": False})
     with pytest.raises(ConfigError, match="calibrated with one process and has no link speed for 2 processes"):

@@ -4,7 +4,8 @@ import pytest
 
 from boost.plan.hardware import load_hardware
 from boost.plan.record import configurations, record, score
-from boost.plan.stack import Reached, stacks, with_stack
+from boost.plan.stack import Reached, stacks, with_reached, with_stack
+from boost.plan.work import Work
 
 
 def test_rows_hang_together() -> None:
@@ -29,26 +30,60 @@ def test_flops_are_counted_as_the_source_counts_them() -> None:
 
 def test_what_was_not_published_is_tried() -> None:
     (row,) = (row for row in record().rows if row.model == "GPT-177B")
-    tried = [(c.train.micro_batch, c.parallel.virtual) for c in configurations(row, "fused")]
+    tried = [(c.train.micro_batch, c.parallel.virtual) for c in configurations(row)]
     assert len(tried) == len(set(tried)) > 1
     (row,) = (row for row in record().rows if row.model == "MPT-70b" and row.gpus == 512)
-    (config,) = configurations(row, "eager")
+    (config,) = configurations(row)
     assert (config.train.recompute, config.parallel.shard, config.train.compile) == ("full-block", "full", "none")
     assert config.model.ffn_dim == pytest.approx(8 / 3 * row.dim, rel=0.01)
 
 
 def test_a_stack_changes_what_it_says() -> None:
     hardware = load_hardware("h100-80g")
-    changed = with_stack(hardware, "eager", "h100", reached=Reached(gemm=0.5, elementwise=0.5, attention=0.5))
-    assert changed.speeds.gemm["bfloat16"].fraction == hardware.speeds.gemm["bfloat16"].fraction / 2
-    assert changed.speeds.memory_fraction == hardware.speeds.memory_fraction / 2
-    assert [a.forward for a in changed.speeds.attention["bfloat16"]] == [142.0, 159.5]
-    assert with_stack(hardware, "boost", "h100") == hardware and list(stacks()) == [
-        "boost",
-        "eager",
-        "compiled",
-        "fused",
-    ]
+    assert list(stacks()) == ["boost", "eager", "compiled", "nanotron", "fused"]
+    eager = with_stack(hardware, "eager")
+    reached = stacks()["eager"].reached["h100"].gemm
+    assert eager.speeds.gemm["bfloat16"].fraction == hardware.speeds.gemm["bfloat16"].fraction * reached
+    assert [a.forward for a in eager.speeds.attention["bfloat16"]] == [284.0, 319.0]
+    halved = with_reached(eager.speeds, Reached(gemm=0.5, attention=0.5))
+    assert halved.gemm["bfloat16"].fraction == eager.speeds.gemm["bfloat16"].fraction / 2
+    assert [a.forward for a in halved.attention["bfloat16"]] == [142.0, 159.5]
+    assert (
+        with_stack(hardware, "fused").pipeline.hides_sends and with_stack(hardware, "nanotron").pipeline.blocking == 1.0
+    )
+    paper = load_hardware("a100-80g")
+    assert with_stack(paper) == paper  # whose speed is that of the BOOST paper
+    calibrated = hardware.model_copy(update={"architecture": ""})
+    assert with_stack(calibrated) == calibrated
+
+
+def test_fusion_is_of_passes_alone() -> None:
+    """Other software moves fewer bytes in a block; its optimizer and its products move as many."""
+    speeds = load_hardware("h100-80g").speeds
+    fused = speeds.model_copy(update={"fusion": 2.0})
+    shape = (2**28,)
+    passing, stepping = (Work.of("elementwise", shape, "bfloat16", 2, phase=phase) for phase in ("forward", "step"))
+    product = Work.of("gemm", (1, 16, 2**20, 16), "bfloat16")
+    launch = speeds.kernel_us * 1e-6
+    assert fused.seconds(passing) - launch == pytest.approx((speeds.seconds(passing) - launch) / 2)
+    assert fused.seconds(stepping) == speeds.seconds(stepping) and fused.seconds(product) == speeds.seconds(product)
+
+
+def test_the_paper_is_part_of_it() -> None:
+    rows = [row for row in record().rows if row.source == "boost"]
+    assert len(rows) == 15 and {row.gpus for row in rows} == {1, 2, 4, 8, 16}
+    (row,) = (row for row in rows if row.model == "7B BOOST")
+    assert row.seconds == pytest.approx(0.72)
+    assert [c.train.micro_batch for c in configurations(row)] == [1, 2, 4]
+    assert {c.model.family for c in configurations(row)} != {"dense"}
+
+
+def test_llama_3_on_16_384_gpus() -> None:
+    """The largest published run: 400 TFLOP/s a GPU of 405B on 2,048 nodes, predicted within a fifth."""
+    (row,) = (row for row in record().rows if row.gpus == 16384)
+    assert row.seconds == pytest.approx(6.46, rel=0.01)
+    (scored,) = score([row])
+    assert scored.predicted_s == pytest.approx(row.seconds, rel=0.2)
 
 
 def test_a_long_sequence_takes_longer_than_its_tokens() -> None:

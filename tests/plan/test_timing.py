@@ -1,9 +1,11 @@
-"""Waits in a pipeline, for stages of equal length, are those of the schedules' papers."""
+"""What a step waits for: pipelines as in the schedules' papers, collectives that hide, stragglers, sends."""
 
 import pytest
 
-from boost.config.load import from_tree
-from boost.plan.timing import PassTime, _bubble
+from boost.config.load import from_tree, load
+from boost.config.schema import Config
+from boost.plan.hardware import PipelineHabit, load_hardware
+from boost.plan.timing import PassTime, Predictor, _bubble, predict
 
 FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75
 """Of one stage and micro-batch: forward pass, gradients of inputs, gradients of weights."""
@@ -23,3 +25,60 @@ def test_a_pipeline_waits_for_the_first_and_last_micro_batch(schedule: str, virt
     config = from_tree({"model": {"layers": 8}, "parallel": pipeline, "train": {"micro_batch": 1, "global_batch": 8}})
     passes = [PassTime(forward=FORWARD, backward=INPUTS + WEIGHTS, weight_gradients=WEIGHTS) for _ in range(4)]
     assert _bubble(config, passes, passes[0]) == pytest.approx(3 * waits)
+
+
+def seven(*words: str) -> Config:
+    return load("boost-7b", [f"--{word}" for word in (*words, "train.compute_dtype=bfloat16", "train.seq_len=4096")])
+
+
+def test_collectives_hide_behind_computation_only() -> None:
+    """Of what the device computes, not of what it waits for; on one link, what TP hides there is no longer free."""
+    one = PassTime(forward=10.0, backward=20.0, waits=(2.0, 5.0), hidden=(1.0, 3.0))
+    assert one.room(1.0, shared=False) == (8.0, 15.0)
+    assert one.room(1.0, shared=True) == (7.0, 12.0)
+    assert one.room(0.5, shared=True) == (3.0, 4.5)
+    assert one.room(0.1, shared=True) == (0.0, 0.0)
+
+
+def test_replicas_and_tp_share_a_port_between_nodes() -> None:
+    """TP 16 over two nodes: its collectives and those of replicas take turns on the port, and more of them shows."""
+    hardware = load_hardware("h100-80g").model_copy(update={"overlap": 0.3})
+    words = ("parallel.layout=btp-sp", "parallel.overlap=halves", "parallel.tp=16", "parallel.dp=16")
+    config = seven(*words, "train.global_batch=32", "train.micro_batch=2")
+    (worst,) = (predictor := Predictor(hardware)).passes(config)
+    assert worst.hidden[1] > 0
+    exposed = predictor.predict(config).parts["DP collectives"]
+    elsewhere = hardware.model_copy(update={"per_node": 16})  # TP inside a node
+    assert exposed > Predictor(elsewhere).predict(config).parts.get("DP collectives", 0.0)
+
+
+def test_more_nodes_wait_for_the_slowest() -> None:
+    hardware = load_hardware("h100-80g")
+    times = {dp: predict(seven(f"parallel.dp={dp}", "parallel.layout=single", "parallel.tp=1", "parallel.shard=full",
+                               f"train.global_batch={8 * dp}", "train.micro_batch=8"), hardware)
+             for dp in (8, 16, 512)}  # fmt: skip
+    assert "stragglers" not in times[8].parts
+    for dp, doublings in ((16, 1), (512, 6)):
+        others = times[dp].seconds - times[dp].parts["stragglers"] - times[dp].parts.get("rest", 0.0)
+        assert times[dp].parts["stragglers"] == pytest.approx(hardware.straggling * doublings * others)
+
+
+def test_sends_hide_wait_or_block() -> None:
+    """As the software has it: in no time, in theirs, or in a share of a pass for stages that have two neighbors."""
+    config = seven(
+        "parallel.layout=single", "parallel.tp=1", "parallel.pp=4", "train.global_batch=32", "train.micro_batch=1"
+    )
+    hardware = load_hardware("h100-80g")
+    waiting, hidden, blocking = (
+        Predictor(hardware.model_copy(update={"pipeline": habit})).predict(config).parts.get("pipeline sends", 0.0)
+        for habit in (PipelineHabit(), PipelineHabit(hides_sends=True), PipelineHabit(blocking=1.0))
+    )
+    assert hidden == 0.0 < waiting < blocking
+    two = seven(
+        "parallel.layout=single", "parallel.tp=1", "parallel.pp=2", "train.global_batch=32", "train.micro_batch=1"
+    )
+    ends = [
+        Predictor(hardware.model_copy(update={"pipeline": habit})).predict(two).seconds
+        for habit in (PipelineHabit(), PipelineHabit(blocking=1.0))
+    ]
+    assert ends[0] == ends[1]
