@@ -56,6 +56,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--family", metavar="F", help="short for --model.family")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs in the mesh")
     parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile: a name or a .toml file")
+    parser.add_argument(
+        "--stack",
+        choices=("boost", "eager", "compiled", "fused"),
+        default="boost",
+        help="software to predict: boost train (default), eager or compiled PyTorch, fused like Megatron-LM (dense models)",
+    )
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
     parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
@@ -70,6 +76,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--write", type=Path, metavar="FILE", help="write the best as a configuration for 'boost train'"
     )
     parser.add_argument("--force", action="store_true", help="let --write overwrite a file")
+    _add_questions(parser)
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
     questions = parser.add_mutually_exclusive_group()
     questions.add_argument("--longest-sequence", action="store_true", help="find the longest sequence that fits")
     questions.add_argument("--largest-batch", action="store_true", help="find the largest micro-batch that fits")
@@ -83,16 +95,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="find the fastest layout by tokens per step and TP size (--svg FILE draws it)",
     )
-    parser.set_defaults(takes_overrides=True)
-    return parser
+    questions.add_argument(
+        "--families",
+        action="store_true",
+        help="what low-rank buys here: the best of the dense model and of each low-rank family of this shape, in one table",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from boost.plan.hardware import load_hardware, names
+    from boost.plan.stack import with_stack
 
     if args.gpu is None:
         raise ConfigError(f"--gpu is missing; write --gpu PROFILE, one of {', '.join(names())}, or a .toml file")
-    hardware = load_hardware(args.gpu)
+    hardware = with_stack(load_hardware(args.gpu), args.stack)
     for name in ("per_node", "gpus", "seq", "steps", "top"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
@@ -109,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("model", "gpus"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name} is missing; as in: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
+    if args.families:
+        return _families(args, hardware)
     request = request_of(args, hardware)
     if args.by_tokens:
         return _by_tokens(args, request)
@@ -119,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _best(args: argparse.Namespace, request: "Request") -> int:
     from boost.cli import plan_report
+    from boost.cli.plan_write import written
     from boost.plan.compare import alternatives, notes
     from boost.plan.search import Search, require_legal
 
@@ -139,7 +158,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         args, request, search, best, others[: args.top], remarks, command, time.perf_counter() - begun
     )
     if args.write is not None:
-        args.write.write_text(plan_report.written(report), encoding="utf-8", newline="\n")
+        args.write.write_text(written(report), encoding="utf-8", newline="\n")
     if args.json:
         plan_report.print_json(report)
     else:
@@ -172,13 +191,15 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     if args.json:
         import json
 
-        from boost.cli.plan_report import as_json
+        from boost.cli.plan_report import SCHEMA, as_json, asked_words
 
-        print(json.dumps(as_json(plan, args.price), indent=2))
+        print(
+            json.dumps({"schema": SCHEMA, "argv": asked_words(args), **as_json(plan, args.price, hardware)}, indent=2)
+        )
     else:
         from boost.cli.plan_report import console, print_plan
 
-        print_plan(console(), plan, args)
+        print_plan(console(), plan, args, hardware)
     _explained(args, plan, hardware)
     return 0
 
@@ -212,6 +233,22 @@ def _by_tokens(args: argparse.Namespace, request: "Request") -> int:
         args.svg.write_text(picture(title, subtitle, rows), encoding="utf-8", newline="\n")
         if not args.json:
             print(f"\n{args.svg} written")
+    return 0
+
+
+def _families(args: argparse.Namespace, hardware: "Hardware") -> int:
+    from boost.cli.plan_families import best_of, families, print_families
+
+    if args.family is not None:
+        raise ConfigError("--families compares all of them; leave --family out")
+    found = {}
+    with without_gc():
+        for name in families():
+            with progress(name) as tick:
+                request = request_of(argparse.Namespace(**{**vars(args), "family": name}), hardware)
+                if (plan := best_of(request, tick)) is not None:
+                    found[name] = plan
+    print_families(args, hardware, found)
     return 0
 
 
@@ -254,6 +291,8 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
 
 def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     """(base configuration, fixed keys)."""
+    from boost.plan.stack import stacks
+
     changes = dict(parse_overrides(args.overrides))
     for key, value in (
         ("model.family", args.family), ("train.compute_dtype", args.compute_dtype), ("train.steps", args.steps),
@@ -261,6 +300,11 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     ):  # fmt: skip
         if value is not None:
             changes[key] = value
+    if args.stack != "boost":
+        stack = stacks()[args.stack]
+        changes.setdefault("train.compile", stack.compile)
+        if stack.overlap == "none":
+            changes.setdefault("parallel.overlap", "none")
     tree = read_source(source_of(args.model))
     tree.pop("parallel", None)
     train = tree.setdefault("train", {})

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 from boost.plan.bars import StackedBar, bars_picture
 from boost.plan.categories import CATEGORIES
 from boost.plan.compare import choices, human_seconds, mesh
-from boost.plan.explain import busiest, products, rows_that_matter, sent
+from boost.plan.explain import busiest, elementwise, products, rows_that_matter, sent
 from boost.plan.hardware import Hardware
 from boost.plan.inspection import human_bytes
 from boost.plan.search import Plan
-from boost.plan.timing import PARTS, Predictor
+from boost.plan.step_time import PARTS
+from boost.plan.timing import Predictor
+from boost.plan.work import KERNELS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +33,7 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
     if plan.time.hidden > 0:
         out.print(f"DP and TP collectives overlapped with computation: {human_seconds(plan.time.hidden)}", style="dim")
     _print_products(out, plan, hardware, rank)
+    _print_elementwise(out, plan, hardware, rank)
     _print_sent(out, plan, hardware, rank)
     where = f", pipeline rank {plan.pp_rank} (the highest)" if plan.config.parallel.pp > 1 else ""
     out.print(f"\npeak memory of one GPU: {plan.peak.during}{where}", style="bold")
@@ -94,6 +97,29 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
         "Shape of attention: sequences, heads, key/value heads, tokens, head dimension (, tokens of the keys).",
         style="dim",
     )
+
+
+def _print_elementwise(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
+    from rich.table import Table
+
+    listed = elementwise(plan.config, hardware, rank)
+    shown = list(rows_that_matter(listed, 0.9))
+    out.print("\nelement-wise work of one process per step", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for heading in ("place", "pass", "kernel"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("calls", "bytes", "time", "of all"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    whole = sum(each.seconds for each in listed)
+    for each in shown:
+        table.add_row(
+            each.place, _PHASES[each.phase], KERNELS[each.kernel], f"{each.calls:,}", human_bytes(each.bytes),
+            human_seconds(each.seconds), f"{each.seconds / whole:.0%}",
+        )  # fmt: skip
+    out.print(table)
+    rest = listed[len(shown) :]
+    if rest:
+        out.print(f"and {len(rest)} smaller kinds: {human_seconds(sum(each.seconds for each in rest))}", style="dim")
 
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from boost.config import Config, to_toml
+from boost.cli.plan_write import asked_keys, undecided
+from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
 from boost.plan.by_tokens import Cell, changes, fastest, slower
 from boost.plan.candidates import Request
 from boost.plan.compare import Alternative, choices, human_seconds, mesh
+from boost.plan.hardware import Hardware
 from boost.plan.inspection import human_bytes
+from boost.plan.interval import fit_probability, interval
 from boost.plan.questions import Answer
 from boost.plan.search import Plan, Search
+from boost.plan.stack import stacks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,40 +111,35 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
     return [*lines, line]
 
 
-def written(report: PlanReport) -> str:
-    """The configuration file, with the request and the prediction as comments."""
-    best, args = report.best, report.args
-    asked = "boost " + shlex.join(_asked(args))
-    lines = [
-        f"# Chosen by: {asked}",
-        f"# Predicted on {report.request.gpus} x {args.gpu}: {human_seconds(best.time.seconds)} per step, "
-        f"{best.time.tokens_per_second:,.0f} tokens/s, MFU {best.time.mfu:.1%}, {human_bytes(best.memory)} of "
-        f"{human_bytes(best.usable)} per GPU.",
-    ]
-    return "\n".join(lines) + "\n" + to_toml(best.config)
-
-
-def _asked(args: argparse.Namespace) -> list[str]:
-    words = ["plan"]
-    for name in ("model", "family", "gpus", "gpu", "per_node", "global_batch", "seq", "steps", "compute_dtype"):
-        if (value := getattr(args, name)) is not None:
+def asked_words(args: argparse.Namespace) -> list[str]:
+    """What was asked, as arguments of `boost`."""
+    words = ["plan"] + ([args.config] if args.config else [])
+    names = ("model", "family", "gpus", "gpu", "stack", "per_node", "global_batch", "seq", "steps", "compute_dtype")
+    for name in names:
+        if (value := getattr(args, name)) is not None and (name, value) != ("stack", "boost"):
             words += [f"--{name.replace('_', '-')}", str(value)]
     return [*words, *args.overrides]
 
 
 # JSON.
 
+SCHEMA = 2
+"""Of what --json prints: raised when a key changes its meaning or goes. 2: intervals, probabilities, both conventions of MFU."""
 
-def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
+
+def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, Any]:
     """One configuration and its prediction. Seconds and bytes."""
     time = plan.time
     cost = {} if price is None else {"cost_per_billion_tokens": time.cost_per_billion(price)}
     return {
         "fits": plan.shortfall <= 0,
+        "fits_probability": fit_probability(plan.memory, plan.usable),
         "step_seconds": time.seconds,
+        "step_seconds_interval": list(interval(time.seconds, plan.config.parallel, hardware)),
         "step_parts": time.parts,
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
+        "mfu_of_all_scores": time.mfu_of_all_scores,
         "memory_bytes": plan.memory,
         "usable_bytes": plan.usable,
         "memory_by_category": plan.peak.by_category,
@@ -153,18 +152,22 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
 
 def print_json(report: PlanReport) -> None:
     """Prints the whole result."""
-    args, search = report.args, report.search
+    args, search, hardware = report.args, report.search, report.request.hardware
     train = report.best.config.train
     result = {
+        "schema": SCHEMA,
+        "argv": asked_words(args),
+        "stack": args.stack,
         "model": args.model,
         "gpu": args.gpu,
         "gpus": args.gpus,
         "global_batch": train.global_batch,
         "tokens": train.global_batch * train.seq_len,
         "considered": search.considered,
-        "best": as_json(report.best, args.price),
+        "best": as_json(report.best, args.price, hardware),
         "runners_up": [
-            {"kinds": other.kinds, "why": other.why, **as_json(other.plan, args.price)} for other in report.others
+            {"kinds": other.kinds, "why": other.why, **as_json(other.plan, args.price, hardware)}
+            for other in report.others
         ],
         "notes": report.notes,
         "command": launch(report),
@@ -189,7 +192,7 @@ def print_report(report: PlanReport) -> None:
         out.print(Text(f"{key:<12}{value}"), soft_wrap=True)
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
     out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
-    print_plan(out, report.best, args)
+    print_plan(out, report.best, args, report.request.hardware)
     out.print("\ncommand", style="bold")
     for line in launch(report):
         out.print(Text(f"  {line}"), soft_wrap=True)
@@ -199,7 +202,9 @@ def print_report(report: PlanReport) -> None:
     for note in report.notes:
         out.print(Text(f"- {note}"))
     if args.write is not None:
-        out.print(Text(f"\n{args.write} written"), soft_wrap=True)
+        out.print(Text(f"\n{args.write} written; not decided by the plan:"), soft_wrap=True)
+        for line in undecided(report.best.config, asked_keys(args)):
+            out.print(Text(f"- {line}"), soft_wrap=True)
 
 
 def _model(config: Config, name: str) -> str:
@@ -220,7 +225,7 @@ def _batch(config: Config, asked: str | None) -> str:
     return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens per step{source}"
 
 
-def print_plan(out: "Console", plan: Plan, args: argparse.Namespace) -> None:
+def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
     """Prints choices and predictions of one configuration."""
     from rich.text import Text
 
@@ -229,12 +234,14 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace) -> None:
     room = (
         f"{plan.memory / plan.usable:.0%}" if plan.shortfall <= 0 else f"OUT OF MEMORY by {human_bytes(plan.shortfall)}"
     )
+    low, high = map(human_seconds, interval(time.seconds, parallel, hardware))
+    chance = f"fits with a probability of {_probability(fit_probability(plan.memory, plan.usable))}"
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": human_seconds(time.seconds),
-        "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
-        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process})",
+        "step": f"{human_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
+        "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
+        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process}); {chance}",
     }
     if args.price is not None:
         cost = time.cost_per_billion(args.price)
@@ -244,6 +251,10 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace) -> None:
     parts = sorted(time.parts.items(), key=lambda each: -each[1])
     shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
     out.print(Text(f"  {'breakdown':<10}{', '.join(shares)}"), soft_wrap=True)
+
+
+def _probability(value: float) -> str:
+    return f"{value:.0%}" if 0.005 < value < 0.995 else ("over 99%" if value > 0.5 else "under 1%")
 
 
 def _print_others(out: "Console", report: PlanReport) -> None:
@@ -280,11 +291,11 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
             {
                 "recompute": each.policy,
                 "most": each.amount,
-                **({} if each.plan is None else as_json(each.plan, args.price)),
+                **({} if each.plan is None else as_json(each.plan, args.price, request.hardware)),
             }
             for each in answers
         ]
-        print(json.dumps({"question": what, "answers": listed}, indent=2))
+        print(json.dumps({"schema": SCHEMA, "argv": asked_words(args), "question": what, "answers": listed}, indent=2))
         return
     out = console()
     if not found:
@@ -321,11 +332,18 @@ def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[S
 
     if args.json:
         listed = [
-            {"tokens": cell.tokens, "tp": cell.tp, **({} if cell.plan is None else as_json(cell.plan, args.price))}
+            {
+                "tokens": cell.tokens,
+                "tp": cell.tp,
+                **({} if cell.plan is None else as_json(cell.plan, args.price, request.hardware)),
+            }
             for row in rows
             for cell in row
         ]
-        print(json.dumps({"question": "fastest layout by tokens per step and TP size", "answers": listed}, indent=2))
+        question = "fastest layout by tokens per step and TP size"
+        print(
+            json.dumps({"schema": SCHEMA, "argv": asked_words(args), "question": question, "answers": listed}, indent=2)
+        )
         return
     out = console()
     heading = f"{_model(request.base, args.model)}\n{args.gpus} x {request.hardware.title}"

@@ -184,13 +184,14 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(parameter.size for parameter in parameters(model))
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> int:
+def flops_per_token(model: ModelConfig, seq_len: int, all_scores: bool = False) -> int:
     """Floating-point operations of forward and backward for one token: what model FLOP utilization (MFU) counts.
 
-    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and attention.
-    Recomputation is never counted.
+    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and attention: of the causal
+    half of the scores, or of `all_scores`, as PaLM (arXiv 2204.02311) and Megatron-LM count. Recomputation is never counted.
     """
-    return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size
+    masked = 6 * model.dim * seq_len * model.layers * all_scores
+    return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size + masked
 
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:

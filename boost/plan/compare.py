@@ -12,7 +12,7 @@ from boost.config.schema import Config, ParallelConfig
 from boost.plan.candidates import context_sizes
 from boost.plan.inspection import human_bytes
 from boost.plan.search import Plan, Search, Test, Tick, any_config
-from boost.plan.timing import (
+from boost.plan.step_time import (
     ATTENTION_TIME,
     BUBBLE,
     CONTEXT,

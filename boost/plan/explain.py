@@ -1,8 +1,9 @@
 """One configuration, broken down: GEMMs and collectives of the slowest pipeline rank in a step, with their times."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from boost.config.architecture import first_alike
 from boost.config.schema import Config
@@ -63,8 +64,52 @@ class CollectiveTotal:
         return self.times * self.collective.sent_bytes
 
 
+@dataclass(frozen=True)
+class ElementwiseTotal:
+    """All operations of one kind at one place of the model in a step on one process, in one pass."""
+
+    place: str
+    phase: str
+    kernel: str
+    """One of `boost.plan.work.KERNELS`."""
+    calls: int
+    bytes: int
+    """Read and written by all calls."""
+    seconds: float
+    """All calls together."""
+
+
+Row = TypeVar("Row", WorkTotal, ElementwiseTotal)
+
+PRODUCTS = (GEMM, ATTENTION, ATTENTION_BACKWARD)
+
+
 def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal]:
     """GEMMs and attention of pipeline rank `pp_rank` in a step, longest first."""
+    speeds = hardware.speeds_of(min(config.parallel.world_size, hardware.per_node))
+    peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
+    listed = [
+        WorkTotal(work, calls, calls * speeds.seconds(work), peak[work.dtype])
+        for work, calls in _all_work(config, hardware, pp_rank).items()
+        if work.kernel in PRODUCTS
+    ]
+    return sorted(listed, key=lambda each: -each.seconds)
+
+
+def elementwise(config: Config, hardware: Hardware, pp_rank: int) -> list[ElementwiseTotal]:
+    """Everything else that pipeline rank `pp_rank` computes in a step, by place, pass and kind of kernel, longest first."""
+    speeds = hardware.speeds_of(min(config.parallel.world_size, hardware.per_node))
+    found: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+    for work, times in _all_work(config, hardware, pp_rank).items():
+        if work.kernel not in PRODUCTS:
+            key = work.place, work.phase, work.kernel
+            calls, size, seconds = found.get(key, (0, 0, 0.0))
+            found[key] = calls + times, size + times * work.bytes, seconds + times * speeds.seconds(work)
+    return sorted((ElementwiseTotal(*key, *total) for key, total in found.items()), key=lambda each: -each.seconds)
+
+
+def _all_work(config: Config, hardware: Hardware, pp_rank: int) -> Counted:
+    """Every operation of pipeline rank `pp_rank` in a step."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     policies, on_gpu = train.recompute_by_layer(config.model.layers), hardware.is_gpu
@@ -76,14 +121,7 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
             _add(total, block_work(config, layer, policy, on_gpu), blocks * count)
         _add(total, ends_work(config, stage.has_embedding, stage.has_head, on_gpu), count)
     _add(total, step_work(config, held), 1)
-    speeds = hardware.speeds_of(min(parallel.world_size, hardware.per_node))
-    peak = {dtype: speed.tflops * 1e12 for dtype, speed in hardware.speeds.gemm.items()}
-    listed = [
-        WorkTotal(work, calls, calls * speeds.seconds(work), peak[work.dtype])
-        for work, calls in total.items()
-        if work.kernel in (GEMM, ATTENTION, ATTENTION_BACKWARD)
-    ]
-    return sorted(listed, key=lambda each: -each.seconds)
+    return total
 
 
 def _add(total: Counted, work: Counted, times: int) -> None:
@@ -127,7 +165,7 @@ def busiest(config: Config, predictor: Predictor) -> int:
     return max(range(len(passes)), key=lambda rank: passes[rank].total)
 
 
-def rows_that_matter(listed: list[WorkTotal], share: float = 0.97) -> Iterator[WorkTotal]:
+def rows_that_matter(listed: Sequence[Row], share: float = 0.97) -> Iterator[Row]:
     """The first rows, until they cover `share` of the time."""
     total, covered = sum(each.seconds for each in listed), 0.0
     for each in listed:

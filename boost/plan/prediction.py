@@ -6,7 +6,8 @@ from boost.config.schema import Config
 from boost.plan.collectives import step_collectives
 from boost.plan.hardware import Hardware
 from boost.plan.peak import peak
-from boost.plan.timing import CONTEXT, REPLICAS, TENSOR, StepTime, predict
+from boost.plan.step_time import CONTEXT, REPLICAS, TENSOR, StepTime
+from boost.plan.timing import predict
 
 
 @dataclass(frozen=True)

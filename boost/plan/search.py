@@ -21,7 +21,8 @@ from boost.errors import ConfigError
 from boost.plan.candidates import POLICIES, Request, Variants, context_sizes, legal, micro_batches, policies, structures
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.peak import PeakMemory, peak
-from boost.plan.timing import Predictor, StepTime
+from boost.plan.step_time import StepTime
+from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block, trace_loss, traced_values
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")

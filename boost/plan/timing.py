@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from boost.config.architecture import first_alike, flops_per_token, has_latent_gate
@@ -24,126 +24,28 @@ from boost.plan.network import span
 from boost.plan.optimizer import optimizer_collectives
 from boost.plan.replicas import gathers, gradient_collectives
 from boost.plan.step import as_stored, kinds_of_blocks, step_work
+from boost.plan.step_time import (
+    ATTENTION_TIME,
+    BUBBLE,
+    CONTEXT,
+    GEMMS,
+    OPTIMIZER_TIME,
+    OTHER,
+    PARTS,
+    PIPELINE,
+    RECOMPUTED,
+    REPLICAS,
+    REST,
+    STRAGGLERS,
+    TENSOR,
+    PassTime,
+    Seconds,
+    StepTime,
+)
 from boost.plan.tape import Operation, work_of
 from boost.plan.trace import trace_block, trace_embedding, trace_loss, traced_values
 from boost.plan.traced import PassOps
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted
-
-GEMMS = "matrix products"
-ATTENTION_TIME = "attention"
-OTHER = "element-wise"
-RECOMPUTED = "recomputed"
-HOST = "host"
-TENSOR = "TP collectives"
-CONTEXT = "CP collectives"
-PIPELINE = "pipeline sends"
-BUBBLE = "pipeline bubble"
-REPLICAS = "DP collectives"
-OPTIMIZER_TIME = "optimizer"
-STRAGGLERS = "stragglers"
-REST = "rest"
-
-PARTS = {
-    GEMMS: "forward and backward pass, including the head",
-    ATTENTION_TIME: "softmax(q k^T) v and its gradients",
-    OTHER: "norms, activations, rotary, residual, loss, casts",
-    RECOMPUTED: "operations recomputed in the backward pass",
-    HOST: "devices wait for kernel launches",
-    TENSOR: "over TP processes, the exposed part",
-    CONTEXT: "of attention over shared sequences, the exposed part",
-    PIPELINE: "to and from neighboring stages",
-    BUBBLE: "stages wait for each other",
-    REPLICAS: "gradients and sharded weights, the exposed part",
-    OPTIMIZER_TIME: "gradient norm, clipping, update",
-    STRAGGLERS: "waiting for the slowest node",
-    REST: "batches, step stats",
-}
-"""The parts of a step's time, with a description."""
-
-
-Seconds = defaultdict[str, float]
-"""Seconds by name."""
-
-
-@dataclass
-class PassTime:
-    """Seconds of one micro-batch on one pipeline process."""
-
-    parts: Seconds = field(default_factory=lambda: defaultdict(float))
-    forward: float = 0.0
-    backward: float = 0.0
-    """Including recomputation."""
-    weight_gradients: float = 0.0
-    """Part of the backward pass that no other stage waits for."""
-    calls: int = 0
-    """Operations that the host launches."""
-    hidden: tuple[float, float] = (0.0, 0.0)
-    """Of TP and CP collectives, overlapped with computation, in the forward and in the backward pass."""
-    waits: tuple[float, float] = (0.0, 0.0)
-    """For collectives and sends, in the forward and in the backward pass; part of them."""
-
-    @property
-    def total(self) -> float:
-        """Forward and backward pass."""
-        return self.forward + self.backward
-
-    def add(self, other: "PassTime", times: int) -> None:
-        """Adds `times` passes, one after another."""
-        for part, seconds in other.parts.items():
-            self.parts[part] += times * seconds
-        self.forward += times * other.forward
-        self.backward += times * other.backward
-        self.weight_gradients += times * other.weight_gradients
-        self.calls += times * other.calls
-        self.hidden = self.hidden[0] + times * other.hidden[0], self.hidden[1] + times * other.hidden[1]
-        self.waits = self.waits[0] + times * other.waits[0], self.waits[1] + times * other.waits[1]
-
-    def room(self, overlap: float, shared: bool) -> tuple[float, float]:
-        """Seconds that DP collectives can hide in, in the forward and in the backward pass: the fraction `overlap` of the time in
-        which the device computes. On a link that TP or CP collectives use too (`shared`), less what those hide in it: no
-        collective hides behind another."""
-        hidden = self.hidden if shared else (0.0, 0.0)
-        forward = overlap * (self.forward - self.waits[0]) - hidden[0]
-        backward = overlap * (self.backward - self.waits[1]) - hidden[1]
-        return max(forward, 0.0), max(backward, 0.0)
-
-    def wait(self, seconds: float) -> None:
-        """Adds time waiting for the host, a third of it in the forward pass."""
-        self.parts[HOST] += seconds
-        self.forward += seconds / 3
-        self.backward += seconds * 2 / 3
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """A predicted optimizer step."""
-
-    seconds: float
-    parts: dict[str, float]
-    """Seconds by PARTS on the slowest pipeline rank; they sum to `seconds`."""
-    tokens: int
-    """Tokens per global batch."""
-    devices: int
-    flops: float
-    """Model FLOPs (without recomputation) of a step over all devices."""
-    peak_flops: float
-    """Peak FLOP/s of one device."""
-    hidden: float
-    """Seconds of DP and TP collectives overlapped with computation."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput of all devices."""
-        return self.tokens / self.seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization, a fraction."""
-        return self.flops / (self.seconds * self.devices * self.peak_flops)
-
-    def cost_per_billion(self, price: float) -> float:
-        """Cost of 1B tokens at `price` per device-hour."""
-        return price * self.devices * 1e9 / self.tokens_per_second / 3600
 
 
 def predict(config: Config, hardware: Hardware) -> StepTime:
@@ -191,6 +93,7 @@ class Predictor:
             flops=float(tokens * self._flops_per_token(config.model, train.seq_len)),
             peak_flops=hardware.peak_flops(train.compute_dtype),
             hidden=hidden + count * sum(worst.hidden),
+            masked_flops=float(tokens * 6 * config.model.dim * train.seq_len * config.model.layers),
         )
 
     def _straggling(self, parallel: ParallelConfig) -> float:

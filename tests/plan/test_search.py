@@ -14,7 +14,8 @@ from boost.plan.collectives import step_collectives
 from boost.plan.compare import alternatives, human_seconds, notes, time_difference
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Search, max_peak, require_legal
-from boost.plan.timing import GEMMS, HOST, Predictor
+from boost.plan.step_time import GEMMS, HOST
+from boost.plan.timing import Predictor
 from tests.plan.toys import base, hardware
 
 

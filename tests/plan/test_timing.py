@@ -5,7 +5,8 @@ import pytest
 from boost.config.load import from_tree, load
 from boost.config.schema import Config
 from boost.plan.hardware import PipelineHabit, load_hardware
-from boost.plan.timing import PassTime, Predictor, _bubble, predict
+from boost.plan.step_time import PassTime
+from boost.plan.timing import Predictor, _bubble, predict
 
 FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75
 """Of one stage and micro-batch: forward pass, gradients of inputs, gradients of weights."""

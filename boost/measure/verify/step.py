@@ -20,7 +20,8 @@ from boost.measure.verify.report import Found, Verifier, worst_of
 from boost.parallel.mesh import mesh_of
 from boost.plan.hardware import Hardware
 from boost.plan.prediction import prediction
-from boost.plan.timing import BUBBLE, CONTEXT, PIPELINE, REPLICAS, TENSOR, predict
+from boost.plan.step_time import BUBBLE, CONTEXT, PIPELINE, REPLICAS, TENSOR
+from boost.plan.timing import predict
 
 WARM, ROUNDS = 2, 7
 TIME_LIMIT, MEMORY_LIMIT = 0.15, 0.10

@@ -1,0 +1,102 @@
+"""What `boost plan` says beside the best configuration: intervals, stacks, families, files that can be run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.cli.main import main
+from boost.config import load
+
+SMALL = ["--model", "cola-60m", "--gpus", "4", "--gpu", "h100-80g", "--global-batch", "64"]
+
+
+def facts(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_json_says_what_was_asked_and_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, *SMALL)
+    assert found["schema"] == 2 and found["argv"][:3] == ["plan", "--model", "cola-60m"] and found["stack"] == "boost"
+    best = found["best"]
+    low, high = best["step_seconds_interval"]
+    assert low < best["step_seconds"] < high and 0.5 < best["fits_probability"] <= 1.0
+    assert best["mfu"] < best["mfu_of_all_scores"] < 2 * best["mfu"]
+
+
+def test_stacks_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    """One operation after the other is slower, and the configuration says so to the runtime."""
+    best, eager = (facts(capsys, *SMALL, *more)["best"] for more in ([], ["--stack", "eager"]))
+    assert eager["step_seconds"] > best["step_seconds"]
+    assert eager["config"]["train"]["compile"] == "none" != best["config"]["train"]["compile"]
+    assert eager["config"]["parallel"]["overlap"] == "none"
+    assert (
+        facts(capsys, *SMALL, "--stack", "eager", "--train.compile", "blocks")["best"]["config"]["train"]["compile"]
+        == "blocks"
+    )
+
+
+def test_both_conventions_of_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 6 d L FLOPs a token and block for the masked half of the scores."""
+    best = facts(capsys, *SMALL)["best"]
+    model, train = best["config"]["model"], best["config"]["train"]
+    masked = 6 * model["dim"] * train["seq_len"] * model["layers"] * best["tokens_per_second"]
+    assert best["mfu_of_all_scores"] - best["mfu"] == pytest.approx(masked / (4 * 989.4e12))
+
+
+def test_what_low_rank_buys(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, *SMALL, "--families")["families"]
+    assert list(found) == ["dense", "svd", "cola", "lax"]
+    for name, plan in found.items():
+        assert plan["config"]["model"]["family"] == name and plan["config"]["train"]["global_batch"] == 64
+    assert main(["plan", *SMALL, "--families", "--price", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "against dense" in out and "USD at 2 an hour" in out and "1.00 x" in out
+    assert main(["plan", *SMALL, "--families", "--family", "svd"]) == 2
+    assert "leave --family out" in capsys.readouterr().err
+
+
+def test_element_wise_work_is_broken_down(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--explain"]) == 0
+    out = capsys.readouterr().out
+    table = out.partition("element-wise work of one process per step")[2].partition("collectives of one process")[0]
+    for words in ("norm", "product", "loss", "of all", "bwd"):
+        assert words in table, words
+
+
+def test_a_written_file_evaluates_and_says_what_is_undecided(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    assert main(["plan", "--model", "1b", *SMALL[2:], "--write", str(path)]) == 0
+    said, text = capsys.readouterr().out, path.read_text(encoding="utf-8")
+    for words in (
+        "optim.lr",
+        "not tuned",
+        "train.steps",
+        "per parameter",
+        "data.store",
+        "checkpoints every 30 minutes",
+    ):
+        assert words in said and words in text, words
+    config = load(str(path))
+    assert config.train.eval_every == max(config.train.steps // 20, 1) and config.train.eval_tokens == 2**20
+    assert config.run.dir == "runs/mine"
+
+
+def test_what_was_asked_for_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    asked = ["--optim.lr", "0.003", "--steps", "700", "--train.eval_every", "33", "--run.dir", "runs/other"]
+    assert main(["plan", *SMALL, "--write", str(path), *asked]) == 0
+    said = capsys.readouterr().out
+    assert "not tuned" not in said and "per parameter" not in said
+    config = load(str(path))
+    assert (config.optim.lr, config.train.steps, config.train.eval_every, config.run.dir) == (
+        0.003,
+        700,
+        33,
+        "runs/other",
+    )
