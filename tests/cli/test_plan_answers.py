@@ -84,7 +84,7 @@ def test_a_written_file_evaluates_and_says_what_is_undecided(
         assert words in said and words in text, words
     config = load(str(path))
     assert config.train.eval_every == max(config.train.steps // 20, 1) and config.train.eval_tokens == 2**20
-    assert config.run.dir == "runs/mine"
+    assert config.run.dir == "runs/boost-1b"  # of the preset; only the default is changed
 
 
 def test_what_was_asked_for_stays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from boost.config.load import from_tree
 from boost.errors import ConfigError
 from boost.measure import steps, validate, validate_report
 from boost.measure.results import as_markdown
-from boost.measure.validate import GPU, MACHINE
-from boost.measure.validate_report import draw, measured_parts, section
+from boost.measure.validate import GPU, MACHINE, published_facts
+from boost.measure.validate_report import both_table, draw, measured_parts, section
 from boost.plan.hardware import Hardware, load_hardware
 from boost.plan.prediction import prediction
 from tests import toy
@@ -172,3 +172,12 @@ def test_a_verdict_that_does_not_hold_is_said(published: dict[str, Any], tmp_pat
     assert "does not hold" not in as_markdown(facts, section(facts))
     facts["verdicts"][0] |= {"worst": 0.2, "holds": False}
     assert "| +20.0% | 15% | does not hold |" in as_markdown(facts, section(facts))
+
+
+def test_sizes_at_a_micro_batch_that_meets_ratios_and_seconds() -> None:
+    """1B, 7B and 30B meet all; the two sizes whose vanilla is out of line with the paper's other sizes are named, with why."""
+    table = both_table(published_facts()["micro_batches"])
+    verdicts = {row[0]: row[-1] for row in table.rows}
+    assert [size for size, verdict in verdicts.items() if verdict == "met"] == ["1B", "7B", "30B"]
+    assert verdicts["13B"].startswith("not 13B against vanilla: vanilla takes 1.17")
+    assert verdicts["3B"].startswith("not 3B vanilla, 3B against vanilla: ")
