@@ -2,15 +2,17 @@
 
 import argparse
 import gc
+import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load, presets
+from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, read_source, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
 
 SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
 """Searched in addition to parallel.*, unless the command line fixes them."""
+
+USUAL_TOKENS = ((1e9, 500_000), (5e9, 1_000_000), (20e9, 2_000_000), (math.inf, 4_000_000))
+"""(parameters at most, tokens per step)."""
+
+LEAST_RECIPE = 100_000
+"""Tokens per step of a preset that says how a model was trained, not only how large it is."""
 
 SLACK = 0.05
 """Maximum relative rounding of a global batch in tokens to a divisible number of sequences."""
@@ -67,6 +75,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of the run")
     parser.add_argument("--compute-dtype", metavar="D", help="short for --train.compute_dtype (default: bfloat16)")
+    parser.add_argument(
+        "--memory-margin",
+        metavar="M",
+        type=_fraction,
+        default=0.08,
+        help="usable memory to leave free, for fragments and what a prediction lacks: 8%% (default), 0.08, 0",
+    )
     parser.add_argument("--price", type=float, metavar="P", help="USD per GPU-hour; prints the cost per 1B tokens")
     parser.add_argument("--top", type=int, default=8, metavar="K", help="number of runners-up to show (default 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -79,6 +94,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     _add_questions(parser)
     parser.set_defaults(takes_overrides=True)
     return parser
+
+
+def _fraction(text: str) -> float:
+    """'8%' or '0.08', at least 0 and less than 1."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / (100 if number != text else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction below 1; as in 8% or 0.08")
+    return value
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +166,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
     from boost.cli import plan_report
     from boost.cli.plan_write import written
     from boost.plan.compare import alternatives, notes
+    from boost.plan.fewer import with_fewer
     from boost.plan.search import Search, require_legal
 
     begun = time.perf_counter()
@@ -147,12 +175,16 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
             search = Search(request, tick)
         require_legal(search)
         with progress("comparing") as tick:
-            best = search.fastest()
+            best, remarks = search.fastest(), list[str]()
+            if (better := with_fewer(request, best)) is not None:
+                remarks.append(_fewer_words(request, best, better[1]))
+                search, best = better
+                request = search.request
             if best is None:
                 raise ConfigError(_fits_nowhere(args, search))
             others = alternatives(search, best, tick)
             dense = _dense(request)
-    remarks = list(notes(search, best, others, dense))
+    remarks += notes(search, best, others, dense)
     command = plan_report.command_line(args, best.config, source_of(args.model))
     report = plan_report.PlanReport(
         args, request, search, best, others[: args.top], remarks, command, time.perf_counter() - begun
@@ -166,6 +198,19 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
     if args.explain or args.svg is not None:
         _explained(args, best, request.hardware)
     return 0
+
+
+def _fewer_words(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
+    from boost.plan.compare import choices, human_seconds, mesh
+
+    used, batch = fewer.config.parallel.world_size, request.base.train.global_batch
+    words = f"{used} of {request.gpus} GPUs: {batch:,} sequences do not divide over {request.gpus}"
+    if best is None:
+        return f"{words}, and nothing that uses all of them fits."
+    return (
+        f"{words}; the fastest that uses all of them ({mesh(best.config.parallel)}, {choices(best.config)}) takes "
+        f"{human_seconds(best.time.seconds)}, {best.time.seconds / fewer.time.seconds - 1:.0%} longer."
+    )
 
 
 @contextmanager
@@ -187,7 +232,7 @@ def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
 
     config = load(args.config, args.overrides)
     held, pp_rank = max_peak(config, hardware.is_gpu)
-    plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes)
+    plan = Plan(config, predict(config, hardware), held, pp_rank, hardware.usable_bytes, args.memory_margin)
     if args.json:
         import json
 
@@ -286,7 +331,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
     from boost.plan.candidates import Request
 
     base, fixed = base_of(args)
-    return Request(base, args.gpus, hardware, fixed)
+    return Request(base, args.gpus, hardware, fixed, args.memory_margin)
 
 
 def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
@@ -314,8 +359,9 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     change(tree, changes)
     base = validated(tree)
     alone = {"parallel": ParallelConfig(layout="single"), "train": base.train.model_copy(update={"micro_batch": 1})}
-    if args.global_batch is not None:
-        sequences = global_batch(args.global_batch, base.train.seq_len, args.gpus)
+    words = args.global_batch or usual_batch(base, changes, args.model)
+    if words is not None:
+        sequences = global_batch(words, base.train.seq_len, args.gpus)
         alone["train"] = alone["train"].model_copy(update={"global_batch": sequences})
         base = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": sequences})})
     check(
@@ -324,6 +370,17 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
         )
     )
     return base, frozenset(key for key in changes if key.startswith("parallel.") or key in SEARCHED)
+
+
+def usual_batch(base: Config, changes: Mapping[str, Any], model: str) -> str | None:
+    """The batch to plan for where none was asked for: that of the file or recipe, or GPT-3's for so many parameters (arXiv
+    2005.14165, table 2.1) where a preset has none for training."""
+    own = model.endswith(".toml") or base.train.global_batch * base.train.seq_len >= LEAST_RECIPE
+    if own or "train.global_batch" in changes:
+        return None
+    parameters = parameter_count(base.model)
+    tokens = next(tokens for most, tokens in USUAL_TOKENS if parameters <= most)
+    return f"{tokens}-tokens"
 
 
 def source_of(model: str) -> str:

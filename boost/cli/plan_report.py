@@ -141,6 +141,7 @@ def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, An
         "mfu": time.mfu,
         "mfu_of_all_scores": time.mfu_of_all_scores,
         "memory_bytes": plan.memory,
+        "memory_margin": plan.margin,
         "usable_bytes": plan.usable,
         "memory_by_category": plan.peak.by_category,
         "memory_moment": plan.peak.during,
@@ -219,7 +220,7 @@ def _model(config: Config, name: str) -> str:
 def _batch(config: Config, asked: str | None) -> str:
     train = config.train
     tokens = train.global_batch * train.seq_len
-    source = ", from the model; change it with --global-batch 1M-tokens" if asked is None else ""
+    source = ", usual for this size or from the model; change it with --global-batch 1M-tokens" if asked is None else ""
     if asked is not None and asked != str(train.global_batch):
         source = f" (from {asked}, rounded to a divisible number of sequences)"
     return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens per step{source}"
@@ -241,7 +242,8 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         "choices": choices(plan.config),
         "step": f"{human_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
         "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
-        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process}); {chance}",
+        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process}; "
+        f"{plan.margin:.0%} stay free); {chance}",
     }
     if args.price is not None:
         cost = time.cost_per_billion(args.price)

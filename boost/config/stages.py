@@ -47,15 +47,27 @@ def whole(model: ModelConfig) -> Stage:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """All stages of the model, in forward order: parallel.split, or balanced."""
+    """All stages of the model, in forward order: parallel.split, or balanced. A search asks for the same ones again and again:
+    they are kept by the identity of the sections that they follow from, which the entries keep alive."""
     parallel = config.parallel
     if parallel.stages == 1:
         return (whole(config.model),)
-    lengths = parallel.split or balanced(costs(config), parallel.stages)
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return tuple(
-        Stage(i, len(lengths), start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
-    )
+    key = id(config.model), id(config.train), parallel.stages, tuple(parallel.split)
+    found = _STAGES.get(key)
+    if found is None:
+        if len(_STAGES) >= _MAX_STAGES:
+            _STAGES.clear()
+        lengths = parallel.split or balanced(costs(config), parallel.stages)
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        listed = tuple(
+            Stage(i, len(lengths), start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        )
+        found = _STAGES[key] = config.model, config.train, listed
+    return found[2]
+
+
+_STAGES: dict[tuple[int, int, int, tuple[int, ...]], tuple[ModelConfig, TrainConfig, tuple[Stage, ...]]] = {}
+_MAX_STAGES = 4096
 
 
 def stages_of(config: Config, pp_rank: int) -> tuple[Stage, ...]:

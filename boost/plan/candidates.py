@@ -1,12 +1,18 @@
 """Every legal way to train a model on so many GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Two choices are left out, because another one
-is never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight, and ungrouped linears, which do the
-same work in more and smaller operations. So are layouts where another one sends less (`LayoutSpec.outdone_by`). A test checks this.
-Choices that the user fixed are kept.
+TP stays inside a node, as in every published run (`boost.plan.record`): what it costs between nodes was never compared with a
+measurement. --parallel.tp asks for more.
+
+The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Some choices are left out, because another one is
+never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight; ungrouped linears, which do the same work
+in more and smaller operations; layouts where another one sends less (`LayoutSpec.outdone_by`). Weights that are cast at each use
+(`train.working_copies`) are never faster either. Tests check this, at the sizes that people train too. Choices that the user fixed
+are kept.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +23,27 @@ from boost.config.schema import Config, ParallelConfig, RecomputeName, TrainConf
 from boost.errors import ConfigError
 from boost.plan.hardware import Hardware
 
-SCHEDULES = (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zero-bubble", 1), ("zero-bubble", 2))
-"""(pipeline schedule, stages per process)."""
+SCHEDULES = (
+    ("1f1b", 1),
+    *(("interleaved-1f1b", virtual) for virtual in (2, 3, 4, 6, 8, 12, 16)),
+    ("zero-bubble", 1),
+    ("zero-bubble", 2),
+)
+"""(pipeline schedule, stages per process); as many as there are layers."""
 
 POLICIES: tuple[RecomputeName, ...] = (
     "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",
 )  # fmt: skip
 """Recomputation policies, from the most saved activations to the least."""
 
-EVERY = (1, 2)
-"""Recompute in every block, or in every second one."""
+EVERY = (1, 2, 4)
+"""Recompute in every block, or in every second or fourth one."""
 
 LONG_SEQUENCE = 16_384
-"""Tokens of a sequence from which on it may be shared over a context axis."""
+"""Tokens of a sequence from which on it may be shared over a context axis, however many sequences there are."""
+
+LEAST_SHARE = 1024
+"""Tokens of a sequence that a process of a context axis holds at least."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +55,21 @@ class Request:
     gpus: int
     """Number of processes in the mesh, one per GPU."""
     hardware: Hardware
-    """The hardware profile."""
+    """The hardware profile, as its software uses it (`boost.plan.stack`)."""
     fixed: frozenset[str] = frozenset()
     """Dotted keys that the user fixed, such as 'parallel.tp'."""
+    margin: float = 0.0
+    """Fraction of the usable memory that a configuration leaves free."""
 
     _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.gpus >= 1
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Memory that tensors may take on one device."""
+        return int(self.hardware.usable_bytes * (1 - self.margin))
 
     def choices(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
         """The values to try for a field: its fixed value, or else `usual`."""
@@ -70,9 +91,11 @@ class Request:
         return self._by_layout[layout]
 
 
+@functools.cache
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def powers_of_two(number: int) -> list[int]:
@@ -91,7 +114,8 @@ def legal(config: Config) -> bool:
 
 def structures(request: Request) -> Iterator[ParallelConfig]:
     """Meshes, layouts, sharding and schedules. Not all are legal: that also depends on the micro-batch."""
-    for tp in request.choices("parallel.tp", divisors(request.gpus)):
+    inside = [tp for tp in divisors(request.gpus) if tp <= request.hardware.per_node]
+    for tp in request.choices("parallel.tp", inside):
         for pp in request.choices("parallel.pp", divisors(request.gpus)):
             for cp in request.choices("parallel.cp", context_sizes(request, tp * pp)):
                 for dp in request.choices("parallel.dp", [request.gpus // (tp * pp * cp)]):
@@ -102,10 +126,12 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
 
 def context_sizes(request: Request, others: int) -> Sequence[int]:
     """Sizes of the context axis beside `others` processes of a replica: powers of two, for sequences long enough that one may not
-    fit. With shorter ones, data parallelism does the same work and sends less."""
-    if request.base.train.seq_len < LONG_SEQUENCE or request.gpus % others:
+    fit, or where there are fewer sequences than processes. Else data parallelism does the same work and sends less."""
+    train = request.base.train
+    few = train.global_batch < request.gpus // others
+    if (train.seq_len < LONG_SEQUENCE and not few) or request.gpus % others:
         return [1]
-    return powers_of_two(request.gpus // others)
+    return [cp for cp in powers_of_two(request.gpus // others) if cp == 1 or train.seq_len // cp >= LEAST_SHARE]
 
 
 def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -150,13 +176,14 @@ def _schedules(request: Request, mesh: ParallelConfig) -> Iterator[tuple[str, in
         usual.setdefault(name, []).append(virtual)
     for schedule in request.choices("parallel.schedule", list(usual)):
         for virtual in request.choices("parallel.virtual", usual.get(schedule, [1])):
-            yield schedule, virtual
+            if mesh.pp * virtual <= request.base.model.layers or "parallel.virtual" in request.fixed:
+                yield schedule, virtual
 
 
 def micro_batches(request: Request, dp: int) -> Sequence[int]:
-    """Micro-batch sizes in sequences, ascending: powers of two that divide a replica's batch."""
+    """Micro-batch sizes in sequences, ascending: those that divide a replica's batch."""
     batch = request.base.train.global_batch
-    usual = [] if batch % dp else powers_of_two(batch // dp)
+    usual = [] if batch % dp else divisors(batch // dp)
     return request.choices("train.micro_batch", usual)
 
 

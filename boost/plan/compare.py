@@ -44,6 +44,9 @@ MOST = 0.8
 CLOSE = 0.05
 """Time differences up to this fraction are within the prediction error ('boost plan validate')."""
 
+TIGHT, ROOM, WORTH = 0.85, 0.1, 0.05
+"""Of the usable memory: used, from which on more room is looked for, and how much; of a step: what it may cost."""
+
 LIMIT = 0.05
 """Fraction of a step above which waiting for the host is reported."""
 
@@ -187,18 +190,32 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
             f"The host is the bottleneck: GPUs wait for kernel launches {waiting:.0%} of the step, since the kernels are too "
             "small; use larger micro-batches if they fit."
         )
-    used = best.memory / best.usable
-    if used > 0.9:
-        yield (
-            f"Memory is tight ({used:.0%} of usable memory), and predictions are accurate to a few percent; if the first step "
-            "runs out of memory, halve train.micro_batch or use a runner-up that needs less."
-        )
+    yield from _with_room(search, best)
     hardware = search.request.hardware
     if not hardware.speeds.kernels and not hardware.node.measured:
         yield (
             f"Speeds come from published measurements and datasheets ({hardware.title}), not from your machines: "
             "run 'boost plan calibrate' there to profile them."
         )
+
+
+def _with_room(search: Search, best: Plan) -> Iterator[str]:
+    """Where memory is tight: what more room costs."""
+    used = best.memory / best.usable
+    if used <= TIGHT:
+        return
+    most = (used - ROOM) * best.usable
+    roomy = search.fastest(lambda config: search.peak_memory(config)[0].total <= most)
+    if roomy is None or roomy.time.seconds > (1 + WORTH) * best.time.seconds:
+        yield (
+            f"Memory is tight ({used:.0%} of what is usable), and room for {ROOM:.0%} more costs over {WORTH:.0%} of the speed; if "
+            "the first step runs out of memory, halve train.micro_batch or use a runner-up that needs less."
+        )
+        return
+    yield (
+        f"With room: {mesh(roomy.config.parallel)}, {choices(roomy.config)} needs {human_bytes(roomy.memory)} "
+        f"({roomy.memory / roomy.usable:.0%}) and takes {roomy.time.seconds / best.time.seconds - 1:.1%} longer."
+    )
 
 
 def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator[str]:

@@ -5,6 +5,7 @@ A trace (`boost.plan.trace`) gives the memory of each kind of block; this file a
 gathered weights. The allocator's rounding and fragmentation are not included.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,15 +49,16 @@ class PeakMemory:
         return sum(self.by_category.values())
 
 
-def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False) -> PeakMemory:
+def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float = math.inf) -> PeakMemory:
     """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the most).
 
-    `on_gpu`: on a device with kernels of its own (`boost.plan.trace.trace_block`).
+    `on_gpu`: on a device with kernels of its own (`boost.plan.trace.trace_block`). `enough`: a peak of more bytes may come back as
+    any one moment with more, which is found sooner.
 
     Within a few percent of what `boost.measure.memory` measures; LORO's exact step and Muon's within the size of a bucket.
     With LORO, every step counts as an exact step.
     """
-    return _StepMemory(config, pp_rank, on_gpu).peak_memory()
+    return _StepMemory(config, pp_rank, on_gpu).peak_memory(enough)
 
 
 @dataclass(frozen=True)
@@ -190,8 +192,8 @@ class _StepMemory:
         """Completed input gradients, per stage."""
         self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
 
-    def peak_memory(self) -> PeakMemory:
-        """The largest of all snapshots."""
+    def peak_memory(self, enough: float) -> PeakMemory:
+        """The largest of all snapshots, or the first with more than `enough` bytes."""
         kinds: set[Any] = set()
         for action in self.actions:
             stage = action.stage
@@ -202,6 +204,8 @@ class _StepMemory:
             if seen not in kinds:
                 kinds.add(seen)
                 self._pass(action)
+                if self._peak[0] > enough:
+                    break
             self._advance(action)
         at_end = (
             _Snapshot(SUM, Counter(), {WORK: self.buckets.get(None, 0)}),

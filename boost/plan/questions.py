@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from boost.config.architecture import parameter_count
 from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeName
 from boost.plan.candidates import POLICIES, Request, Variants, legal, structures
-from boost.plan.hardware import Hardware
 from boost.plan.peak import peak
 from boost.plan.search import Plan, Search, Tick, max_peak, peak_ranks
 from boost.plan.timing import Predictor
@@ -80,12 +79,12 @@ def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tu
 def fits_at_all(request: Request) -> bool:
     """Whether some configuration has room for micro-batches of one sequence, whatever the global batch."""
     smallest = _smallest_configs(request, POLICIES[::-1])
-    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), request.hardware) for config in smallest)
+    return any(_fits(_train(config, **_least_batch(config.parallel, 1)), request) for config in smallest)
 
 
 def fits(request: Request) -> bool:
     """Whether any configuration fits at micro-batch 1 with the request's global batch."""
-    return any(_fits(config, request.hardware) for config in _smallest_configs(request, POLICIES[::-1]))
+    return any(_fits(config, request) for config in _smallest_configs(request, POLICIES[::-1]))
 
 
 def where_it_fits(search: Search) -> str:
@@ -117,7 +116,7 @@ def _by_policy(request: Request, grow: Grow, tick: Tick | None, most: int = MAX_
     for name in names:
         best, chosen = 0, None
         for config in configs[name]:
-            more = _largest(config, grow, request.hardware, best, most)
+            more = _largest(config, grow, request, best, most)
             if more > best:
                 best, chosen = more, config
             done += 1
@@ -145,12 +144,12 @@ def _smallest_configs(request: Request, names: tuple[RecomputeName, ...]) -> Ite
                 yield variants.of(parallel, 1, name, every)
 
 
-def _largest(config: Config, grow: Grow, hardware: Hardware, beyond: int, most: int) -> int:
+def _largest(config: Config, grow: Grow, request: Request, beyond: int, most: int) -> int:
     """The largest n > `beyond` that is legal and fits; `beyond` if there is none."""
 
     def good(n: int) -> bool:
         asked = grow(config, n)
-        return legal(asked) and _fits(asked, hardware)
+        return legal(asked) and _fits(asked, request)
 
     first = next((n for n in range(beyond + 1, beyond + 3) if legal(grow(config, n))), beyond + 1)
     if not good(first):
@@ -164,14 +163,15 @@ def _largest(config: Config, grow: Grow, hardware: Hardware, beyond: int, most: 
     return low
 
 
-def _fits(config: Config, hardware: Hardware) -> bool:
-    usable, on_gpu = hardware.usable_bytes, hardware.is_gpu
+def _fits(config: Config, request: Request) -> bool:
+    usable, on_gpu = request.allowed_bytes, request.hardware.is_gpu
     return legal(config) and all(peak(config, rank, on_gpu).total <= usable for rank in peak_ranks(config))
 
 
 def _plan(config: Config, request: Request) -> Plan:
     held, pp_rank = max_peak(config, request.hardware.is_gpu)
-    return Plan(config, Predictor(request.hardware).predict(config), held, pp_rank, request.hardware.usable_bytes)
+    hardware = request.hardware
+    return Plan(config, Predictor(hardware).predict(config), held, pp_rank, hardware.usable_bytes, request.margin)
 
 
 def _least_batch(parallel: ParallelConfig, micro_batch: int) -> dict[str, int]:

@@ -11,14 +11,24 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from boost.config import rules
 from boost.config.schema import Config, ParallelConfig
 from boost.config.stages import stages
 from boost.errors import ConfigError
-from boost.plan.candidates import POLICIES, Request, Variants, context_sizes, legal, micro_batches, policies, structures
+from boost.plan.candidates import (
+    POLICIES,
+    Request,
+    Variants,
+    context_sizes,
+    divisors,
+    legal,
+    micro_batches,
+    policies,
+    structures,
+)
 from boost.plan.categories import OPTIMIZER, WEIGHTS
 from boost.plan.peak import PeakMemory, peak
 from boost.plan.step_time import StepTime
@@ -53,6 +63,8 @@ class Plan:
     """That pipeline rank."""
     usable: int
     """Bytes available to tensors on one device."""
+    margin: float = 0.0
+    """Fraction of them that is to stay free."""
 
     @property
     def memory(self) -> int:
@@ -61,8 +73,8 @@ class Plan:
 
     @property
     def shortfall(self) -> int:
-        """Bytes over the usable memory; 0 or less if it fits."""
-        return self.memory - self.usable
+        """Bytes over the usable memory less its margin; 0 or less if it fits."""
+        return self.memory - int(self.usable * (1 - self.margin))
 
 
 @dataclass
@@ -100,7 +112,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
-        self.usable = self.request.hardware.usable_bytes
+        self.usable = self.request.allowed_bytes
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
         """By traced values of [parallel]: the largest micro-batch that may fit, the smallest one that does not."""
         self._tp_legal: dict[tuple[Any, ...], bool] = {}
@@ -167,7 +179,9 @@ class Search:
     def plan(self, config: Config) -> Plan:
         """Predicts one configuration."""
         held, pp_rank = self.peak_memory(config)
-        return Plan(config, self.predictor.predict(config), held, pp_rank, self.usable)
+        request = self.request
+        usable = request.hardware.usable_bytes
+        return Plan(config, self.predictor.predict(config), held, pp_rank, usable, request.margin)
 
     def fits(self, config: Config) -> bool:
         """Whether every rank fits in memory."""
@@ -176,7 +190,7 @@ class Search:
             self.memory_estimates += 1
             held = list[tuple[PeakMemory, int]]()
             for rank in peak_ranks(config):
-                held.append((peak(config, rank, self.predictor.on_gpu), rank))
+                held.append((peak(config, rank, self.predictor.on_gpu, self.usable), rank))
                 if held[-1][0].total > self.usable:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
                     self._misfits[key] = states
@@ -353,7 +367,8 @@ def require_legal(search: Search) -> None:
     if not search.empty:
         return
     request = search.request
-    _require_mesh(request)
+    _require_mesh(search)
+    _require_tp(search)
     variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in (*micro_batches(request, parallel.dp), 1):
@@ -364,12 +379,46 @@ def require_legal(search: Search) -> None:
     )
 
 
-def _require_mesh(request: Request) -> None:
+def _tp_problem(search: Search, tp: int) -> str:
+    """Why the model cannot be sharded over `tp` processes, whatever the layout; '' if it can."""
+    request, said = search.request, ""
+    base = request.base
+    asked = base.model_copy(update={"parallel": base.parallel.model_copy(update={"tp": tp})})
+    mesh = request.fixed - {"parallel.pp", "parallel.dp", "parallel.cp"} | {"parallel.tp"}
+    for parallel in structures(replace(request, base=asked, gpus=tp, fixed=mesh)):
+        try:
+            rules.check(search._one_tp_group(parallel, 1))
+        except ConfigError as error:
+            said = said or str(error)
+        else:
+            return ""
+    return said
+
+
+def _tp_sizes(search: Search) -> list[int]:
+    """TP sizes that divide the model and the GPUs."""
+    return [tp for tp in divisors(search.request.gpus) if not _tp_problem(search, tp)]
+
+
+def _require_tp(search: Search) -> None:
+    """Raises ConfigError, with those that do, if the fixed TP size does not divide the model."""
+    request = search.request
+    if "parallel.tp" in request.fixed and (said := _tp_problem(search, request.base.parallel.tp)):
+        listed = ", ".join(map(str, _tp_sizes(search))) or "none"
+        said = said.partition("; nearest valid value")[0]
+        raise ConfigError(f"{said}; TP sizes that divide --gpus = {request.gpus} too: {listed}")
+
+
+def _require_mesh(search: Search) -> None:
     """Raises ConfigError if the fixed mesh sizes do not multiply to the number of GPUs."""
+    request = search.request
     sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
     for key, size in sizes.items():
         if request.gpus % size:
-            best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
+            if key == "parallel.tp" and (listed := _tp_sizes(search)):
+                best = min(listed, key=lambda n: (abs(n - size), n))
+            else:
+                best = rules.nearest(size, request.gpus, lambda n: request.gpus % n == 0)
             raise ConfigError(f"{key} = {size} must divide --gpus = {request.gpus}; nearest valid value: {best}")
     made = math.prod(sizes.values())
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())

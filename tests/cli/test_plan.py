@@ -145,7 +145,7 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
         ([*SMALL[:3], "0", *SMALL[4:]], "--gpus = 0 is too small"),
         ([*SMALL[:-1], "1X"], "1M-tokens"),
         ([*SMALL[:-1], "100-tokens"], "less than one sequence"),
-        ([*SMALL, "--parallel.tp", "3"], "parallel.tp = 3 must divide --gpus = 4; nearest valid value: 4"),
+        ([*SMALL, "--parallel.tp", "3"], "parallel.tp = 3 must divide --gpus = 4; nearest valid value: 2"),
         ([*SMALL, "--parallel.tp", "x"], "parallel.tp"),
         ([*SMALL, "--parallel.tpp", "2"], "unknown key 'parallel.tpp'"),
         ([*SMALL, "--family", "denes"], "model.family"),

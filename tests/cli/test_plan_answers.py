@@ -1,6 +1,9 @@
 """What `boost plan` says beside the best configuration: intervals, stacks, families, files that can be run."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +103,27 @@ def test_what_was_asked_for_stays(capsys: pytest.CaptureFixture[str], tmp_path: 
         33,
         "runs/other",
     )
+
+
+def test_a_batch_that_nobody_asked_for_is_a_realistic_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-3's for so many parameters, where a preset has none for training; a recipe's own where it has."""
+    words = ["--gpus", "8", "--gpu", "h100-80g", "--seq", "4096", "--parallel.tp", "1", "--parallel.pp", "1"]
+    assert facts(capsys, "--model", "1b", *words)["tokens"] == 2**19
+    assert facts(capsys, "--model", "7b", *words)["tokens"] == 2**20
+    assert facts(capsys, "--model", "cola-60m", *words[:4])["global_batch"] == load("cola-60m").train.global_batch
+
+
+def test_a_margin_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert facts(capsys, *SMALL)["best"]["memory_margin"] == 0.08
+    assert facts(capsys, *SMALL, "--memory-margin", "20%")["best"]["memory_margin"] == 0.2
+    with pytest.raises(SystemExit):
+        main(["plan", *SMALL, "--memory-margin", "110%"])
+    assert "as in 8% or 0.08" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_same_question_has_the_same_answer() -> None:
+    """To the last digit, in processes whose hashes differ."""
+    command = [sys.executable, "-m", "boost.cli.main", "plan", *SMALL, "--json"]
+    said = {subprocess.check_output(command, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2")}
+    assert len(said) == 1

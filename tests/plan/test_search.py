@@ -1,5 +1,6 @@
 """The search against every candidate, one by one."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ from boost.config.layouts import layout_spec, layouts_of
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
-from boost.plan.candidates import Request, every_candidate, legal
+from boost.plan.candidates import Request, context_sizes, divisors, every_candidate, legal, structures
 from boost.plan.collectives import step_collectives
 from boost.plan.compare import alternatives, human_seconds, notes, time_difference
+from boost.plan.fewer import sizes, with_fewer
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Search, max_peak, require_legal
 from boost.plan.step_time import GEMMS, HOST
@@ -94,6 +96,24 @@ def test_what_is_left_out_is_never_better() -> None:
     assert compared > 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["a100-80g", "h100-80g"])
+def test_what_is_left_out_is_never_better_at_real_sizes(gpu: str) -> None:
+    """Ungrouped linears, and weights cast at each use: 1B to 30B, TP 2 and a whole node."""
+    hardware = load_hardware(gpu)
+    predictor = Predictor(hardware)
+    for size, layout, tp, micro_batch in itertools.product(
+        ("1b", "7b", "30b"), ("btp", "btp-sp", "btp-cp"), (2, hardware.per_node), (1, 4)
+    ):
+        words = [f"--parallel.layout={layout}", f"--parallel.tp={tp}", f"--train.micro_batch={micro_batch}"]
+        best = load(f"boost-{size}", [*words, "--train.global_batch=16", "--train.seq_len=4096"])
+        seconds = predictor.predict(best).seconds
+        for section, change in (("parallel", {"grouping": False}), ("train", {"working_copies": False})):
+            changed = getattr(best, section).model_copy(update=change)
+            worse = best.model_copy(update={section: changed})
+            assert predictor.predict(worse).seconds >= seconds * (1 - 1e-9), (size, layout, tp, change)
+
+
 def test_layouts_that_are_left_out_send_more() -> None:
     request = Request(base(), 4, hardware())
     model, compared = request.base.model, 0
@@ -131,10 +151,81 @@ def test_sizes_that_make_no_mesh() -> None:
             require_legal(Search(Request(config, gpus, hardware(), frozenset(fixed))))
         return str(caught.value)
 
-    assert "nearest valid value: 4" in refused(4, "parallel.tp", tp=3)
+    assert "nearest valid value: 2" in refused(4, "parallel.tp", tp=3)
+    assert "TP sizes that divide --gpus = 6 too: 1, 2" in refused(6, "parallel.tp", tp=3)  # 4 divides the model, not 6
     assert "= 8 processes" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
     assert "must divide" in refused(7, "parallel.tp", tp=7)
     assert "must be divisible" in refused(7, "parallel.dp", dp=7)
+
+
+def test_a_margin_stays_free() -> None:
+    """What fits in all of the memory need not fit with a margin; a plan says what is missing."""
+    config = base("--model.layers=8", "--train.global_batch=64")
+    whole = Search(Request(config, 4, hardware(2e9))).fastest()
+    assert whole is not None
+    tight = hardware(whole.memory * 1.01)
+    without, with_margin = (Search(Request(config, 4, tight, margin=margin)) for margin in (0.0, 0.08))
+    found, other = without.fastest(), with_margin.fastest()
+    assert found is not None and found.memory == whole.memory
+    assert other is not None and other.memory <= 0.92 * other.usable < whole.memory and other.shortfall <= 0
+    assert with_margin.plan(whole.config).shortfall > 0
+
+
+def test_tight_memory_names_what_has_room() -> None:
+    config = base("--model.layers=8", "--train.global_batch=64")
+    whole = Search(Request(config, 4, hardware(80e9))).fastest()
+    assert whole is not None
+    search = Search(Request(config, 4, hardware(whole.memory * 1.05)))
+    best = search.fastest()
+    assert best is not None
+    said = " ".join(notes(search, best, [], None))
+    assert "With room: " in said or "Memory is tight" in said
+
+
+def test_micro_batches_are_divisors() -> None:
+    config = base("--train.global_batch=60")
+    found = {
+        each.train.micro_batch for each in every_candidate(Request(config, 2, hardware(), frozenset({"parallel.pp"})))
+    }
+    assert {1, 3, 5, 6, 15, 30} <= found
+    assert divisors(60) == [n for n in range(1, 61) if 60 % n == 0] and divisors(49) == [1, 7, 49]
+
+
+def test_as_many_stages_as_layers() -> None:
+    request = Request(base("--model.layers=8", "--train.global_batch=16"), 2, hardware())
+    found = {
+        each.parallel.virtual
+        for each in every_candidate(request)
+        if each.parallel.pp == 2 and not each.parallel.sharded
+    }
+    assert found == {1, 2, 3, 4}
+
+
+def test_few_sequences_are_shared() -> None:
+    """A sequence of ordinary length goes over a context axis where there are fewer of them than GPUs."""
+    few, many = (Request(base("--train.seq_len=4096", f"--train.global_batch={n}"), 8, hardware()) for n in (2, 8))
+    assert context_sizes(few, 1) == [1, 2, 4] and context_sizes(few, 4) == [1] and context_sizes(many, 1) == [1]
+
+
+def test_tp_stays_inside_a_node() -> None:
+    request = Request(base("--train.global_batch=16", "--model.heads=8"), 16, hardware())
+    assert {parallel.tp for parallel in structures(request)} == {1, 2, 4}  # four a node
+    wide = request.base.model_copy(update={"parallel": ParallelConfig(layout="btp", tp=8)})
+    fixed = replace(request, base=wide, fixed=frozenset({"parallel.tp"}))
+    assert {parallel.tp for parallel in structures(fixed)} == {8}
+
+
+def test_fewer_gpus_where_the_batch_divides() -> None:
+    config = base("--train.global_batch=64", "--model.layers=2")
+    request = Request(config, 5, hardware())
+    assert sizes(request) == [4] and sizes(replace(request, gpus=4)) == []
+    assert sizes(replace(request, fixed=frozenset({"parallel.pp"}))) == []
+    found = with_fewer(request, Search(request).fastest())
+    assert found is not None
+    search, plan = found
+    assert plan.config.parallel.dp == search.request.gpus == 4
+    quick = replace(plan, time=replace(plan.time, seconds=plan.time.seconds / 2))
+    assert with_fewer(request, quick) is None
 
 
 def test_why_is_made_of_differences() -> None:
