@@ -77,6 +77,8 @@ def profile_of(
         # Gloo's threads compute on the cores that the model computes on.
         "overlap": 0.8 if cuda else 0.0,
         "sources": ["measured by boost plan calibrate"],
+        "provenance": {"": "calibrated", "reserve_gb": "estimate", "overlap": "estimate"}
+        | ({"network": "estimate"} if mesh.size > 1 else {"node": "estimate", "network": "estimate"}),
         "speeds": _speeds(points[PROCESSES], probes[PROCESSES]),
         "node": link,
         "network": link,

@@ -11,6 +11,7 @@ from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
 from boost.plan.candidates import context_sizes
 from boost.plan.inspection import human_bytes
+from boost.plan.provenance import QUANTITIES, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.step_time import (
     ATTENTION_TIME,
@@ -192,11 +193,8 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
         )
     yield from _with_room(search, best)
     hardware = search.request.hardware
-    if not hardware.speeds.kernels and not hardware.node.measured:
-        yield (
-            f"Speeds come from published measurements and datasheets ({hardware.title}), not from your machines: "
-            "run 'boost plan calibrate' there to profile them."
-        )
+    if any(origin(hardware, field) != "calibrated" for field in QUANTITIES):
+        yield f"Speeds: {provenance_words(hardware)}. 'boost plan calibrate' measures your machines."
 
 
 def _with_room(search: Search, best: Plan) -> Iterator[str]:

@@ -16,6 +16,8 @@ from pydantic import Field, ValidationError
 from boost.config.schema import Positive, Section
 from boost.config.text import read_toml
 from boost.errors import ConfigError
+from boost.plan.datasheet import BASE, tree_of
+from boost.plan.provenance import Origin, provenance_of_file
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -236,6 +238,8 @@ class Hardware(Section):
     """Between nodes, per device when all devices of a node send."""
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Sources of the numbers."""
+    provenance: dict[str, Origin] = Field(default_factory=dict)
+    """Where each number is from, by dotted field or table; '' for all others (`boost.plan.provenance`)."""
 
     @property
     def is_gpu(self) -> bool:
@@ -262,19 +266,24 @@ def names() -> list[str]:
 
 
 def profile_of(name: str, memory_bytes: int) -> str | None:
-    """The built-in profile of a GPU that torch calls `name` and that has so much memory; None if there is none."""
+    """The built-in profile of a GPU that torch calls `name` and that has so much memory; None if there is none. Of several, the one
+    that more of the name speaks for: an H100 PCIe is no H100 SXM, a GB200 no B200."""
+    found: list[tuple[int, str]] = []
     for profile in names():
-        kind, _, size = profile.partition("-")
-        gigabytes = int("".join(c for c in size.partition("-")[0] if c.isdecimal()) or 0)
-        if kind.upper() in name.upper() and abs(memory_bytes / 1e9 / gigabytes - 1) < 0.15:
-            return profile
-    return None
+        kinds, _, rest = profile.rpartition("g")[0].rpartition("-") if not profile[-1].isdigit() else ("", "", "")
+        if not kinds:  # a number of GPUs comes last: a100-80g-8
+            kinds, rest = profile.rsplit("-", 2)[0], profile.rsplit("-", 2)[1].rstrip("g")
+        words = kinds.upper().split("-")
+        if all(word in name.upper() for word in words) and abs(memory_bytes / 1e9 / int(rest) - 1) < 0.15:
+            found.append((-len(kinds), profile))
+    return min(found)[1] if found else None
 
 
 def load_hardware(name: str) -> Hardware:
-    """Loads a profile by name or from a `.toml` file. Raises ConfigError if it does not exist or is invalid."""
+    """Loads a profile by name (or the first word of one: h100), from a `.toml` file, or from a datasheet line: 'tflops=165,mem=24'
+    (`boost.plan.datasheet`). Raises ConfigError if it does not exist or is invalid."""
     try:
-        return Hardware.model_validate(_read(name))
+        return Hardware.model_validate(tree_of(name, _read(BASE)) if "=" in name else _read(name))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -283,27 +292,36 @@ def load_hardware(name: str) -> Hardware:
 
 def _read(name: str) -> dict[str, Any]:
     """The raw tables of a profile; `like` names a built-in profile whose values it overrides."""
-    path = Path(name) if name.endswith(".toml") else PROFILES / f"{name.lower()}.toml"
+    own = name.endswith(".toml")
+    path = Path(name) if own else PROFILES / f"{full_name(name)}.toml"
     if not path.is_file():
         if name.endswith(".toml"):
             raise ConfigError(f"--gpu = '{name}': no such file; 'boost plan calibrate --out {name}' creates one")
-        begins = [known for known in names() if known.startswith(name.lower())]
-        close = sorted(begins, key=len) or difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
+        close = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.3)
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(
             f"--gpu = '{name}' is not a hardware profile; {hint}profiles: {', '.join(names())}; "
-            "'boost plan calibrate' profiles this machine"
+            "'boost plan calibrate' profiles this machine; a datasheet will do: --gpu \"tflops=165,mem=24,bw=1008,link=pcie4\""
         )
     try:
         tree = read_toml(path)
     except ConfigError as error:
         raise ConfigError(f"--gpu = '{name}': {error}") from None
+    if own:
+        tree["provenance"] = provenance_of_file(tree)
     if "like" not in tree:
         return tree
     like = str(tree.pop("like"))
     if like not in names():
         raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
     return _merged(_read(like), tree)
+
+
+def full_name(name: str) -> str:
+    """The profile that a name is short for: of those that begin with this word, the shortest, then the first."""
+    known = names()
+    begins = [each for each in known if each.startswith(f"{name.lower()}-")]
+    return name.lower() if name.lower() in known or not begins else min(begins, key=len)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

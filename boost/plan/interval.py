@@ -16,7 +16,10 @@ from boost.plan.hardware import Hardware
 
 FILE = Path(__file__).parent / "intervals.toml"
 
-Kind = Literal["replicas", "sharded", "blocking", "calibrated"]
+Kind = Literal["replicas", "sharded", "blocking", "calibrated", "unmeasured"]
+
+MEASURED = ("a100", "h100")
+"""Architectures that the record has rows of."""
 
 SHARE = 0.8
 """Fraction of steps that an interval holds."""
@@ -52,8 +55,12 @@ def kind_of(tp: int, pp: int, cp: int = 1, blocking: bool = False) -> Kind:
 
 def interval(seconds: float, parallel: ParallelConfig, hardware: Hardware) -> tuple[float, float]:
     """(low, high) seconds of a predicted step: SHARE of measured ones are between."""
-    kind = kind_of(parallel.tp, parallel.pp, parallel.cp, hardware.pipeline.blocking > 0)
-    spread = spreads()[kind if hardware.architecture else "calibrated"]
+    kind: Kind = kind_of(parallel.tp, parallel.pp, parallel.cp, hardware.pipeline.blocking > 0)
+    if not hardware.architecture:
+        kind = "calibrated"
+    elif hardware.architecture not in MEASURED:
+        kind = "unmeasured"
+    spread = spreads()[kind]
     return seconds * spread.low, seconds * spread.high
 
 

@@ -13,7 +13,7 @@ BAD = [
     (["recompute", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
     (["fit", "--memory-gb", "0"], ["--memory-gb = 0", "80"]),
     (["fit", "--train.step", "3"], ["train.step", "did you mean"]),
-    (["modeled", "--hardware", "h100"], ["'h100'", "did you mean 'h100-80g'"]),
+    (["modeled", "--hardware", "h10"], ["'h10'", "did you mean 'h100-"]),
     (["report", "--results", "/nowhere"], ["--results = '/nowhere'", "contains no results"]),
     (["steps", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
     (["steps", "--tp", "0"], ["--tp = 0", "smallest valid value: 1"]),

@@ -138,7 +138,7 @@ def test_a_batch_of_tokens_divides_over_odd_numbers_of_gpus() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--model", "7b", "--gpus", "16", "--gpu", "a100"], "did you mean 'a100-80g'"),
+        (["--model", "7b", "--gpus", "16", "--gpu", "a10"], "did you mean 'a100-"),
         (["--model", "7b", "--gpus", "16"], "--gpu is missing"),
         (["--gpus", "16", "--gpu", "a100-80g"], "--model is missing"),
         (["--model", "9b", "--gpus", "16", "--gpu", "a100-80g"], "1b, 3b, 7b, 13b, 30b"),

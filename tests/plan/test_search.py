@@ -236,7 +236,7 @@ def test_why_is_made_of_differences() -> None:
     others = alternatives(search, best)
     assert any("TP" in other.why or "host" in other.why for other in others)
     said = " ".join(notes(search, best, others, None))
-    assert "Pure data parallelism beats TP here" in said and "published measurements and datasheets" in said
+    assert "Pure data parallelism beats TP here" in said and "boost plan calibrate' measures your machines" in said
     waiting = replace(best, time=replace(best.time, parts={**best.time.parts, HOST: 0.3 * best.time.seconds}))
     assert "GPUs wait for kernel launches 30% of the step" in " ".join(notes(search, waiting, others, None))
     for other in others:

@@ -1,0 +1,118 @@
+"""A hardware profile from a datasheet line: `tflops=165,mem=24,bw=1008,link=pcie4`.
+
+What a datasheet does not say is taken from GPUs that were measured, as shares of what it says, and marked as an estimate.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from boost.errors import ConfigError
+
+BASE = "h100-80g"
+"""The profile that everything else is taken from: latencies, launches, overlap, how speed grows with size."""
+
+LINKS = {
+    "pcie3": 11.0, "pcie4": 22.0, "pcie5": 44.0,
+    "nvlink2": 130.0, "nvlink3": 230.0, "nvlink4": 363.0, "nvlink5": 673.0,
+}  # fmt: skip
+"""GB/s that a process sends in large collectives over a link: of PCIe, about 0.7 of x16 in one direction (estimate); of NVLink
+with a switch, as in the profiles."""
+
+RAMP_MB = {"pcie": 4.0, "nvlink": 40.0}
+"""Message size at which a link reaches two thirds of its bandwidth."""
+
+GEMM_SHARE, MEMORY_SHARE = 0.62, 0.85
+"""What products of large matrices sustain in training of the peak, as H100s in the public record; and element-wise operations of
+the memory bandwidth."""
+
+ATTENTION_SHARES = ((64, 0.37, 0.34), (128, 0.50, 0.42))
+"""(head dimension, forward, backward): what fused attention reaches of the peak, between A100 and H100."""
+
+GIB = 1.0625
+"""What CUDA reports of a card of so many GB in its name: they are nearly GiB (80 GB: 85.0 GB)."""
+
+_HELP = 'as in --gpu "tflops=165,mem=24,bw=1008,link=pcie4"'
+
+KEYS = {
+    "tflops": "dense bf16 peak in TFLOP/s",
+    "mem": "memory in GB",
+    "bw": "memory bandwidth in GB/s",
+    "link": f"{', '.join(LINKS)}, or GB/s (default pcie4)",
+    "net": "network port of a GPU in Gb/s (default 100)",
+    "fp32": "fp32 peak in TFLOP/s (default tflops / 8)",
+    "per_node": "GPUs per node (default 8)",
+}
+"""What a line may have; the first three it must."""
+
+
+def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
+    """The raw profile of a datasheet line. `base`: the raw profile of BASE. Raises ConfigError."""
+    said = _parsed(line)
+    missing = [key for key in ("tflops", "mem", "bw") if key not in said]
+    if missing:
+        raise ConfigError(f"--gpu = '{line}' lacks {missing[0]} ({KEYS[missing[0]]}); {_HELP}")
+    tflops, memory, bandwidth = (_number(line, said, key) for key in ("tflops", "mem", "bw"))
+    link, ramp = _link(line, said.get("link", "pcie4"))
+    port = _number(line, said, "net", 100.0)
+    fp32 = _number(line, said, "fp32", tflops / 8)
+    per_node = _number(line, said, "per_node", 8.0)
+    if per_node != int(per_node):
+        raise ConfigError(f"--gpu = '{line}': per_node = {per_node:g} must be an integer; {_HELP}")
+    tree = copy.deepcopy(base)
+    tree.update(
+        title=f"datasheet: {tflops:g} TFLOP/s in bf16, {memory:g} GB at {bandwidth:g} GB/s, {said.get('link', 'pcie4')} (estimate)",
+        architecture="datasheet", per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
+        sources=[f"--gpu: {line}", "All else: shares of measured GPUs (estimates)"],
+        provenance={"": "estimate"} | dict.fromkeys(("memory_gb", "speeds.memory_gb_s"), "datasheet"),
+    )  # fmt: skip
+    speeds = tree["speeds"]
+    speeds.update(memory_gb_s=bandwidth, memory_fraction=MEMORY_SHARE, other_attention={})
+    speeds["gemm"]["bfloat16"].update(tflops=tflops, fraction=GEMM_SHARE)
+    for dtype in ("float32", "float64"):
+        speeds["gemm"][dtype].update(tflops=fp32)
+    speeds["attention"]["bfloat16"] = [
+        {"head_dim": width, "forward": forward * tflops, "backward": backward * tflops}
+        for width, forward, backward in ATTENTION_SHARES
+    ]
+    for dtype in ("float32", "float64"):
+        speeds["attention"][dtype] = [{"head_dim": 128, "forward": 0.45 * fp32, "backward": 0.36 * fp32}]
+    tree["node"].update(name="NVLink" if ramp == "nvlink" else "PCIe", gb_s=link, half_mb=RAMP_MB[ramp], all_reduce=[])
+    tree["network"].update(name="network", gb_s=0.9 * port / 8)
+    return tree
+
+
+def _parsed(line: str) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in line.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if key not in KEYS or not equals or not value:
+            raise ConfigError(
+                f"--gpu = '{line}': '{part}' is not one of {', '.join(f'{key}=' for key in KEYS)}; {_HELP}"
+            )
+        said[key] = value
+    return said
+
+
+def _number(line: str, said: dict[str, str], key: str, otherwise: float | None = None) -> float:
+    if key not in said and otherwise is not None:
+        return otherwise
+    return _positive(said[key], lambda: f"--gpu = '{line}': {key} = {said[key]} must be a number above 0 ({KEYS[key]})")
+
+
+def _link(line: str, word: str) -> tuple[float, str]:
+    """(GB/s, key of RAMP_MB)."""
+    if word.lower() in LINKS:
+        return LINKS[word.lower()], word.lower().rstrip("0123456789")
+    speed = _positive(word, lambda: f"--gpu = '{line}': link = {word} is not {KEYS['link']}")
+    return speed, "nvlink" if speed > LINKS["pcie5"] else "pcie"
+
+
+def _positive(word: str, problem: Callable[[], str]) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(problem())
+    return value

@@ -1,0 +1,54 @@
+"""Hardware profiles from datasheet lines."""
+
+import pytest
+
+from boost.config import load
+from boost.errors import ConfigError
+from boost.plan.hardware import load_hardware
+from boost.plan.interval import interval
+from boost.plan.provenance import origin
+from boost.plan.timing import predict
+
+CARD = "tflops=165,mem=24,bw=1008,link=pcie4"
+
+
+def test_a_line_is_a_profile() -> None:
+    card = load_hardware(CARD)
+    assert card.peak_flops("bfloat16") == 165e12 and card.speeds.memory_gb_s == 1008 and card.per_node == 8
+    assert card.memory_gb == pytest.approx(25.5) and card.node.name == "PCIe" and card.node.gb_s == 22
+    assert (
+        origin(card, "memory_gb") == "datasheet"
+        and origin(card, "speeds.gemm.bfloat16") == origin(card, "node.gb_s") == "estimate"
+    )
+    wide = load_hardware("tflops=165, mem=24, bw=1008, link=300, net=400, per_node=4, fp32=80")
+    assert (wide.node.name, wide.node.gb_s, wide.network.gb_s, wide.per_node) == ("NVLink", 300, 45, 4)
+    assert wide.peak_flops("float32") == 80e12
+
+
+def test_what_is_estimated_is_near_what_was_measured() -> None:
+    """An H100 from its datasheet is within a fifth of its profile as PyTorch reaches it."""
+    line = load_hardware("tflops=989.4,mem=80,bw=3350,link=nvlink4,net=400,fp32=66.9")
+    config = load("boost-7b", ["--parallel.layout=btp-sp", "--parallel.tp=4", "--train.micro_batch=4", "--train.seq_len=4096",
+                               "--train.compute_dtype=bfloat16"])  # fmt: skip
+    ratio = predict(config, line).seconds / predict(config, load_hardware("h100-80g")).seconds
+    assert 1.0 < ratio < 1.35
+    low, high = interval(1.0, config.parallel, line)
+    assert high - low > 0.5  # nothing of it was compared with a measurement
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("tflops=165", "lacks mem (memory in GB)"),
+        ("tflops=165,mem=24", "lacks bw"),
+        ("tflops=fast,mem=24,bw=1", "tflops = fast must be a number above 0"),
+        ("tflops=1,mem=-24,bw=1", "mem = -24 must be a number above 0"),
+        ("tflops=1,mem=24,bw=1,link=pcie9", "link = pcie9 is not pcie3"),
+        ("tflops=1,mem=24,bw=1,cores=3", "'cores=3' is not one of tflops="),
+        ("tflops=1,mem=24,bw=1,per_node=1.5", "per_node = 1.5 must be an integer"),
+    ],
+)
+def test_lines_that_are_wrong(line: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_hardware(line)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
