@@ -37,6 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--quick", action="store_true", help="few and small shapes: a rough profile in seconds")
+    parser.add_argument("--force", action="store_true", help="write the profile even if its fit is useless")
     return parser
 
 
@@ -55,5 +56,5 @@ def run(args: argparse.Namespace) -> int:
     cuda = args.device != "cpu" and torch.cuda.is_available()
     nproc = args.nproc or min(torch.cuda.device_count() if cuda else available_cores(), 8)
     dtypes = args.dtypes or (["float32", "bfloat16"] if cuda else ["float32"])
-    work = (dtypes, args.device, args.quick, args.out)
+    work = (dtypes, args.device, args.quick, args.out, args.force)
     return calibrate_process(*work) if under_torchrun() else launch(calibrate_process, work, nproc, log_dir=None)

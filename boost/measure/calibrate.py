@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,16 @@ import torch
 
 from boost.config.load import from_tree
 from boost.config.schema import ParallelConfig
-from boost.measure.speed import Point, Stopwatch, attention_points, collective_points, gemm_points, kernel_points
+from boost.measure.fit_check import problems
+from boost.measure.speed import (
+    Point,
+    Stopwatch,
+    any_process,
+    attention_points,
+    collective_points,
+    gemm_points,
+    kernel_points,
+)
 from boost.measure.steps import time_passes
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh, world_size
 from boost.plan.hardware import Hardware
@@ -32,8 +42,9 @@ PROCESSES = "together"
 ALONE = "alone"
 
 
-def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path) -> int:
-    """One process of the calibration. The main one writes the profile. Raises StorageError."""
+def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path, force: bool = False) -> int:
+    """One process of the calibration. The main one writes the profile; one that is useless only by `force`, and the exit code is
+    1 on all. Raises StorageError."""
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
     watch = Stopwatch(mesh, samples=3 if quick else 7)
     together = _sweep(watch, dtypes, quick, "all processes at once" if mesh.size > 1 else "one process")
@@ -48,14 +59,36 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     if mesh.is_main:
         profile = profile_of(mesh, points, probes, links)
     host = _host_us(mesh, profile if mesh.is_main else None)
+    drift, refused = watch.probe.least(10) / watch.reference, False
     if mesh.is_main:
         profile["host_us"] = host
-        hardware = Hardware.model_validate(profile)
-        _write(out, profile)
-        print(summary(hardware, points, out))
+        found = list(problems(profile, _fit_errors(points), drift))
+        profile["sources"] += [f"beware: {problem.words}" for problem in found]
+        refused = any(problem.serious for problem in found) and not force
+        for problem in found:
+            print(f"{'error' if problem.serious else 'warning'}: {problem.words}", file=sys.stderr)
+        if refused:
+            print(
+                f"{out} not written: keep the machine idle and measure again; --force writes it all the same",
+                file=sys.stderr,
+            )
+        else:
+            _write(out, profile)
+            print(summary(Hardware.model_validate(profile), points, out))
+    refused = any_process(mesh, refused)
     mesh.barrier()
     close_mesh()
-    return 0
+    return int(refused)
+
+
+def _fit_errors(points: dict[str, list[Point]]) -> list[tuple[str, float]]:
+    """Mean error of the law of GEMMs, by sweep and dtype."""
+    found = []
+    for kind, each in points.items():
+        for dtype in sorted({point.dtype for point in each}):
+            gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
+            found.append((f"{kind}, {dtype}", fit_gemm(gemms)[1]))
+    return found
 
 
 def profile_of(

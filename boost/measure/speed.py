@@ -239,6 +239,13 @@ def collective_points(
             yield _point(kind, dtype, (elements * dtype.itemsize,), seconds)
 
 
+def any_process(mesh: Mesh, said: bool) -> bool:
+    """Whether any process says so. Collective."""
+    if mesh.size == 1:
+        return said
+    return bool(sent.all_reduce(torch.tensor(float(said), device=mesh.device), _world(mesh)) > 0)
+
+
 def _world(mesh: Mesh) -> Axis:
     return Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD)
 

@@ -49,7 +49,7 @@ def run_calibration(out: Path) -> int:
         patch.setattr(calibrate, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
         patch.setattr(calibrate, "world_size", lambda: 2)
         patch.setattr(calibrate, "close_mesh", lambda: None)
-        return calibrate_process(["float32"], "cpu", True, out)
+        return calibrate_process(["float32"], "cpu", True, out, force=True)  # the machine may be busy
 
 
 @pytest.mark.slow
@@ -71,3 +71,23 @@ def test_a_profile_of_this_machine_is_one_that_the_planner_takes(tmp_path: Path)
     assert 0 < step.seconds < 60
     assert step.parts["TP collectives"] > 0
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.slow
+def test_a_useless_profile_is_refused(tmp_path: Path) -> None:
+    """A link that was only waited for: nothing is written, every process says so."""
+    out = tmp_path / "local.toml"
+    assert run_distributed(2, run_slow_calibration, out, False) == [1, 1] and not out.exists()
+    assert run_distributed(2, run_slow_calibration, out, True) == [0, 0]
+    sources = load_hardware(str(out)).sources
+    assert any(source.startswith("beware: ") and "sends 0.001 GB/s" in source for source in sources)
+
+
+def run_slow_calibration(out: Path, force: bool) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "open_mesh", lambda *_: toy.mesh(tp=1, dp=2))
+        patch.setattr(calibrate, "world_size", lambda: 2)
+        patch.setattr(calibrate, "close_mesh", lambda: None)
+        link = calibrate._link
+        patch.setattr(calibrate, "_link", lambda *words: link(*words) | {"gb_s": 0.001})
+        return calibrate_process(["float32"], "cpu", True, out, force)
