@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.plan_model import hugging_face_folder, source_of, tree_of_model
 from boost.config import Config, load, presets
 from boost.config.architecture import parameter_count
-from boost.config.load import change, parse_overrides, read_source, validated
+from boost.config.load import change, parse_overrides, validated
 from boost.config.rules import check
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
@@ -53,17 +54,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 4 --gpu a100-80g --longest-sequence                   or --largest-batch\n"
         "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens              where one layout overtakes another\n"
         "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
-        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them) or a TOML file (its [parallel]\n"
-        "and searched fields are ignored). --parallel.KEY, --train.micro_batch and --train.recompute fix a choice.\n"
+        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them; llama3-8b, ...), a TOML file (its\n"
+        "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
+        "--parallel.KEY, --train.micro_batch and --train.recompute fix a choice.\n"
         "'boost plan calibrate' profiles this machine; 'boost plan validate' measures the accuracy of predictions.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a preset or TOML file to explain without a search")
-    parser.add_argument("--model", metavar="M", help="size, preset or TOML file")
+    parser.add_argument("--model", metavar="M", help="size, preset, TOML file, or Hugging Face folder")
     parser.add_argument("--family", metavar="F", help="short for --model.family")
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs in the mesh")
-    parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile: a name or a .toml file")
+    parser.add_argument(
+        "--gpu", metavar="PROFILE", help="hardware profile: h100, a100-80g-8, a .toml file, or a datasheet line"
+    )
     parser.add_argument(
         "--stack",
         choices=("boost", "eager", "compiled", "fused"),
@@ -74,7 +78,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
     parser.add_argument("--seq", type=int, metavar="L", help="tokens per sequence (default: from the model)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of the run")
-    parser.add_argument("--compute-dtype", metavar="D", help="short for --train.compute_dtype (default: bfloat16)")
+    parser.add_argument(
+        "--compute-dtype",
+        metavar="D",
+        help="short for --train.compute_dtype (default: bfloat16)",
+    )
     parser.add_argument(
         "--memory-margin",
         metavar="M",
@@ -141,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} = {value} is too small; smallest valid value: 1")
     if args.price is not None and not args.price > 0:
         raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
+    if args.compute_dtype is None and args.config is None and "bfloat16" not in hardware.speeds.gemm:
+        args.compute_dtype = next(iter(hardware.speeds.gemm))  # of a profile of CPUs
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
     if args.write is not None and args.write.exists() and not args.force:
@@ -350,7 +360,7 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
         changes.setdefault("train.compile", stack.compile)
         if stack.overlap == "none":
             changes.setdefault("parallel.overlap", "none")
-    tree = read_source(source_of(args.model))
+    tree = tree_of_model(args.model)
     tree.pop("parallel", None)
     train = tree.setdefault("train", {})
     for key in SEARCHED:
@@ -375,26 +385,12 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
 def usual_batch(base: Config, changes: Mapping[str, Any], model: str) -> str | None:
     """The batch to plan for where none was asked for: that of the file or recipe, or GPT-3's for so many parameters (arXiv
     2005.14165, table 2.1) where a preset has none for training."""
-    own = model.endswith(".toml") or base.train.global_batch * base.train.seq_len >= LEAST_RECIPE
-    if own or "train.global_batch" in changes:
+    recipe = base.train.global_batch * base.train.seq_len >= LEAST_RECIPE and hugging_face_folder(model) is None
+    if recipe or model.endswith(".toml") or "train.global_batch" in changes:
         return None
     parameters = parameter_count(base.model)
     tokens = next(tokens for most, tokens in USUAL_TOKENS if parameters <= most)
     return f"{tokens}-tokens"
-
-
-def source_of(model: str) -> str:
-    """The preset or file for '7b', 'cola-1b', 'my.toml'. Raises ConfigError."""
-    sizes = [name.removeprefix("boost-") for name in presets() if name.startswith("boost-")]
-    if model.lower() in sizes:
-        return f"boost-{model.lower()}"
-    if model not in presets() and not Path(model).is_file():
-        ordered = sorted(sizes, key=lambda size: int(size.rstrip("b")))
-        raise ConfigError(
-            f"--model = '{model}' is not a size, preset or file; sizes: {', '.join(ordered)}; "
-            "'boost config' lists the presets"
-        )
-    return model
 
 
 def global_batch(words: str, seq_len: int, gpus: int) -> int:

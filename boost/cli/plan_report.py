@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.plan_model import hugging_face_folder
 from boost.cli.plan_write import asked_keys, undecided
 from boost.config import Config
 from boost.config.architecture import parameter_count
@@ -53,6 +54,8 @@ def command_line(args: argparse.Namespace, config: Config, source: str) -> list[
     """`boost train` with the flags that turn `source` into `config`, or with the written file."""
     if args.write is not None:
         return ["train", str(args.write)]
+    if hugging_face_folder(source) is not None:
+        return ["train", "run.toml"]  # which --write run.toml makes: the shape is no preset's
     return ["train", source, *flags(config, source)]
 
 
@@ -194,7 +197,8 @@ def print_report(report: PlanReport) -> None:
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
     out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
     print_plan(out, report.best, args, report.request.hardware)
-    out.print("\ncommand", style="bold")
+    written = " (after --write run.toml)" * (report.command == ["train", "run.toml"] and args.write is None)
+    out.print(f"\ncommand{written}", style="bold")
     for line in launch(report):
         out.print(Text(f"  {line}"), soft_wrap=True)
     _print_others(out, report)
