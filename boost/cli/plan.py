@@ -92,16 +92,26 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--price", type=float, metavar="P", help="USD per GPU-hour; prints the cost per 1B tokens")
     parser.add_argument("--top", type=int, default=8, metavar="K", help="number of runners-up to show (default 8)")
+    _add_outputs(parser)
+    _add_questions(parser)
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--explain", action="store_true", help="break down time and memory of the best")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown")
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the best as a configuration for 'boost train'"
     )
-    parser.add_argument("--force", action="store_true", help="let --write overwrite a file")
-    _add_questions(parser)
-    parser.set_defaults(takes_overrides=True)
-    return parser
+    parser.add_argument(
+        "--export",
+        nargs=2,
+        metavar=("FRAMEWORK", "FILE"),
+        help="write the best plan of a dense model for torchtitan (TOML) or megatron (flags)",
+    )
+    parser.add_argument("--force", action="store_true", help="let --write and --export overwrite a file")
 
 
 def _fraction(text: str) -> float:
@@ -153,8 +163,7 @@ def run(args: argparse.Namespace) -> int:
         args.compute_dtype = next(iter(hardware.speeds.gemm))  # of a profile of CPUs
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
-    if args.write is not None and args.write.exists() and not args.force:
-        raise ConfigError(f"{args.write} exists; --force overwrites it")
+    _require_files(args)
     if args.config is not None:
         return _explain_config(args, hardware)
     if args.largest_model and args.model is None:
@@ -170,6 +179,17 @@ def run(args: argparse.Namespace) -> int:
     if args.longest_sequence or args.largest_batch or args.largest_model:
         return _question(args, request)
     return _best(args, request)
+
+
+def _require_files(args: argparse.Namespace) -> None:
+    """Raises ConfigError for files that are there already, and for a framework that is unknown."""
+    from boost.plan.export import FRAMEWORKS
+
+    if args.export is not None and args.export[0] not in FRAMEWORKS:
+        raise ConfigError(f"--export {args.export[0]} is not a framework; valid values: {', '.join(FRAMEWORKS)}")
+    for path in (args.write, Path(args.export[1]) if args.export else None):
+        if path is not None and path.exists() and not args.force:
+            raise ConfigError(f"{path} exists; --force overwrites it")
 
 
 def _best(args: argparse.Namespace, request: "Request") -> int:
@@ -201,6 +221,10 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
     )
     if args.write is not None:
         args.write.write_text(written(report), encoding="utf-8", newline="\n")
+    if args.export is not None:
+        from boost.plan.export import exported
+
+        Path(args.export[1]).write_text(exported(best.config, args.export[0]), encoding="utf-8", newline="\n")
     if args.json:
         plan_report.print_json(report)
     else:

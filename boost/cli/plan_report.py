@@ -206,6 +206,8 @@ def print_report(report: PlanReport) -> None:
         out.print()
     for note in report.notes:
         out.print(Text(f"- {note}"))
+    if args.export is not None:
+        out.print(Text(f"\n{args.export[1]} written for {args.export[0]}"), soft_wrap=True)
     if args.write is not None:
         out.print(Text(f"\n{args.write} written; not decided by the plan:"), soft_wrap=True)
         for line in undecided(report.best.config, asked_keys(args)):

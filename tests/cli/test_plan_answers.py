@@ -127,3 +127,41 @@ def test_the_same_question_has_the_same_answer() -> None:
     command = [sys.executable, "-m", "boost.cli.main", "plan", *SMALL, "--json"]
     said = {subprocess.check_output(command, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2")}
     assert len(said) == 1
+
+
+def test_plans_for_other_frameworks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "flags.txt"
+    dense = [*SMALL, "--family", "dense", "--export", "megatron", str(path)]
+    assert main(["plan", *dense]) == 0 and "--hidden-size 512" in path.read_text(encoding="utf-8")
+    assert "written for megatron" in capsys.readouterr().out
+    assert main(["plan", *dense]) == 2 and "--force" in capsys.readouterr().err
+    assert main(["plan", *SMALL, "--export", "deepspeed", str(path), "--force"]) == 2
+    assert "valid values: torchtitan, megatron" in capsys.readouterr().err
+    assert main(["plan", *SMALL, "--export", "megatron", str(path), "--force"]) == 2
+    assert "low-rank" in capsys.readouterr().err
+
+
+def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of a folder or by its config.json; as it is or as a low-rank family of its shape; the file that is written can be run."""
+    content = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
+               "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    words = ["--gpus", "2", "--gpu", "h100"]
+    best = facts(capsys, "--model", str(tmp_path), *words)["best"]["config"]
+    assert (best["model"]["family"], best["model"]["kv_heads"], best["train"]["seq_len"]) == ("dense", 4, 1024)
+    path = tmp_path / "run.toml"
+    assert (
+        main(["plan", "--model", str(tmp_path / "config.json"), "--family", "cola", *words, "--write", str(path)]) == 0
+    )
+    config = load(str(path))
+    assert (config.model.family, config.model.rank, config.model.layers) == (
+        "cola",
+        128,
+        4,
+    ) and config.run.dir == "runs/run"
+    capsys.readouterr()
+    assert main(["plan", "--model", str(tmp_path), *words]) == 0
+    out = capsys.readouterr().out
+    assert "command (after --write run.toml)" in out and "boost train run.toml" in out
+    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
+    assert main(["plan", "--model", str(tmp_path), *words]) == 2 and "model_type = 'gpt2'" in capsys.readouterr().err
