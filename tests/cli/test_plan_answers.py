@@ -143,8 +143,9 @@ def test_plans_for_other_frameworks(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of a folder or by its config.json; as it is or as a low-rank family of its shape; the file that is written can be run."""
-    content = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
-               "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5}  # fmt: skip
+    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
+    content = {"model_type": "llama", **shape, "num_key_value_heads": 4, "vocab_size": 32000}
+    content |= {"max_position_embeddings": 1024, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
     words = ["--gpus", "2", "--gpu", "h100"]
     best = facts(capsys, "--model", str(tmp_path), *words)["best"]["config"]
