@@ -1,17 +1,16 @@
 """`boost plan`: the best layout, mesh and batch for given GPUs, the predicted speed, and why."""
 
 import argparse
-import gc
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.plan_model import hugging_face_folder, source_of, tree_of_model
+from boost.cli.plan_progress import progress, without_gc
 from boost.config import Config, load, presets
 from boost.config.architecture import parameter_count
 from boost.config.load import change, parse_overrides, validated
@@ -22,7 +21,7 @@ from boost.errors import ConfigError
 if TYPE_CHECKING:
     from boost.plan.candidates import Request
     from boost.plan.hardware import Hardware
-    from boost.plan.search import Plan, Search, Tick
+    from boost.plan.search import Plan, Search
 
 SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
 """Searched in addition to parallel.*, unless the command line fixes them."""
@@ -141,6 +140,11 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         help="find the fastest layout by tokens per step and TP size (--svg FILE draws it)",
     )
     questions.add_argument(
+        "--by-gpus",
+        action="store_true",
+        help="find the fastest layout by tokens per step and number of GPUs up to --gpus (--svg FILE draws it)",
+    )
+    questions.add_argument(
         "--families",
         action="store_true",
         help="what low-rank buys here: the best of the dense model and of each low-rank family of this shape, in one table",
@@ -174,8 +178,10 @@ def run(args: argparse.Namespace) -> int:
     if args.families:
         return _families(args, hardware)
     request = request_of(args, hardware)
-    if args.by_tokens:
-        return _by_tokens(args, request)
+    if args.by_tokens or args.by_gpus:
+        from boost.cli import plan_grids
+
+        return (plan_grids.by_tokens if args.by_tokens else plan_grids.by_gpus)(args, request)
     if args.longest_sequence or args.largest_batch or args.largest_model:
         return _question(args, request)
     return _best(args, request)
@@ -247,18 +253,6 @@ def _fewer_words(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
     )
 
 
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """A search makes no garbage in cycles, but so many objects that looking for it takes a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _explain_config(args: argparse.Namespace, hardware: "Hardware") -> int:
     """Explains one configuration without a search."""
     from boost.plan.search import Plan, max_peak
@@ -293,26 +287,6 @@ def _explained(args: argparse.Namespace, plan: "Plan", hardware: "Hardware") -> 
         args.svg.write_text(plan_explain.picture(plan, name, args.gpu), encoding="utf-8", newline="\n")
         if not args.json:
             print(f"\n{args.svg} written")
-
-
-def _by_tokens(args: argparse.Namespace, request: "Request") -> int:
-    from boost.cli import plan_report
-    from boost.plan.by_tokens import by_tokens, fastest, picture
-
-    with without_gc(), progress("configurations") as tick:
-        rows = by_tokens(request, tick)
-    if not any(fastest(row) for row in rows):
-        raise ConfigError(
-            f"{args.model} does not fit on {args.gpus} x {args.gpu} without a pipeline; add --parallel.pp"
-        )
-    plan_report.print_by_tokens(args, request, rows)
-    if args.svg is not None:
-        subtitle = f"On {args.gpus} x {args.gpu}: the fastest configuration of each, its time against that of the row's fastest"
-        title = f"Layout by tokens per step and TP size: {args.model}, {request.base.model.title}"
-        args.svg.write_text(picture(title, subtitle, rows), encoding="utf-8", newline="\n")
-        if not args.json:
-            print(f"\n{args.svg} written")
-    return 0
 
 
 def _families(args: argparse.Namespace, hardware: "Hardware") -> int:
@@ -471,25 +445,3 @@ def _fits_nowhere(args: argparse.Namespace, search: "Search") -> str:
         f"({mesh(config.parallel)}, {choices(config)}) needs {human_bytes(nearest.memory)} of {human_bytes(nearest.usable)}; "
         + (f"it fits {ways}" if ways else "nor does it fit on more of them; use a smaller model")
     )
-
-
-@contextmanager
-def progress(what: str) -> "Iterator[Tick]":
-    """A progress bar on stderr, if that is a terminal and it takes longer than a second."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    terminal = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        task, begun = bar.add_task(what, total=None, visible=False), time.perf_counter()
-
-        def tick(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=time.perf_counter() - begun > 1)
-
-        yield tick

@@ -13,7 +13,6 @@ from boost.cli.plan_write import asked_keys, undecided
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
-from boost.plan.by_tokens import Cell, changes, fastest, slower
 from boost.plan.candidates import Request
 from boost.plan.compare import Alternative, choices, human_seconds, mesh
 from boost.plan.hardware import Hardware
@@ -188,7 +187,7 @@ def print_report(report: PlanReport) -> None:
 
     out, args = console(), report.args
     facts = {
-        "model": _model(report.best.config, args.model),
+        "model": model_words(report.best.config, args.model),
         "hardware": f"{args.gpus} x {report.request.hardware.title}",
     }
     facts["batch"] = _batch(report.best.config, args.global_batch)
@@ -214,7 +213,7 @@ def print_report(report: PlanReport) -> None:
             out.print(Text(f"- {line}"), soft_wrap=True)
 
 
-def _model(config: Config, name: str) -> str:
+def model_words(config: Config, name: str) -> str:
     model = config.model
     rank = f", r {model.rank}" if model.rank else ""
     return (
@@ -312,7 +311,7 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
     most = max(found, key=lambda each: each.amount)
     out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"), soft_wrap=True)
     if most.plan is not None:
-        out.print(Text(_model(most.plan.config, args.model)), soft_wrap=True)
+        out.print(Text(model_words(most.plan.config, args.model)), soft_wrap=True)
     out.print("\nby recomputation policy", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("train.recompute", no_wrap=True)
@@ -331,51 +330,3 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         )  # fmt: skip
     out.print(table)
     out.print(Text("\nGlobal batch: two micro-batches per replica and stage. Larger ones are faster with a pipeline."))
-
-
-def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[Sequence[Cell]]) -> None:
-    """Prints the fastest layout by tokens per step and TP size, and where it changes."""
-    from rich.table import Table
-    from rich.text import Text
-
-    if args.json:
-        listed = [
-            {
-                "tokens": cell.tokens,
-                "tp": cell.tp,
-                **({} if cell.plan is None else as_json(cell.plan, args.price, request.hardware)),
-            }
-            for row in rows
-            for cell in row
-        ]
-        question = "fastest layout by tokens per step and TP size"
-        print(
-            json.dumps({"schema": SCHEMA, "argv": asked_words(args), "question": question, "answers": listed}, indent=2)
-        )
-        return
-    out = console()
-    heading = f"{_model(request.base, args.model)}\n{args.gpus} x {request.hardware.title}"
-    out.print(Text(heading), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("tokens a step", *(f"TP {cell.tp}" for cell in rows[0])):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        best = fastest(row)
-        words = [cell.why_none if cell.plan is None else f"{cell.layout} {slower(cell, row):.2f} x" for cell in row]
-        table.add_row(
-            f"{row[0].tokens:,}",
-            *(Text(w, style="bold" if cell is best else "") for w, cell in zip(words, row, strict=True)),
-        )
-    out.print(table)
-    said = "; ".join(f"{_way(cell)} from {cell.tokens:,} tokens" for cell in changes(rows))
-    out.print(Text(f"\nfastest: {said}"))
-    out.print(
-        Text("Times by that of the fastest in the row; without pipelines. Differences below 5% are within the error.")
-    )
-
-
-def _way(cell: Cell) -> str:
-    if cell.tp > 1:
-        return f"{cell.layout} with TP {cell.tp}"
-    shared = cell.plan is not None and cell.plan.config.parallel.cp > 1
-    return "context parallelism" if shared else "pure data parallelism"

@@ -1,13 +1,11 @@
 """Which layout is fastest, by tokens in a step and TP size: what is sent once a step weighs less, the more tokens a step has."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from boost.plan.bars import HUES
 from boost.plan.candidates import Request, powers_of_two
+from boost.plan.grid import GridCell, grid
 from boost.plan.search import Plan, Search, Tick
-from boost.plan.svg import INK, LINE, MUTED, PAPER, SANS
 
 MOST_TOKENS = 1 << 22
 """In a step."""
@@ -82,38 +80,12 @@ def _seconds(cell: Cell) -> float:
     return cell.plan.time.seconds
 
 
-WIDTH, LEFT, TOP, ROW, MARGIN = 900, 150, 128, 40, 26
-
-
 def picture(title: str, subtitle: str, rows: Sequence[Sequence[Cell]]) -> str:
-    """A grid as SVG: a layout's color, the fastest of each row framed. The same input gives the same bytes."""
-    layouts = sorted({cell.layout for row in rows for cell in row if cell.plan is not None})
-    hue = dict(zip(layouts, HUES, strict=False))
-    width = (WIDTH - LEFT - MARGIN) / len(rows[0])
-    lines = [_text(title, MARGIN, 40, 19, INK, True), _text(subtitle, MARGIN, 62, 13, MUTED)]
-    lines += [_text("tokens a step", MARGIN, TOP - 12, 13, MUTED)]
-    lines += [_text(f"TP {cell.tp}", LEFT + i * width + 12, TOP - 12, 13, MUTED) for i, cell in enumerate(rows[0])]
-    for number, row in enumerate(rows):
-        y, best = TOP + number * ROW, fastest(row)
-        lines.append(_text(f"{row[0].tokens:,}", MARGIN, y + 25, 13, INK))
-        for column, cell in enumerate(row):
-            x = LEFT + column * width
-            words = cell.why_none if cell.plan is None else f"{cell.layout}, {slower(cell, row):.2f} x"
-            color, ink = (PAPER, MUTED) if cell.plan is None else (hue[cell.layout], "#ffffff")
-            frame = f'stroke="{INK}" stroke-width="3"' if cell is best else f'stroke="{LINE}"'
-            lines.append(
-                f'<rect x="{x + 3:.1f}" y="{y + 3:g}" width="{width - 6:.1f}" height="{ROW - 6}" rx="4" fill="{color}" {frame}/>'
-            )
-            lines.append(_text(words, x + 12, y + 25, 13, ink, cell is best))
-    height = TOP + len(rows) * ROW + MARGIN
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" font-family="{SANS}" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}">'
-    )
-    paper = f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>'
-    return "\n".join([head, f"<title>{html.escape(f'{title}. {subtitle}')}</title>", paper, *lines, "</svg>"]) + "\n"
-
-
-def _text(words: str, x: float, y: float, size: int, color: str, bold: bool = False) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:g}" font-size="{size}" fill="{color}"{weight}>{html.escape(words)}</text>'
+    """A grid as SVG: a layout's color, the fastest of each row framed."""
+    cells = []
+    for row in rows:
+        best = fastest(row)
+        words = [cell.why_none if cell.plan is None else f"{cell.layout}, {slower(cell, row):.2f} x" for cell in row]
+        drawn = [GridCell(each, cell.layout, cell is best) for each, cell in zip(words, row, strict=True)]
+        cells.append((f"{row[0].tokens:,}", drawn))
+    return grid(title, subtitle, "tokens a step", [f"TP {cell.tp}" for cell in rows[0]], cells)

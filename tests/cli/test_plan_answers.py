@@ -166,3 +166,13 @@ def test_a_hugging_face_config_is_a_model(capsys: pytest.CaptureFixture[str], tm
     assert "command (after --write run.toml)" in out and "boost train run.toml" in out
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "gpt2"}), encoding="utf-8")
     assert main(["plan", "--model", str(tmp_path), *words]) == 2 and "model_type = 'gpt2'" in capsys.readouterr().err
+
+
+def test_by_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("boost.plan.by_gpus.MOST_TOKENS", 1024)
+    drawn = tmp_path / "grid.svg"
+    words = [*SMALL[:6], "--seq", "256", "--by-gpus"]
+    assert main(["plan", *words, "--svg", str(drawn)]) == 0
+    assert "4 GPUs" in capsys.readouterr().out and "does not fit" not in drawn.read_text(encoding="utf-8")
+    cells = facts(capsys, *words)["answers"]
+    assert [(cell["tokens"], cell["gpus"]) for cell in cells] == [(256, 2), (256, 4), (1024, 2), (1024, 4)]
