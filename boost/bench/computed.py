@@ -13,6 +13,7 @@ from boost.plan.collectives import step_collectives
 from boost.plan.hardware import load_hardware
 from boost.plan.memory import memory
 from boost.plan.published import STEPS, configuration
+from boost.plan.stack import with_stack
 from boost.plan.step import elementwise_bytes
 from boost.plan.timing import Predictor
 
@@ -43,7 +44,7 @@ def seven(*overrides: str) -> Config:
 
 def compute() -> Facts:
     """All of them."""
-    predictor = Predictor(load_hardware(MFU_HARDWARE))
+    predictor = Predictor(with_stack(load_hardware(MFU_HARDWARE)))
     return {
         "crossings": list(_crossings()),
         "elementwise": {

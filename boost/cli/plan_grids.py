@@ -81,9 +81,7 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
     for name in ("tokens a step", *(f"{cell.gpus} GPUs" for cell in rows[0])):
         table.add_column(name, justify="right")
     for row in rows:
-        words = [
-            f"{cell.way}\n{human_seconds(cell.plan.time.seconds)}" if cell.plan else "does not fit" for cell in row
-        ]
+        words = [f"{cell.way}\n{human_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row]
         table.add_row(f"{row[0].tokens:,}", *words)
     out.print(table)
     out.print(Text("\nWithout pipelines. Differences below 5% are within the error."))

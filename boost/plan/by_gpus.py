@@ -10,6 +10,9 @@ from boost.plan.search import Plan, Search, Tick
 MOST_TOKENS = 1 << 22
 """In a step."""
 
+MOST_COLUMNS = 6
+"""Numbers of GPUs, the largest ones."""
+
 TIMES = 4
 """How many times the sequences of a row those of the next are."""
 
@@ -21,7 +24,8 @@ class GpusCell:
     tokens: int
     gpus: int
     plan: Plan | None
-    """None: none fits."""
+    why_none: str = ""
+    """Why there is none, in few words."""
 
     @property
     def way(self) -> str:
@@ -46,6 +50,7 @@ def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
     fixed."""
     base, fixed = request.base, request.fixed | {"parallel.pp", "train.global_batch"}
     columns = [gpus for gpus in powers_of_two(1 << (request.gpus.bit_length() - 1)) if gpus >= 2 or request.gpus < 2]
+    columns = columns[-MOST_COLUMNS:]
     most = max(MOST_TOKENS // base.train.seq_len, 1)
     batches = [TIMES**n for n in range(16) if TIMES**n <= most]
     rows: list[list[GpusCell]] = []
@@ -53,8 +58,10 @@ def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
         asked = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": batch})})
         row = list[GpusCell]()
         for gpus in columns:
-            plan = Search(replace(request, base=asked, gpus=gpus, fixed=fixed)).fastest()
-            row.append(GpusCell(batch * base.train.seq_len, gpus, plan))
+            search = Search(replace(request, base=asked, gpus=gpus, fixed=fixed))
+            plan = search.fastest()
+            why = "" if plan else "too few tokens" if search.empty else "does not fit"
+            row.append(GpusCell(batch * base.train.seq_len, gpus, plan, why))
             if tick:
                 tick(len(rows) * len(columns) + len(row), len(batches) * len(columns))
         rows.append(row)
@@ -63,5 +70,5 @@ def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
 
 def picture(title: str, subtitle: str, rows: Sequence[Sequence[GpusCell]]) -> str:
     """A grid as SVG: a layout's color."""
-    cells = [(f"{row[0].tokens:,}", [GridCell(cell.way or "does not fit", cell.kind) for cell in row]) for row in rows]
+    cells = [(f"{row[0].tokens:,}", [GridCell(cell.way or cell.why_none, cell.kind) for cell in row]) for row in rows]
     return grid(title, subtitle, "tokens a step", [f"{cell.gpus} GPUs" for cell in rows[0]], cells)
