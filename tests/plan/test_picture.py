@@ -182,4 +182,4 @@ def test_names_of_files_are_no_markup() -> None:
 def test_committed_pictures_are_those_of_this_code(layout: str) -> None:
     inspection = inspect(load("boost-7b", [f"--parallel.layout={layout}"]))
     committed = (PICTURES / f"{layout}.svg").read_text(encoding="utf-8")
-    assert committed == block_picture(inspection, "boost-7b"), "write them again: see README, Layouts"
+    assert committed == block_picture(inspection, "boost-7b"), "write them again: see docs/layouts.md"
