@@ -3,12 +3,15 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from boost.config import Config, load, presets
 from boost.errors import ConfigError
 from boost.train.faults import KINDS, Fault, parse_fault
 from boost.train.signals import StopRequest
+
+if TYPE_CHECKING:
+    from boost.train.launch import Replicas
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -120,8 +123,26 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         print(f"stopped by {request.name} in start-up, before any step; nothing is lost")
         return 0
     return launch(
-        train_process, work, config.parallel.world_size, log_dir=run.logs, holds_signals=True, forks=can_fork()
+        train_process,
+        work,
+        config.parallel.world_size,
+        log_dir=run.logs,
+        holds_signals=True,
+        forks=can_fork(),
+        replicas=_replicas(config),
     )
+
+
+def _replicas(config: Config) -> "Replicas | None":
+    """What the launcher starts again, with in-step recovery."""
+    from boost.parallel.members import place_of
+    from boost.train.launch import Replicas
+
+    if config.run.recovery == "restart":
+        return None
+    places = [(*place_of(config.parallel, rank), rank) for rank in range(config.parallel.world_size)]
+    ranks = tuple(tuple(rank for of, _, rank in sorted(places) if of == number) for number in range(config.parallel.dp))
+    return Replicas(ranks, config.run.replica_restarts)
 
 
 def _config(args: argparse.Namespace) -> Config:

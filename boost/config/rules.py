@@ -29,6 +29,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _train_problems(config)
     yield from config.optim.problems(config)
     yield from _pipeline_problems(config)
+    yield from _recovery_problems(config)
 
 
 MAX_PARAMETERS = 10**13
@@ -234,6 +235,33 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"those of more again and again; with parallel.shard = '{parallel.shard}' largest valid value: 3"
         )
     yield from _micro_batch_problems(config)
+
+
+def _recovery_problems(config: Config) -> Iterator[str]:
+    """What in-step recovery does not carry."""
+    parallel = config.parallel
+    if config.run.recovery == "restart":
+        return
+    how = "run.recovery = 'in-step'"
+    if parallel.dp == 1:
+        yield f"{how} needs replicas that can take over from each other, and parallel.dp = 1; nearest valid value: 2"
+    if parallel.shard != "none":
+        yield (
+            f"{how} rebuilds a replica from the others, and parallel.shard = '{parallel.shard}' leaves parts of the state on one "
+            "replica only; set parallel.shard = 'none', or run.recovery = 'restart'"
+        )
+    if config.optim.name != "adamw":
+        yield (
+            f"{how} needs an update without communication, and optim.name = '{config.optim.name}' sums over replicas in it; set "
+            "optim.name = 'adamw', or run.recovery = 'restart'"
+        )
+    if parallel.pp > 1 and parallel.schedule not in ("gpipe", "1f1b"):
+        yield (
+            f"{how} deals any number of micro-batches to a replica, which parallel.schedule = '{parallel.schedule}' does not take; "
+            "nearest valid value: '1f1b'"
+        )
+    if config.train.on_spike == "rollback":
+        yield f"{how} and train.on_spike = 'rollback' do not go together yet; set train.on_spike = 'warn'"
 
 
 def _micro_batch_problems(config: Config) -> Iterator[str]:

@@ -118,10 +118,15 @@ class Batches:
                 f"global batch {self.global_batch} is not a multiple of {dp} data-parallel ranks times "
                 f"micro-batch {micro_batch}; set it to {_next_multiple(self.global_batch, dp * micro_batch)}"
             )
-        per_rank = self.global_batch // dp
-        indices = self.sample_indices(step)[dp_rank * per_rank : (dp_rank + 1) * per_rank]
-        for start in range(0, per_rank, micro_batch):
-            yield _stack([self.sample(int(index)) for index in indices[start : start + micro_batch]])
+        each = self.global_batch // (dp * micro_batch)
+        return self.numbered(step, range(dp_rank * each, (dp_rank + 1) * each), micro_batch)
+
+    def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
+        """Micro-batches of a step by their numbers in the global batch, 0 to G / B - 1."""
+        indices = self.sample_indices(step)
+        for number in numbers:
+            chosen = indices[number * micro_batch : (number + 1) * micro_batch]
+            yield _stack([self.sample(int(index)) for index in chosen])
 
     def sample(self, index: int) -> Batch:
         """One sample by index, as a batch of one row without the row axis: arrays [S]."""

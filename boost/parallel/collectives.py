@@ -45,7 +45,8 @@ _ops = torch.ops._c10d_functional
 def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, without a gradient; `wait` must come before the result is used."""
     x = x.contiguous()
-    if receives_first(x.device) and axis.size == 2:  # a ring of more processes does not suffer from gloo's order
+    # A ring of more processes does not suffer from gloo's order.
+    if receives_first(x.device) and axis.size == 2 and not axis.recoverable:
         return torch.ops.boost.all_reduce(x, _at_once(), axis.name)
     return _ops.all_reduce(x, "sum", axis.name)
 

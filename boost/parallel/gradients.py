@@ -32,6 +32,8 @@ class StepFlags(enum.Flag):
     """A hook requested to save and stop."""
     SAVE = enum.auto()
     """A hook requested a checkpoint after this step."""
+    JOIN = enum.auto()
+    """A replica waits to come in (`boost.train.recovery`). Of the main process only."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,30 @@ class GradientReducer:
     (zero bubble) call no gradient hooks; `finish` then launches every bucket.
     """
 
-    def __init__(self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: what is sent; None: the dtype of the gradients."""
+    def __init__(
+        self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None, keeps: bool = False
+    ) -> None:
+        """`dtype`: what is sent; None: the dtype of the gradients. `keeps`: this process's own gradients stay until the next step
+        begins, beside their sums, so that these can be taken back and made again (`again`)."""
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
         self._trainable = trainable
         self._queues = [
-            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype),
-            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype),
-            _BucketQueue(sharded, mesh.tp, dtype),
+            _BucketQueue([s.parameter for s in replicated if s.placement.partial], mesh.replicas, dtype, keeps),
+            _BucketQueue([s.parameter for s in replicated if not s.placement.partial], mesh.dp_cp, dtype, keeps),
+            _BucketQueue(sharded, mesh.tp, dtype, keeps),
         ]
+
+    def rejoin(self, mesh: Mesh) -> None:
+        """Sums from now on over the axes of `mesh`."""
+        for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
+            queue.axis = axis
+
+    def again(self) -> None:
+        """Takes sums back that were begun or made: gradients are this process's own again, and may be added to."""
+        for queue in self._queues:
+            queue.take_back()
 
     def begin(self, micro_batches: int = 1) -> None:
         """Clears all gradients and prepares for one backward pass per micro-batch."""
@@ -117,16 +132,21 @@ def _set_local_gradient(fused: FusedParam) -> None:
 class _GradBucket:
     """Parameters whose gradients share one all-reduce."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, keeps: bool) -> None:
         self.parameters = parameters
         self.pending = 0
         """Gradient accumulations still to come in this step."""
-        self._dtype = dtype
+        self._dtype, self._keeps = dtype, keeps
         self._flat: Tensor | None = None
+        self._own: list[Tensor] = []
 
     def launch(self, axis: Axis) -> None:
         """Flattens the gradients into one tensor and starts its all-reduce. They become views of it, unless its dtype differs."""
+        if axis.size == 1:
+            return
         gradients = self._gradients()
+        if self._keeps:
+            self._own = gradients
         if self._is_cast:
             self._flat = gradients[0].new_empty(sum(g.numel() for g in gradients), dtype=self._dtype)
             torch._foreach_copy_(_unflatten_dense_tensors(self._flat, gradients), gradients)
@@ -138,11 +158,20 @@ class _GradBucket:
 
     def wait(self) -> None:
         """Waits for the all-reduce."""
-        assert self._flat is not None
+        if self._flat is None:
+            return
         finish_all_reduce(self._flat)
         if self._is_cast:
-            gradients = self._gradients()
+            gradients = [torch.empty_like(own) for own in self._own] or self._gradients()
             torch._foreach_copy_(gradients, _unflatten_dense_tensors(self._flat, gradients))
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def take_back(self) -> None:
+        """Gradients are as before `launch`. What it sends may still be on its way, from memory of its own."""
+        for parameter, gradient in zip(self.parameters, self._own, strict=bool(self._own)):
+            parameter.grad = gradient
+        self._flat, self._own = None, []
 
     @property
     def _is_cast(self) -> bool:
@@ -157,6 +186,10 @@ class _GradBucket:
         """Prepares for the next step."""
         self._flat, self.pending = None, len(self.parameters) * micro_batches
 
+    def forget(self) -> None:
+        """The next step begins."""
+        self._own = []
+
 
 class _BucketQueue:
     """Buckets that are reduced over one axis, launched in the same order on every process.
@@ -164,12 +197,14 @@ class _BucketQueue:
     Buckets hold parameters in reverse order: the backward pass reaches the last ones first.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], axis: Axis, dtype: torch.dtype | None, keeps: bool = False
+    ) -> None:
         self.axis, self.active, self.next_bucket = axis, False, 0
         self.buckets: list[_GradBucket] = []
-        rest = list(parameters)[::-1] if axis.size > 1 else []
+        rest = list(parameters)[::-1] if axis.size > 1 or keeps else []
         for length in bucket_lengths([parameter.nbytes for parameter in rest]):
-            self.buckets.append(_GradBucket(rest[:length], dtype))
+            self.buckets.append(_GradBucket(rest[:length], dtype, keeps))
             rest = rest[length:]
         self.bucket_of = {p: index for index, bucket in enumerate(self.buckets) for p in bucket.parameters}
         queue = weakref.ref(self)  # parameters own their hooks: a strong reference would keep all parameters alive
@@ -181,6 +216,13 @@ class _BucketQueue:
         self.active, self.next_bucket = True, 0
         for bucket in self.buckets:
             bucket.reset(micro_batches)
+            bucket.forget()
+
+    def take_back(self) -> None:
+        """Buckets are launched by `launch_until` only, until the next step."""
+        self.active, self.next_bucket = False, 0
+        for bucket in self.buckets:
+            bucket.take_back()
 
     def wait(self) -> None:
         """Waits for all buckets and ends the step."""
@@ -223,11 +265,20 @@ class LaunchedStats:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(sums.device))
 
-    def read(self) -> StepStats:
-        """The numbers. Waits for what was launched before them, and for nothing that was launched since."""
+    @classmethod
+    def of(cls, numbers: Sequence[float], tokens: int) -> "LaunchedStats":
+        """Inverse of `numbers`."""
+        return cls(torch.tensor(numbers, dtype=torch.double), tokens)
+
+    def numbers(self) -> list[float]:
+        """The four sums on the host. Waits as `read`."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss_sum, square_sum, count, flag_sum = self._host.tolist()
+        return list(self._host.tolist())
+
+    def read(self) -> StepStats:
+        """The numbers. Waits for what was launched before them, and for nothing that was launched since."""
+        loss_sum, square_sum, count, flag_sum = self.numbers()
         scale = self._tokens / max(count, 1)
         return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
 
@@ -287,7 +338,7 @@ def launch_step_stats(
     local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
     sums = torch.stack((loss.double() / mesh.tp.size, squares, *local))
     if mesh.size > 1:
-        sums = all_reduce(sums, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD))
+        sums = all_reduce(sums, mesh.everyone)
     return LaunchedStats(sums, tokens)
 
 
@@ -296,11 +347,12 @@ def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:
     if mesh.size == 1:
         return flags
     number = torch.tensor([_encode(flags)], dtype=torch.double, device=mesh.device)
-    return _decode(all_reduce(number, Axis(mesh.rank, mesh.size, torch.distributed.group.WORLD)).item())
+    return _decode(all_reduce(number, mesh.everyone).item())
 
 
 _FLAG_BITS = 16
-"""Bits per flag in the reduced number: a count of up to 65535 processes each, and three flags fit the 53 bits of fp64."""
+"""Bits per flag in the reduced number: a count of up to 65535 processes each; the last flag, which one process raises, has the rest
+of the 53 bits of fp64."""
 
 
 def _encode(flags: StepFlags) -> int:

@@ -4,8 +4,8 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
+from boost.parallel.recoverable import RecoverableGroup
 from boost.parallel.rendezvous import Stopped, meet
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -30,6 +31,8 @@ class Axis:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    recoverable: bool = False
+    """Whether `group` can be given up (`boost.parallel.recoverable`): collectives only, no messages."""
 
     @property
     def name(self) -> str:
@@ -38,9 +41,16 @@ class Axis:
         return self.group.group_name
 
 
+def _at_once(attempt: Callable[[], Any]) -> Any:
+    return attempt()
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """This process's coordinates in the mesh. A single-process run has no process group."""
+    """This process's coordinates in the mesh. A single-process run has no process group.
+
+    With in-step recovery what crosses replicas changes while a run lasts (`become`): whoever keeps a mesh asks it anew.
+    """
 
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -54,6 +64,23 @@ class Mesh:
     device_mesh: DeviceMesh | None = None
     weights_mesh: DeviceMesh | None = None
     """Of dp x cp."""
+    world: Axis | None = None
+    """All processes, where they are not torch's default group."""
+    background: Axis | None = None
+    """The same for a thread; None: it makes a group of its own."""
+    together: Callable[[Callable[[], Any]], Any] = _at_once
+    """Runs what all processes do together, and again if some of them are lost meanwhile (`boost.train.recovery`)."""
+
+    def become(self, other: "Mesh") -> None:
+        """Takes the place that another mesh says."""
+        for each in fields(self):
+            if each.name != "together":
+                object.__setattr__(self, each.name, getattr(other, each.name))
+
+    @property
+    def everyone(self) -> Axis:
+        """All processes of the run."""
+        return self.world or Axis(self.rank, self.size, dist.group.WORLD if self.size > 1 else None)
 
     def axis(self, name: str) -> Axis:
         """This process's place on one axis."""
@@ -92,7 +119,7 @@ class Mesh:
     def barrier(self) -> None:
         """Waits for every process of the run."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.everyone.group)
 
 
 def world_size() -> int:
@@ -217,8 +244,12 @@ def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str 
 def set_timeout(timeout_s: float) -> None:
     """The timeout of what is issued from now on in any group of this process, in seconds."""
     if dist.is_initialized():
+        timeout = datetime.timedelta(seconds=timeout_s)
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+            if isinstance(group, RecoverableGroup):
+                group.set_timeout(timeout)
+            else:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def close_mesh() -> None:

@@ -5,7 +5,7 @@ that cross blocks. Training follows a schedule; evaluation and generation, which
 sent from stage to stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,9 @@ class Pipeline(nn.Module):
         self.stage_modules = nn.ModuleList(stage_modules)
         self.axis = axis
         self.decoders = [module.decoder for module in stage_modules]
-        self._schedule: Any = None
-        self._divisor = 1
+        self._make: Callable[[int], Any] = lambda count: None
+        self._schedules: dict[int, Any] = {}
+        self._divisor = self._rows = 1
         self._sending: list[dist.Work] = []
 
     @property
@@ -92,7 +93,15 @@ class Pipeline(nn.Module):
         return self.decoders[-1].stage.has_head
 
     def prepare(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> None:
-        """Makes the schedule of a training step of `micro_batches` micro-batches of (sequences, tokens of each)."""
+        """Makes the schedule of a training step of `micro_batches` micro-batches of (sequences, tokens of each).
+
+        `backward` makes others where a step has another number of them, as in-step recovery deals them.
+        """
+        self._rows = micro_batch[0]
+        self._make = lambda count: self._make_schedule(parallel, count, micro_batch)
+        self._schedules = {micro_batches: self._make(micro_batches)}
+
+    def _make_schedule(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> Any:
         batch, length = micro_batch
         stages = []
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
@@ -123,9 +132,9 @@ class Pipeline(nn.Module):
             "scale_grads": False,
         }
         if parallel.schedule in _SINGLE:
-            self._schedule = _SINGLE[parallel.schedule](stages[0], **options)
-        else:
-            self._schedule = _MULTI[parallel.schedule](stages, **options)
+            short = micro_batches < parallel.pp  # what lost replicas leave to this one; 1F1B wants one for each stage
+            return _SINGLE["gpipe" if short else parallel.schedule](stages[0], **options)
+        return _MULTI[parallel.schedule](stages, **options)
 
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
         """Forward and backward pass of all micro-batches of a step, one below the other.
@@ -136,7 +145,10 @@ class Pipeline(nn.Module):
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
         target = targets_BS if self.has_head else None
         self._divisor = divisor
-        self._schedule.step(
+        count = len(tokens_BS) // self._rows
+        if count not in self._schedules:
+            self._schedules[count] = self._make(count)
+        self._schedules[count].step(
             target=target,
             losses=losses if self.has_head else None,
             return_outputs=False,

@@ -63,7 +63,7 @@ def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaRep
     local = torch.stack([*digests, strange.any().long()])
     gathered = [torch.empty_like(local) for _ in range(mesh.size)] if mesh.size > 1 else [local]
     if mesh.size > 1:
-        dist.all_gather(gathered, local)
+        dist.all_gather(gathered, local, group=mesh.everyone.group)
     rows = torch.stack(gathered).tolist()
     found = compare(rows, (mesh.pp.size, mesh.dp_cp.size, mesh.tp.size))
     if not found and not any(row[-1] for row in rows):
@@ -72,7 +72,7 @@ def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaRep
     facts: list[tuple[str, list[str]]] = [(socket.gethostname(), names[:1])]
     if mesh.size > 1:
         facts = facts * mesh.size
-        dist.all_gather_object(facts, (socket.gethostname(), names[:1]))
+        dist.all_gather_object(facts, (socket.gethostname(), names[:1]), group=mesh.everyone.group)
     not_finite = tuple((rank, name) for rank, (_, bad) in enumerate(facts) for name in bad)
     return ReplicaReport(tuple(found), not_finite, tuple(host for host, _ in facts))
 

@@ -4,7 +4,8 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from boost.config.schema import Config, TrainConfig
 from boost.data.verify import recheck
@@ -12,7 +13,7 @@ from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
 from boost.train.health import HealthMonitor, SpikeDetector
-from boost.train.hooks import BadStep, EvaluationEnd, Hook, SaveEnd, StepEnd, StepStart, TrainStart
+from boost.train.hooks import BadStep, EvaluationEnd, Hook, MembershipChange, SaveEnd, StepEnd, StepStart, TrainStart
 from boost.train.profile import ProfileHook
 
 if TYPE_CHECKING:
@@ -106,9 +107,18 @@ class PeriodicCheckpoint(Hook):
         self._candidate: BestCheckpoint | None = None
         """The evaluated step of the next save, if it is the best one so far."""
 
+    def state(self) -> dict[str, Any]:
+        found = {"best": self._best, "candidate": self._candidate}
+        return {name: asdict(each) for name, each in found.items() if each}
+
+    def take_state(self, state: dict[str, Any]) -> None:
+        self._best, self._candidate = (
+            BestCheckpoint(**state[name]) if name in state else None for name in ("best", "candidate")
+        )
+
     def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
         self._saved_at = self._clock()
-        self._best = read_best(trainer.run.checkpoints)
+        self._best = self._best or read_best(trainer.run.checkpoints)
         train = self.train
         if train.async_save and (train.save_every or train.save_minutes):
             trainer.prepare_saves()
@@ -124,6 +134,10 @@ class PeriodicCheckpoint(Hook):
         found = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
         if math.isfinite(found.heldout_loss) and (self._best is None or found.heldout_loss < self._best.heldout_loss):
             self._candidate = found
+
+    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+        if trainer.abandoned_save:  # those that are left write it again
+            trainer.request_save()
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if event.stopping or (event.last and not trainer.rolling_back):

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
-from boost.train.hooks import EvaluationEnd, Hook, StepEnd, TrainStart
+from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
 
 if TYPE_CHECKING:
@@ -123,6 +123,9 @@ class ConsoleHook(Hook):
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         self._console.evaluation(event.metrics)
+
+    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+        self._console.note(printable(event.line()))
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:
         self._console.note(printable(f"warning: {text}"))

@@ -14,7 +14,7 @@ never rotated away. All processes see the same statistics and make the same deci
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from boost.train.hooks import Hook, Rollback, SaveStart, StepEnd
 from boost.train.metrics import StepMetrics
@@ -43,6 +43,16 @@ class SpikeDetector:
         """`sigma`: standard deviations above the mean from which a step is a spike; 0: never."""
         self._sigma, self._ceiling = sigma, DIVERGED * math.log(vocab_size)
         self._recent: dict[str, deque[float]] = {"loss": deque(maxlen=WINDOW), "gradient_norm": deque(maxlen=WINDOW)}
+
+    def state(self) -> dict[str, list[float]]:
+        """Loss and gradient norm of recent healthy steps."""
+        return {name: list(values) for name, values in self._recent.items()}
+
+    def take_state(self, state: dict[str, list[float]]) -> None:
+        """Inverse of `state`."""
+        for name, values in self._recent.items():
+            values.clear()
+            values.extend(state[name])
 
     def judge(self, metrics: StepMetrics, skipped: bool) -> tuple[Trouble, str] | None:
         """(kind, one line) of a step in trouble; None for a healthy one, which is then remembered."""
@@ -101,6 +111,13 @@ class HealthMonitor(Hook):
             return None
         self._refused = True
         return trainer.trouble.text
+
+    def state(self) -> dict[str, Any]:
+        return {"healthy": self._healthy, "refused": self._refused, "recent": self._detector.state()}
+
+    def take_state(self, state: dict[str, Any]) -> None:
+        self._healthy, self._refused = state["healthy"], state["refused"]
+        self._detector.take_state(state["recent"])
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         self._healthy, self._refused = 0, False

@@ -97,6 +97,10 @@ class Beat:
     """Name of the group that issued last."""
     issued: dict[str, Issued] = field(default_factory=dict)
     """By name of the group."""
+    incarnation: str = ""
+    """With in-step recovery: which start of its replica this process belongs to."""
+    pace: float = 0.0
+    """Seconds that its latest passes took for each micro-batch; 0: unknown."""
 
     @classmethod
     def parse(cls, text: str) -> "Beat":
@@ -162,6 +166,7 @@ class _State:
     phase: Phase = Phase.START_UP
     step: int = 0
     background_save: bool = False
+    pace: float = 0.0
 
 
 _state = _State()
@@ -189,6 +194,17 @@ def enter(phase: Phase, step: int | None = None) -> None:
             _current.phase_changed()
 
 
+def apply_timeout() -> None:
+    """Gives groups that were made in the middle of a phase its timeout."""
+    if _current is not None:
+        _current.phase_changed()
+
+
+def set_pace(seconds: float) -> None:
+    """The latest passes of this process took so long for each micro-batch."""
+    _state.pace = seconds
+
+
 @contextlib.contextmanager
 def background_save() -> Iterator[None]:
     """While open, a thread of this process writes a checkpoint, whatever phase the main thread is in."""
@@ -206,8 +222,17 @@ class Heartbeat:
     and another one is to blame; it should end the process, whose main thread waits in a collective.
     """
 
-    def __init__(self, mesh: Mesh, run: RunConfig, on_hang: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        run: RunConfig,
+        on_hang: Callable[[str], None],
+        board: Callable[[], Board] | None = None,
+        incarnation: str = "",
+    ) -> None:
+        """`board`: where beats are published, by default the launcher's folder or the run's store; `incarnation`: as of `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
+        self._make_board, self._incarnation = board or _board, incarnation
         self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
         self._timeouts = {
             Phase.START_UP: run.startup_timeout_s,
@@ -231,7 +256,7 @@ class Heartbeat:
         _state.phase, _state.step = Phase.START_UP, 0
         if self.size > 1:
             _current = self
-            self._board = _board()
+            self._board = self._make_board()
             self._post()
             self._apply_timeout()
             self._thread.start()
@@ -317,7 +342,8 @@ class Heartbeat:
         frame = sys._current_frames().get(self._main or 0)
         saving = _state.background_save or _state.phase == Phase.SAVE
         where = innermost_line(frame)
-        return Beat(self.rank, self._count, _state.phase, _state.step, where, left, saving, last, issued)
+        facts = (self.rank, self._count, _state.phase, _state.step, where, left, saving, last, issued)
+        return Beat(*facts, self._incarnation, _state.pace)
 
     def _post(self, left: bool = False) -> Beat:
         self._count += 1

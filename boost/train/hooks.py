@@ -137,6 +137,31 @@ class Rollback:
 
 
 @dataclass(frozen=True)
+class MembershipChange:
+    """A replica was lost or taken in (run.recovery)."""
+
+    step: int
+    """The step that goes on, or the next one."""
+    replicas: int
+    """That train from now on."""
+    of: int
+    """parallel.dp: replicas of a full run."""
+    lost: tuple[tuple[int, str], ...]
+    """(number, why) of each that is gone."""
+    joined: tuple[int, ...]
+    """Numbers of those that came back."""
+    seconds: float
+    """From when this process noticed until all were connected."""
+
+    def line(self) -> str:
+        """For people: what happened, and what goes on."""
+        gone = [f"lost replica {replica} ({why})" for replica, why in self.lost]
+        back = [f"replica {replica} is back" for replica in self.joined]
+        what = "; ".join(gone + back) or "replicas met again"
+        return f"{what}: step {self.step} goes on with {self.replicas} of {self.of}, after {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
 class EvaluationEnd:
     """An evaluation is done; its result is the same on all processes."""
 
@@ -186,6 +211,16 @@ class Hook:
     def after_save(self, trainer: "Trainer", event: SaveEnd) -> None:
         """Called after a checkpoint is complete."""
 
+    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+        """Called when a replica was lost or taken in, in whatever the process was doing; not on one that comes back."""
+
+    def state(self) -> dict[str, Any]:
+        """What the hook knows of the steps so far, as JSON, for a replica that comes back; nothing by default."""
+        return {}
+
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Takes over what the same hook of another replica has returned from `state`."""
+
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         """Called after the weights, optimizer state and position of an earlier checkpoint were loaded."""
 
@@ -205,17 +240,25 @@ class Hook:
 class HookRunner:
     """Calls the hooks of one process in order, and knows whether a main-only hook is running."""
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
+    def __init__(self, hooks: list[Hook]) -> None:
         self._hooks = hooks
         self._main_only_hook: Hook | None = None
 
     def call(self, method: Callable[..., Any], trainer: "Trainer", *arguments: Any) -> list[Any]:
         """Calls this method of `Hook` on every hook. Returns their results."""
         results = []
-        for hook in self._hooks:
+        for hook in list(self._hooks):  # some may be added meanwhile (`promote`)
             with self._running(hook):
                 results.append(getattr(hook, method.__name__)(trainer, *arguments))
         return results
+
+    def promote(self, trainer: "Trainer", hooks: Sequence[Hook], start: TrainStart) -> None:
+        """Begins with the hooks of the main process, which this one has become."""
+        for hook in hooks:
+            with self._running(hook):
+                hook.setup(trainer)
+                hook.on_train_start(trainer, start)
+        self._hooks[:0] = hooks
 
     def teardown(self, trainer: "Trainer") -> None:
         """Tears down every hook, even if one fails. Errors are only logged: the outcome of the run is already decided."""

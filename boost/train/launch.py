@@ -34,6 +34,7 @@ from boost.train.failures import FailureReport, read_reports, root_cause
 from boost.train.heartbeat import read_beats
 from boost.train.rundir import available_cores
 from boost.train.signals import SECOND_INTERRUPT_S, STOP_SIGNALS, answer_interrupt, caught_signals, mute_closed_streams
+from boost.train.supervise import Supervisor
 from boost.train.worker import STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
@@ -49,6 +50,15 @@ HANG_GRACE_S = 0.5
 """The same once a process has named another one that does not respond: nothing can be saved any more."""
 
 _POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Groups of processes that a launcher ends and starts again together."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    restarts: int
+    """Of each."""
 
 
 def under_torchrun() -> bool:
@@ -72,6 +82,7 @@ def launch(
     orphan_grace_s: float = ORPHAN_GRACE_S,
     holds_signals: bool = False,
     forks: bool = False,
+    replicas: Replicas | None = None,
 ) -> int:
     """Runs `entry(*args)` in `nproc` local processes and returns the first exit code that is not 0, else 0.
 
@@ -83,6 +94,8 @@ def launch(
     `forks`: forks the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one
     thread only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
+    `replicas`: one whose process fails is ended and started again, as long as another one runs (run.recovery = "in-step").
+
     Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its
     connections; KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it
     in log_dir/rank{r}.log, and returns 1.
@@ -92,10 +105,11 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder:
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
         with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
-            failed = _run(spec, signals, "fork" if forks else "spawn")
+            failed = _run(spec, signals, "fork" if forks else "spawn", replicas)
         if failed:
             return _raise_root_cause(spec, failed, read_reports(spec.folder), signals)
-        codes = [int((spec.folder / f"code{rank}").read_text(encoding="ascii")) for rank in range(nproc)]
+        written = [path for rank in range(nproc) if (path := spec.folder / f"code{rank}").exists() or not replicas]
+        codes = [int(path.read_text(encoding="ascii")) for path in written]
         return next((code for code in codes if code), 0)
 
 
@@ -110,16 +124,26 @@ class _Signals:
     """Whether a second Ctrl-C asked to end the processes."""
 
 
-def _run(spec: LaunchSpec, signals: _Signals, method: str) -> dict[int, int]:
+def _run(spec: LaunchSpec, signals: _Signals, method: str, replicas: Replicas | None) -> dict[int, int]:
     """Starts the processes and waits until all have ended. Returns the exit codes by rank of those that failed by themselves."""
     context: Any = multiprocessing.get_context(method)
-    try:
+
+    def start(rank: int) -> BaseProcess:
         gc.freeze()  # otherwise each forked process copies every object at its first collection
-        for rank in range(spec.nproc):
-            process = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
-            process.start()
-            signals.processes.append(process)
+        process: BaseProcess = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
+        process.start()
         gc.unfreeze()
+        return process
+
+    try:
+        if replicas is not None:
+            watch = signals.processes, signals.received
+            supervisor = Supervisor(spec.folder, replicas.ranks, replicas.restarts, start, *watch)
+            supervisor.start_all()
+            failed = supervisor.supervise(lambda: signals.aborted)
+            return failed or ({0: -signal.SIGKILL} if signals.aborted else {})
+        for rank in range(spec.nproc):
+            signals.processes.append(start(rank))
         return _supervise(spec, signals)
     finally:
         for process in signals.processes:

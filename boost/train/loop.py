@@ -17,7 +17,7 @@ from boost.config import Config
 from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
 from boost.data.fit import open_fitting_store
-from boost.errors import DamagedCheckpointError, NonFiniteError, StorageError, TrainingError
+from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
 from boost.optim.schedule import learning_rate
@@ -26,6 +26,7 @@ from boost.parallel.mesh import Mesh
 from boost.parallel.replicas import check_replicas
 from boost.parallel.sharding import forget_gathered
 from boost.train import checkpoint as ckpt
+from boost.train.begin import begin
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
@@ -36,6 +37,7 @@ from boost.train.hooks import (
     EvaluationEnd,
     Hook,
     HookRunner,
+    MembershipChange,
     SaveEnd,
     SaveStart,
     StepEnd,
@@ -44,14 +46,16 @@ from boost.train.hooks import (
     TrainStart,
 )
 from boost.train.metrics import EvalMetrics, StepMetrics
-from boost.train.model import Model, build_model, initialize_model
+from boost.train.model import Model, build_model
 from boost.train.outcome import RunTrouble, TrainResult
+from boost.train.recoverable_step import stepper_of
+from boost.train.recovery import Recovery
 from boost.train.replica_check import require_sound
-from boost.train.resume import check_resumable, check_start, data_identity, resume_warnings
+from boost.train.resume import data_identity
 from boost.train.rollback import Rollbacks
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
-from boost.train.step import Passes, StepClock, Stepper, Update
+from boost.train.step import Passes, StepClock, Update
 
 log = logging.getLogger("boost")
 
@@ -68,14 +72,20 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, run: RunDirectory, hooks: Sequence[Hook] = (), ahead: bool | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        run: RunDirectory,
+        hooks: Sequence[Hook] = (),
+        ahead: bool | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
         `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the one before; None: on GPUs. Never for
-        optimizers that read numbers in their step (`Optimizer.takes_tensors`).
+        optimizers that read numbers in their step (`Optimizer.takes_tensors`). `recovery`: of a run with in-step recovery.
         """
-        self.config, self.mesh, self.run = config, mesh, run
+        self.config, self.mesh, self.run, self.recovery = config, mesh, run, recovery
         train = config.train
         self.store = open_fitting_store(config)
         self.heldout = self.store.split("heldout")
@@ -83,9 +93,10 @@ class Trainer:
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
-        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype))
+        keeps = recovery is not None
+        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype), keeps)
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
-        self._stepper = Stepper(
+        self._stepper = stepper_of(recovery)(
             config, mesh, self.model, self.fused_params, self.reducer, self.optimizer, self.batches, ahead
         )
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
@@ -98,6 +109,9 @@ class Trainer:
         """Warnings from before the first step."""
         every = (*hooks, *builtin_hooks(config))
         self.hooks = [hook for hook in every if mesh.is_main or not hook.main_only]
+        self._for_main = [hook for hook in every if hook not in self.hooks]
+        self.abandoned_save: int | None = None
+        """The step of a save that the latest change of the membership interrupted."""
         self._runner = HookRunner(self.hooks)
         self._signals = StopRequest()
         self._stop_reason: str | None = None
@@ -123,29 +137,7 @@ class Trainer:
 
         Raises CheckpointError if the checkpoint has another model or other data, or if all are damaged.
         """
-        self.warnings += ckpt.incomplete_warnings(self.run.checkpoints)
-        damaged: list[str] = []
-        for path in resume_from:
-            try:
-                found = ckpt.open_checkpoint(path)
-                check_resumable(found, self.config, self.store)
-                self.load(found)
-            except DamagedCheckpointError as error:
-                damaged.append(str(error))
-                if len(damaged) == len(resume_from):
-                    raise DamagedCheckpointError("; ".join(damaged)) from None
-                self.warnings.append(f"{error}; using the checkpoint before it")
-            else:
-                self.resumed_from = found.path
-                self.warnings += resume_warnings(found, resume_from, self.config)
-                log.info("resumed from %s at step %d", found.path, self.position.step)
-                break
-        else:
-            self._load_initial_weights(start_from)
-        for warning in self.warnings:
-            log.warning(warning)
-        for folder in self.checkpoint_folders:
-            ckpt.supersede(folder, self.position.step, self.mesh)
+        begin(self, resume_from, start_from)
 
     def load(self, found: Checkpoint) -> None:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
@@ -158,15 +150,6 @@ class Trainer:
         """Folders of this run's checkpoints: its own, and the one in run.fallback_dir if configured."""
         fallback = ckpt.fallback_folder(self.config)
         return [self.run.checkpoints, *([fallback] if fallback else [])]
-
-    def _load_initial_weights(self, start_from: str | None) -> None:
-        if start_from is None:
-            initialize_model(self.model, self.config.train.seed, show=self.mesh.is_main)
-            return
-        found = check_start(start_from, self.config, self.store)
-        ckpt.load_weights(found, self.model, self.mesh)
-        self.started_from = found.path
-        log.info("started from the weights of %s", found.path)
 
     def fit(self) -> TrainResult:
         """Trains from the current position to the last step and evaluates, or stops early on a signal or a hook's request.
@@ -216,7 +199,7 @@ class Trainer:
             stats = self._read(update)
             seconds = clock.seconds(update)
             clock.pause()
-            if self._saver.in_flight is not None and self._saver.done_everywhere():
+            if self._saver.in_flight is not None and self.mesh.together(self._saver.done_everywhere):
                 self.finish_save()
             metrics = self._step_metrics(stats, update.lr, seconds, peak)
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
@@ -224,6 +207,9 @@ class Trainer:
             self.notify(Hook.after_step, end)
             if stop:
                 return stop
+            if StepFlags.JOIN in stats.flags and not last and self.recovery is not None:
+                self.recovery.admit()
+                self._signals_to_reduce = True  # as on those that came in
             if self._rollback:
                 reason, self._rollback = self._rollback, None
                 self._rollbacks.roll_back(self, reason)
@@ -292,7 +278,8 @@ class Trainer:
         sizes = (train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
         try:
             with in_phase(Phase.EVALUATION):
-                result = evaluate(self.model, self.heldout, *sizes, self._signal_anywhere)
+                sizes_and_stop = (*sizes, self._signal_now)
+                result = self.mesh.together(lambda: evaluate(self.model, self.heldout, *sizes_and_stop))
         except EvaluationStopped:
             return None
         finally:
@@ -310,7 +297,8 @@ class Trainer:
 
     def prepare_saves(self) -> None:
         """Allocates the host memory of background saves, so that the first one does not have to. Collective."""
-        self._saver.prepare()
+        if self.recovery is None:  # whose first save does it: replicas that come back start at other times
+            self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:
         """Saves a checkpoint of the current position; None if a hook refused it. Collective.
@@ -326,10 +314,9 @@ class Trainer:
             return None
         with in_phase(Phase.SAVE):
             if not wait:
-                self._saver.start(self.run.checkpoints, self._saved_position())
+                self.mesh.together(lambda: self._saver.start(self.run.checkpoints, self._saved_position()))
                 return None
-            saved = self._saver.save(self.run.checkpoints, self._saved_position())
-        return self._announce(saved)
+        return self._announce(self._save_into(self.run.checkpoints))
 
     def save_last(self, urgent: bool) -> Path | None:
         """Saves the last checkpoint of a run: `save` with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
@@ -350,7 +337,8 @@ class Trainer:
 
     def _save_into(self, folder: Path) -> SavedCheckpoint:
         with in_phase(Phase.SAVE):
-            return self._saver.save(folder, self._saved_position())
+            saved: SavedCheckpoint = self.mesh.together(lambda: self._saver.save(folder, self._saved_position()))
+            return saved
 
     def finish_save(self) -> None:
         """Waits for the save in flight, if any; its failure is a warning. Collective."""
@@ -358,8 +346,9 @@ class Trainer:
             return
         try:
             with in_phase(Phase.SAVE):
-                saved = self._saver.finish()
-            self._announce(saved)
+                saved = self.mesh.together(lambda: self._saver.finish() if self._saver.in_flight is not None else None)
+            if saved is not None:
+                self._announce(saved)
         except (StorageError, NonFiniteError) as error:
             self.warn(f"{error}; training continues, earlier checkpoints are intact")
 
@@ -403,7 +392,7 @@ class Trainer:
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or self._checked == self.position:
             return
-        report = check_replicas(self.fused_params, self.mesh)
+        report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh))
         if report.mismatches or report.not_finite:
             self.finish_save()  # the checkpoint to resume from may still be in flight
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
@@ -464,11 +453,16 @@ class Trainer:
         save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
         signal = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
+        if self.recovery is not None and self.mesh.is_main and self.recovery.someone_waits():
+            signal |= StepFlags.JOIN
         return signal | save | (StepFlags.STOP if self._stop_reason is not None else StepFlags.NONE)
 
     def _signal_anywhere(self) -> bool:
         """Whether any process has received a stop signal outside of a step. Collective."""
         self._signals_to_reduce = False
+        return bool(self.mesh.together(self._signal_now))
+
+    def _signal_now(self) -> bool:
         own = StepFlags.SIGNAL if self._signals.requested else StepFlags.NONE
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
 
@@ -487,6 +481,16 @@ class Trainer:
         name = self._signals.name or "a signal to another process"
         reason = name if by_signal else self._stop_reason or "a hook of another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
+
+    def adopt(self, event: MembershipChange) -> None:
+        """Goes on with other replicas (`recovery`), as what `mesh` says now, perhaps as the main process."""
+        self.reducer.rejoin(self.mesh)
+        self._stepper.prefetcher.close()
+        self.abandoned_save = self._saver.abandon()
+        if self.mesh.is_main and self._for_main:
+            promoted, self._for_main = self._for_main, []
+            self._runner.promote(self, promoted, TrainStart(self.position.step, self.config.train.steps))
+        self.notify(Hook.on_membership, event)
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls this method of `Hook` on every hook of this process. Returns their results."""

@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
 
 A line of metrics.jsonl is one JSON object, `{"kind": "step", "step": 120, "loss": 4.3, ...}` or `{"kind": "eval", ...}`
-with the fields of the two classes below. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
+with the fields of the two classes below, or `{"kind": "membership", ...}` with those of `boost.train.hooks.MembershipChange`. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
 (pandas.to_numeric accepts them too); `read_metrics` converts them back to floats.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from boost.config import Config
 from boost.errors import ConfigError, DataError, StorageError
-from boost.train.hooks import EvaluationEnd, Hook, Rollback, StepEnd
+from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, Rollback, StepEnd
 from boost.train.rundir import RunDirectory, storage_errors
 
 if TYPE_CHECKING:
@@ -102,6 +102,14 @@ class MetricsWriter:
         """Writes one evaluation. Raises StorageError."""
         self._write("eval", "eval", metrics)
 
+    def membership(self, event: MembershipChange) -> None:
+        """Writes what became of replicas. Raises StorageError."""
+        with storage_errors(self._run.path):
+            self._file.write(_to_line({"kind": "membership", **dataclasses.asdict(event)}))
+            self._file.flush()
+            self._board.add_scalar("run/replicas", event.replicas, event.step)
+            self._board.add_text("run/membership", event.line(), event.step)
+
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which will be trained again. Raises StorageError."""
         with storage_errors(self._run.path):
@@ -141,7 +149,7 @@ class MetricsHook(Hook):
         self._failing = False
 
     def setup(self, trainer: "Trainer") -> None:
-        if trainer.resumed_from is None:
+        if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
         self._writer = MetricsWriter(trainer.run, trainer.config, resumed_step=trainer.position.step)
         if self._writer.damaged:
@@ -155,6 +163,10 @@ class MetricsHook(Hook):
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
             self._write(trainer, self._writer.evaluation, event.metrics)
+
+    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+        if self._writer:
+            self._write(trainer, self._writer.membership, event)
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
         if self._writer:

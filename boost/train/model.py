@@ -176,7 +176,7 @@ def run_passes(model: Model, batches: Sequence[HostBatch], config: Config, divis
     Returns the fp64 sum of the losses divided by `divisor`, as are the gradients; 0 on a process without the head.
     """
     isolate = config.data.isolate_documents
-    if isinstance(model, Pipeline):
+    if isinstance(model, Pipeline) and batches:
         (whole,) = batches
         return model.backward(*to_device(whole, isolate, model.device), divisor)
     total = torch.zeros((), dtype=torch.double, device=model.device)

@@ -1,5 +1,6 @@
 """Batches of the next step, read by a thread while this step runs."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import torch
 from boost.config import Config
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batches, join
+from boost.parallel.membership import share
 from boost.parallel.mesh import Mesh
 from boost.train.model import HostBatch, host_batch
 
@@ -65,10 +67,15 @@ class Prefetcher:
             torch.cuda.set_device(self._mesh.device)
 
     def _read(self, step: int) -> StepData:
-        config, dp, cp = self._config, self._mesh.dp, self._mesh.cp
-        each = self._batches.micro_batches(step, dp.rank, dp.size, config.train.micro_batch)
+        dp, train = self._mesh.dp, self._config.train
+        return self.read(step, share(train.global_batch // train.micro_batch, dp.rank, dp.size))
+
+    def read(self, step: int, numbers: Sequence[int]) -> StepData:
+        """These micro-batches of a step, by number, now. Raises DataError."""
+        config, cp = self._config, self._mesh.cp
+        each = self._batches.numbered(step, numbers, config.train.micro_batch)
         found = [batch.share(cp.rank, cp.size) for batch in each]
         targets = sum(int((batch.targets != IGNORED).sum()) for batch in found)
-        whole = [join(found)] if config.parallel.pp > 1 else found
+        whole = [join(found)] if config.parallel.pp > 1 and found else found
         pin = self._mesh.device.type == "cuda"
         return StepData([host_batch(batch, pin) for batch in whole], len(found), targets)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from boost.config import Config
@@ -20,14 +21,17 @@ from boost.train.failures import failure_report, first_sentence, is_lost_connect
 from boost.train.faults import Fault, FaultInjection
 from boost.train.generate import Sampling, generate
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
+from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
 from boost.train.model import Model
 from boost.train.outcome import TrainResult
+from boost.train.recovery import Recovery
 from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.signals import StopRequest
+from boost.train.take_over import TakesOver
 from boost.train.terminal import outliving_terminal
 from boost.train.worker import leave
 
@@ -56,25 +60,50 @@ def train_process(
         with contextlib.suppress(OSError):  # a stderr without a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
     with outliving_terminal(), StopRequest() as request:
+        recovery: Recovery | None = None
         try:
-            mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, lambda: request.name)
+            if config.run.recovery == "in-step":
+                recovery = Recovery(config, lambda: request.name)
+                mesh = recovery.mesh
+            else:
+                mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, lambda: request.name)
         except StoppedError as stop:
             print(f"stopped by {stop} in start-up, before any step; nothing is lost")
             return 0 if request.requested else _stopped_elsewhere()
         lock = RunLock(config.run.dir) if mesh.is_main else contextlib.nullcontext()
-        with lock, Heartbeat(mesh, config.run, _exit_hung) as heartbeat:
+        with lock, _heartbeat(mesh, config, recovery) as heartbeat:
             try:
-                result = _train(config, resume, start_from, faults, restart, mesh)
+                result = _train(config, resume, start_from, faults, restart, mesh, recovery)
+            except StoppedError:  # the run ended while this replica was coming back
+                return 0
             except Exception as error:
+                if recovery is not None:
+                    recovery.failed(error)
                 if explained := _explained(error, config, heartbeat):
                     raise explained from error
                 raise
+        if recovery is not None:
+            recovery.close()
         close_mesh()
     return _exit_code(result)
 
 
+def _heartbeat(mesh: Mesh, config: Config, recovery: Recovery | None) -> Heartbeat:
+    if recovery is None:
+        return Heartbeat(mesh, config.run, _exit_hung)
+    # As of a full run: who beats keeps its number, whatever becomes of the others.
+    slot = replace(mesh, rank=recovery.slot, size=recovery.slots)
+    return Heartbeat(slot, config.run, _exit_hung, recovery.board, recovery.member.incarnation)
+
+
 def _train(
-    config: Config, resume: str | None, start_from: str | None, faults: Sequence[Fault], restart: bool, mesh: Mesh
+    config: Config,
+    resume: str | None,
+    start_from: str | None,
+    faults: Sequence[Fault],
+    restart: bool,
+    mesh: Mesh,
+    recovery: Recovery | None,
 ) -> TrainResult:
     import torch
 
@@ -85,19 +114,27 @@ def _train(
             require_nothing_lost(run, resume_candidates(resume, run, fallback), restart)
         run = RunDirectory.create(config, resume=run.continued_by(resume))
     mesh.barrier()
-    configure_logging(run.logs, mesh.rank)
+    configure_logging(run.logs, recovery.slot if recovery is not None else mesh.rank)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
-    hooks = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
-    trainer = Trainer(config, mesh, run, hooks=hooks)
-    trainer.start(candidates, start_from)
+    hooks: list[Hook] = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
+    if recovery is not None:
+        hooks.insert(0, TakesOver())
+    trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
+    if recovery is None:
+        trainer.start(candidates, start_from)
+    elif recovery.comes_back:
+        recovery.enter(trainer)
+    else:
+        trainer.start(candidates, start_from)
+        recovery.begin(trainer)
     for text in config.model.advice() if mesh.is_main else ():
         trainer.warn(text)
     result = trainer.fit()
     _print_result(config, trainer, result)
-    mesh.barrier()  # no process exits while another still communicates
+    mesh.together(mesh.barrier)  # no process exits while another still communicates
     return result
 
 

@@ -127,6 +127,18 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
     leave(report.exit_code)
 
 
+_terminal: list[tuple[int, int]] = []
+"""(copy of it, descriptor) of the streams that `_redirect_output` has redirected."""
+
+
+def take_terminal() -> None:
+    """Prints from now on where the launcher does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while _terminal:
+        os.dup2(*_terminal.pop())
+
+
 def _redirect_output(path: Path) -> None:
     """Appends stdout and stderr, also of C code, to `path`. If that fails, does nothing: the main process will report the error."""
     with contextlib.suppress(OSError):
@@ -134,6 +146,7 @@ def _redirect_output(path: Path) -> None:
         with open(path, "ab") as file:
             sys.stdout.flush()
             sys.stderr.flush()
+            _terminal[:] = [(os.dup(descriptor), descriptor) for descriptor in (1, 2)]
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
 

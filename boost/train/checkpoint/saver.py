@@ -21,6 +21,7 @@ from boost.config import Config
 from boost.errors import BoostError, StorageError
 from boost.optim.adamw import Optimizer
 from boost.parallel.mesh import Mesh
+from boost.parallel.recoverable import PeersLostError
 from boost.train.checkpoint.agreement import root_cause, run_on_all
 from boost.train.checkpoint.snapshot import HostBuffer, SaveShare, Snapshot, take_snapshot
 from boost.train.checkpoint.state import Position
@@ -56,7 +57,9 @@ class CheckpointSaver:
         """Makes what the first save in the background would otherwise stall training with: the buffer, and the group."""
         if self._share is None:
             self._share = SaveShare(self._model, self._optimizer, self._mesh)
-        if self._group is None and self._mesh.size > 1:
+        if self._group is None and self._mesh.background is not None:
+            self._group = self._mesh.background.group
+        elif self._group is None and self._mesh.size > 1:
             timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._buffer.reserve(self._share.slices())
@@ -81,7 +84,7 @@ class CheckpointSaver:
         if self._mesh.size == 1:
             return done
         every = torch.tensor(int(done))
-        dist.all_reduce(every, dist.ReduceOp.MIN)
+        dist.all_reduce(every, dist.ReduceOp.MIN, group=self._mesh.everyone.group)
         return bool(every)
 
     def finish(self) -> SavedCheckpoint:
@@ -105,14 +108,22 @@ class CheckpointSaver:
         assert outcome is not None
         return outcome
 
+    def abandon(self) -> int | None:
+        """Other processes share the work from now on: a save in flight, whose step is returned, will not be complete."""
+        step, self._thread = self.in_flight, None
+        self._share = self._group = None
+        if step is not None:
+            self._buffer = HostBuffer()  # the thread may still read the old one
+        return step
+
     def close(self, timeout_s: float) -> None:
         """Lets a save in flight end, where the run does not: a checkpoint is worth some seconds, even after an error."""
         if self._thread:
             log.info("waiting for the checkpoint of step %d", self._step)
             self._thread.join(timeout_s)
-        if self._group and not (self._thread and self._thread.is_alive()):
+        if self._group and self._mesh.background is None and not (self._thread and self._thread.is_alive()):
             dist.destroy_process_group(self._group)
-            self._group = None
+        self._group = None
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
         if self._share is None:
@@ -126,6 +137,8 @@ class CheckpointSaver:
                 self._outcome = write_snapshot(folder, snapshot, self._mesh, self._group)
             except BoostError as error:
                 self._outcome = error
+            except PeersLostError as error:  # the main thread will find out too, and save again with those that are left
+                self._outcome = StorageError(f"checkpoint of step {snapshot.step} not saved: {error}")
             except Exception as error:
                 log.exception("the checkpoint of step %d was not saved", snapshot.step)
                 self._outcome = error

@@ -78,7 +78,7 @@ class SaveShare:
         by_rank = [held]
         if mesh.size > 1:
             by_rank = [held] * mesh.size
-            dist.all_gather_object(by_rank, held)
+            dist.all_gather_object(by_rank, held, group=mesh.everyone.group)
         self._keys = _assign(by_rank)[mesh.rank]
 
     def slices(self) -> list[LocalSlice]:

@@ -1,0 +1,107 @@
+"""The mesh of a run with in-step recovery: what is inside a replica stays, what crosses replicas is made anew for each membership.
+
+A replica is pp x cp x tp processes. Their groups, which layouts and pipelines hold, last as long as the replica; torch's default
+group is that of the replica. Legend: n replicas of a membership, in the order of their numbers.
+"""
+
+import datetime
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from boost.config.schema import ParallelConfig
+from boost.parallel.membership import Decision, Member
+from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.recoverable import Membership, RecoverableGroup
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This process's place in its replica."""
+
+    device: torch.device
+    axes: Mapping[str, Axis]
+    """Those of the mesh but dp, by name."""
+    process: int = 0
+    """Number of this process in the replica: pp outermost, tp innermost."""
+    size: int = 1
+
+
+def replica_size(parallel: ParallelConfig) -> int:
+    """Processes of a replica."""
+    return parallel.world_size // parallel.dp
+
+
+def place_of(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
+    """(replica, process of it) of a global rank of a full run, as `parallel.axes` orders them."""
+    place = next(itertools.islice(itertools.product(*map(range, parallel.axes.values())), rank, None))
+    by_name = dict(zip(parallel.axes, place, strict=True))
+    process = 0
+    for name, size in parallel.axes.items():
+        if name != "dp":
+            process = process * size + by_name[name]
+    return by_name["dp"], process
+
+
+def open_replica(
+    parallel: ParallelConfig, device: torch.device, store: dist.Store, process: int, timeout_s: float
+) -> Replica:
+    """Joins this process's replica, whose processes share `store`. Blocks until all have."""
+    size = replica_size(parallel)
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=process,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    sizes = {name: n for name, n in parallel.axes.items() if name != "dp"}
+    if size == 1:
+        return Replica(device, dict.fromkeys(sizes, Axis()))
+    names = tuple(sizes)
+    override = dict.fromkeys(names, "nccl") if cuda else None
+    made = init_device_mesh(
+        device.type, tuple(sizes.values()), mesh_dim_names=names, backend_override=override  # type: ignore[arg-type]
+    )
+    axes = {}
+    for name in names:
+        of = made[name]
+        group = of.get_group() if of.size() > 1 else None
+        if group is not None:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+        axes[name] = Axis(of.get_local_rank(), of.size(), group)
+    return Replica(device, axes, process, size)
+
+
+def waiting_mesh(replica: Replica) -> Mesh:
+    """The mesh of a replica that has not come in yet: without others, and never that of the main process."""
+    return Mesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1)
+
+
+def join_members(
+    replica: Replica, decision: Decision, member: Member, store: dist.Store, membership: Membership
+) -> Mesh:
+    """Connects with the other processes of a membership, whose groups `membership` then holds. Raises PeersLostError."""
+    d, n = decision.place(member), len(decision.members)
+    assert d is not None, "a process joins memberships that it is in"
+    pp, cp, tp = (replica.axes.get(name, Axis()) for name in ("pp", "cp", "tp"))
+    store = dist.PrefixStore(f"members/{decision.number}", store)
+
+    def across(name: str, rank: int, size: int) -> Axis:
+        if size == 1:
+            return Axis()
+        return Axis(rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), recoverable=True)
+
+    rank, size = ((pp.rank * n + d) * cp.size + cp.rank) * tp.size + tp.rank, n * replica.size
+    everyone = across("all", rank, size)
+    background = across("saves", rank, size)
+    copies = across(f"replicas of pp {pp.rank}", (d * cp.size + cp.rank) * tp.size + tp.rank, n * cp.size * tp.size)
+    axes = {**replica.axes, "dp": across(f"dp of {replica.process}", d, n)}
+    if "cp" in replica.axes:
+        axes["dp_cp"] = across(f"dp_cp of pp {pp.rank} tp {tp.rank}", d * cp.size + cp.rank, n * cp.size)
+    return Mesh(replica.device, axes, copies, rank, size, world=everyone, background=background)

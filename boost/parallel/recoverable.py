@@ -1,0 +1,203 @@
+"""Process groups across replicas that can be given up, for in-step recovery (docs/recovery.md).
+
+A collective that waits for a process that is gone must end. gloo does not end it: its `abort` does nothing (torch 2.13), a process
+that is not next to the dead one waits for the whole timeout, and one that was stopped resets no connection at all. So whoever
+waits here looks up every `POLL_S` whether its membership is over, and leaves what it waited for behind. NCCL's kernels end when
+their communicator is aborted.
+"""
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed import distributed_c10d as c10d
+
+POLL_S = 0.1
+"""Seconds between two looks at whether the membership is over, while a process waits."""
+
+CONNECT_S = 20
+"""Seconds that the processes of a new membership have to connect: they have all said that they are ready."""
+
+_abandoned: list[Any] = []
+"""Groups with collectives that may still run in threads of gloo: destroying one would wait for them."""
+
+
+class PeersLostError(Exception):
+    """A process of another replica is gone: what this process waited for will not end."""
+
+
+class Membership:
+    """The replicas that train together, until one of them is lost or another one joins. Made anew each time, with a number."""
+
+    def __init__(self, number: int, give_up: Callable[[str], None] = lambda reason: None) -> None:
+        """`give_up` tells the others that this membership is over, and why."""
+        self.number, self._give_up = number, give_up
+        self.over = threading.Event()
+        """Set as soon as this process knows that it is."""
+        self.groups: list[RecoverableGroup] = []
+        self.waiting_since: float | None = None
+        """When the main thread began to wait in a collective; None if it does not."""
+
+    def lost(self, reason: str) -> PeersLostError:
+        """Ends this membership, here and for the others; returns the error to raise."""
+        if not self.over.is_set():
+            self.end()
+            with contextlib.suppress(OSError, RuntimeError):  # a store that does not answer: the others will find out
+                self._give_up(reason)
+        return PeersLostError(reason)
+
+    def end(self) -> None:
+        """This process knows that the membership is over. From any thread."""
+        self.over.set()
+        for group in self.groups:
+            group.abort()
+
+    def leave(self) -> None:
+        """Unregisters the groups, when the main thread waits in none of them."""
+        for group in self.groups:
+            group.unregister()
+        self.groups = []
+
+
+class _Guarded(Work):
+    """A collective in flight that is waited for only as long as its membership lasts."""
+
+    def __init__(self, work: Any, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._work, self._group, self._what, self._tensors = work, group, what, tensors
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Raises PeersLostError if the membership ends first."""
+        self._group.wait(self._work, self._what)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is not None and bool(self._work.is_completed())
+
+
+class RecoverableGroup(dist.ProcessGroup):
+    """A process group of a membership, around one of gloo, and on GPUs one of NCCL beside it."""
+
+    def __init__(self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, of: Membership) -> None:
+        """Connects. Raises PeersLostError if another process does not within `CONNECT_S`."""
+        super().__init__(rank, size)
+        self._of, self._label, self._what = of, f"{name}/{of.number}", name
+        self._pending: list[Any] = []
+        connect = datetime.timedelta(seconds=CONNECT_S)
+        own = dist.PrefixStore(self._label, store)
+        try:
+            gloo: Any = dist.ProcessGroupGloo(own, rank, size, connect)
+        except (RuntimeError, dist.DistError) as error:
+            raise of.lost(f"a process did not connect to group '{name}': {str(error).splitlines()[0]}") from error
+        self._backends: dict[str, Any] = {"cpu": gloo}
+        if device.type == "cuda":
+            self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size)
+        self._register()
+        of.groups.append(self)
+
+    def _register(self) -> None:
+        """Torch finds the group by its name, in functional collectives, and by itself, in those of objects."""
+        world = c10d._world
+        c10d._register_process_group(self._label, self)
+        world.pg_map[self] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
+        world.pg_names[self] = self._label
+        world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
+        world.pg_backend_config[self] = str(c10d.BackendConfig(dist.Backend("gloo")))
+
+    def unregister(self) -> None:
+        """Torch forgets the group. What may still run in a thread of gloo is kept until it has ended."""
+        with contextlib.suppress(RuntimeError, KeyError):
+            c10d._unregister_process_group(self._label)
+        world = c10d._world
+        for known in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            cast(dict[Any, Any], known).pop(self, None)
+        _abandoned[:] = [group for group in _abandoned if group.is_busy()]
+        if self.is_busy():
+            _abandoned.append(self)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Of what starts from now on."""
+        self._backends["cpu"]._set_default_timeout(timeout)
+
+    def is_busy(self) -> bool:
+        """Whether a collective was left behind that has not ended."""
+        self._pending = [work for work in self._pending if not work.is_completed()]
+        return bool(self._pending)
+
+    def abort(self) -> None:
+        """Ends NCCL's kernels. From any thread."""
+        if nccl := self._backends.get("cuda"):
+            nccl.abort()
+
+    def wait(self, work: Any, what: str) -> None:
+        """Until a collective has ended. Raises PeersLostError if it fails, or the membership ends first."""
+        if work is None:
+            raise PeersLostError(f"{what}: the membership is over")
+        self._of.waiting_since = self._of.waiting_since or time.monotonic()
+        try:
+            while True:
+                try:
+                    # NCCL's returns as soon as the stream waits.
+                    work.wait(datetime.timedelta(seconds=POLL_S)) if "cuda" not in self._backends else work.wait()
+                    return
+                except RuntimeError as error:
+                    if work.is_completed():
+                        raise self._of.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
+                if self._of.over.is_set():
+                    self._pending.append(work)
+                    raise PeersLostError(f"{what}: the membership is over")
+        finally:
+            self._of.waiting_since = None
+
+    def _start(self, what: str, tensors: Sequence[Tensor], start: Callable[[Any], Any]) -> Work:
+        """In a membership that is over nothing starts: hooks of a backward pass, which is worth finishing, must not fail."""
+        work = None
+        if not self._of.over.is_set():
+            try:
+                work = start(self._backends[tensors[0].device.type if tensors else "cpu"])
+            except RuntimeError as error:
+                self._of.lost(f"{what} failed: {str(error).splitlines()[0]}")
+        return _Guarded(work, self, f"{what} of '{self._what}'", tensors)
+
+    # As c10d calls them.
+
+    def getBackendName(self) -> str:
+        return "boost-recoverable"
+
+    def getGroupName(self) -> str:
+        return self._label
+
+    def setGroupName(self, name: str) -> None:
+        self._label = name
+
+    def getGroupDesc(self) -> str:
+        return self._what
+
+    def setGroupDesc(self, what: str) -> None:
+        self._what = what
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or dist.AllreduceOptions()
+        return self._start("all-reduce", tensors, lambda backend: backend.allreduce(tensors, opts))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        return self._start("broadcast", tensors, lambda backend: backend.broadcast(tensors, opts))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or dist.AllgatherOptions()
+        return self._start("all-gather", inputs, lambda backend: backend.allgather(outputs, inputs, opts))
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._start("barrier", [], lambda backend: backend.barrier(opts or dist.BarrierOptions()))
+
+
+def has_abandoned() -> bool:
+    """Whether threads of gloo still wait for processes that are gone: the interpreter's shutdown would wait for them."""
+    return any(group.is_busy() for group in _abandoned)

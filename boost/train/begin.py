@@ -1,0 +1,53 @@
+"""Where a run begins: at an intact checkpoint, at the weights of another run, or at initial weights."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from boost.errors import DamagedCheckpointError
+from boost.train import checkpoint as ckpt
+from boost.train.model import initialize_model
+from boost.train.resume import check_resumable, check_start, resume_warnings
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+log = logging.getLogger("boost")
+
+
+def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | None) -> None:
+    """As `Trainer.start`."""
+    trainer.warnings += ckpt.incomplete_warnings(trainer.run.checkpoints)
+    damaged: list[str] = []
+    for path in resume_from:
+        try:
+            found = ckpt.open_checkpoint(path)
+            check_resumable(found, trainer.config, trainer.store)
+            trainer.load(found)
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+            if len(damaged) == len(resume_from):
+                raise DamagedCheckpointError("; ".join(damaged)) from None
+            trainer.warnings.append(f"{error}; using the checkpoint before it")
+        else:
+            trainer.resumed_from = found.path
+            trainer.warnings += resume_warnings(found, list(resume_from), trainer.config)
+            log.info("resumed from %s at step %d", found.path, trainer.position.step)
+            break
+    else:
+        _load_initial_weights(trainer, start_from)
+    for warning in trainer.warnings:
+        log.warning(warning)
+    for folder in trainer.checkpoint_folders:
+        ckpt.supersede(folder, trainer.position.step, trainer.mesh)
+
+
+def _load_initial_weights(trainer: "Trainer", start_from: str | None) -> None:
+    if start_from is None:
+        initialize_model(trainer.model, trainer.config.train.seed, show=trainer.mesh.is_main)
+        return
+    found = check_start(start_from, trainer.config, trainer.store)
+    ckpt.load_weights(found, trainer.model, trainer.mesh)
+    trainer.started_from = found.path
+    log.info("started from the weights of %s", found.path)

@@ -1,0 +1,458 @@
+"""In-step recovery (run.recovery = "in-step"): a replica that is lost is left out of the step that it was lost in, and one that comes
+back is taken in between two steps. docs/recovery.md explains it; `boost.parallel.membership` has the agreement.
+
+What processes do together is a sequence of operations, the same on all of them: the sums and statistics of a step, an evaluation, a
+save. An operation that a process completes, all have entered. So when a replica is lost, processes are in one operation or in
+two that follow each other: those that are behind take its result from those that have it, the others repeat theirs among those
+that are left. Weights change only by what follows from a result, on every process alike.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from boost import errors
+from boost.config import Config
+from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
+from boost.parallel.members import join_members, open_replica, place_of, replica_size, waiting_mesh
+from boost.parallel.membership import DEAD, SILENT, Coordinator, Decision, Member, PutOutError, Report, deal
+from boost.parallel.mesh import choose_device
+from boost.parallel.recoverable import Membership, PeersLostError, has_abandoned
+from boost.parallel.rendezvous import Stopped, launch_dir, meet
+from boost.parallel.replicas import Mismatch, ReplicaReport, digest
+from boost.train.checkpoint import Position, SavedCheckpoint
+from boost.train.evaluate import Evaluation
+from boost.train.heartbeat import Board, FolderBoard, StoreBoard, apply_timeout
+from boost.train.hooks import MembershipChange
+from boost.train.outcome import RunTrouble
+from boost.train.worker import leave
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+log = logging.getLogger("boost")
+
+INCARNATION = "BOOST_INCARNATION"
+"""Environment variable: the name of this start of a replica, from the launcher of one machine."""
+REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
+"""Environment variables of a replica that something else starts, torchrun for example: its number; host:port of `boost coordinate`."""
+
+WATCH_S = 0.25
+"""Seconds between two looks into the store for news of the membership."""
+WAITS_S = 2.0
+"""Seconds that a process waits before it looks whether the others answer."""
+PUT_OUT_GRACE_S = 5.0
+"""Seconds that a process has to end by itself after the others have gone on without it."""
+
+_REPEAT = object()
+
+
+class Recovery:
+    """In-step recovery of one process: its replica, and the membership that it is in."""
+
+    def __init__(self, config: Config, stopped: Stopped) -> None:
+        """Joins this process's replica, and the first membership, unless there has been one (`comes_back`).
+
+        Raises TrainingError if processes are missing after run.startup_timeout_s, StoppedError on a stop signal.
+        """
+        run, parallel = config.run, config.parallel
+        device = choose_device(run.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            # A communicator that fails must not end the process: it is aborted, and the next membership makes another one.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
+        self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
+        self.member = Member(number, incarnation)
+        self.slot, self.slots = number * replica_size(parallel) + process, parallel.world_size
+        self.operation, self._last = 0, None
+        self.held: list[int] = []
+        """Micro-batches of the current step whose gradients this process holds."""
+        self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
+        self.trainer: Trainer | None = None
+        self._beats = _Beats(self.board(), self.slots, replica_size(parallel), run.silence_s)
+        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.is_silent)
+        self.membership = Membership(-1)
+
+        def stop() -> None:
+            if name := stopped():
+                raise StoppedError(name)
+
+        founded = self._coordinator.found(self.member, process, run.startup_timeout_s, stop)
+        self.comes_back = founded is None
+        self.decision = founded or self._latest()
+        self.mesh = dataclasses.replace(waiting_mesh(self.replica), together=self.run)
+        if founded is not None:
+            try:
+                self._connect(founded)
+            except PeersLostError as error:
+                raise TrainingError(f"a process was lost in start-up ({error}); start again") from error
+        threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
+
+    def board(self) -> Board:
+        """Where the processes of all replicas publish their beats."""
+        folder = launch_dir()
+        return FolderBoard(folder) if folder else StoreBoard(self._store)
+
+    # Operations.
+
+    def run(self, attempt: Callable[[], Any]) -> Any:
+        """Runs what all processes do together. If a replica is lost meanwhile, repeats it with those that are left, or returns the
+        result of those that have it.
+
+        Raises what `attempt` raises; PutOutError if the others go on without this replica, TrainingError if nobody may go on.
+        """
+        if self._depth or self.trainer is None or threading.current_thread() is not threading.main_thread():
+            return attempt()
+        self._depth += 1
+        try:
+            while True:
+                try:
+                    result = attempt()
+                except PeersLostError as lost:
+                    log.info("membership %d is over: %s", self.decision.number, lost)
+                    found = self._recover()
+                    if found is _REPEAT:
+                        continue
+                    self._complete(found)
+                    return _decode(found)
+                except BoostError as error:
+                    self._complete(_encode(error))
+                    raise
+                self._complete(_encode(result))
+                return result
+        finally:
+            self._depth -= 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the current operation is tried again."""
+        return self._repeats
+
+    def _complete(self, result: Any) -> None:
+        self.operation, self._last, self.held, self._repeats = self.operation + 1, result, [], False
+
+    def still_to_do(self, micro_batches: int) -> list[int]:
+        """The micro-batches of the current step that fall to this process beside those that it holds: of replicas that were lost."""
+        if not self._repeats:
+            return []
+        held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
+        place = self.decision.place(self.member)
+        assert place is not None, "a process trains in memberships that it is in"
+        return deal(micro_batches, held)[place]
+
+    def _recover(self) -> Any:
+        """Goes over to the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
+        begun = time.monotonic()
+        while True:
+            if self._store.check(["done"]):  # somebody has left the last operation
+                return None
+            report = Report(self.operation, self._last, tuple(self.held), admits=self._admits)
+            try:
+                self._go_over(self._coordinator.agree(self.decision, self.member, self.replica.process, report), begun)
+            except PeersLostError as again:
+                log.info("membership %d is over: %s", self.decision.number, again)
+                continue
+            self._repeats = True
+            return self.decision.result if self.operation < self.decision.operation else _REPEAT
+
+    def _go_over(self, decision: Decision, begun: float) -> None:
+        before = self.decision
+        self._connect(decision)
+        assert self.trainer is not None, "memberships change while a run trains"
+        names = {member.incarnation: member.replica for member in (*before.members, *decision.members)}
+        event = MembershipChange(
+            step=self.trainer.position.step + 1,
+            replicas=len(decision.members),
+            of=self.trainer.config.parallel.dp,
+            lost=tuple((names[incarnation], why) for incarnation, why in decision.lost.items()),
+            joined=tuple(names[incarnation] for incarnation in decision.joined),
+            seconds=time.monotonic() - begun,
+        )
+        self.trainer.adopt(event)
+
+    def _connect(self, decision: Decision) -> None:
+        """Leaves the groups of the membership before and makes those of this one. Raises PeersLostError."""
+        self.membership.end()
+        self.membership.leave()
+        number, self.decision = decision.number, decision
+        self.membership = Membership(number, lambda reason: self._coordinator.give_up(number, reason))
+        self._coordinator.wait_until_ready(decision, self.member, self.replica.process)
+        self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
+        apply_timeout()
+
+    # Where a run begins.
+
+    def begin(self, trainer: "Trainer") -> None:
+        """From now on a lost replica does not end the run."""
+        self.trainer = trainer
+
+    # Replicas that come back.
+
+    def someone_waits(self) -> bool:
+        """Whether a replica waits to come in."""
+        return self._coordinator.someone_waits(self.decision)
+
+    def admit(self) -> None:
+        """Takes in the replicas that wait. Collective, between two steps."""
+        assert self.trainer is not None, "a run trains"
+        self._admits = True
+        try:
+            self.run(self._admit)
+        finally:
+            self._admits = False
+        self.trainer.check_replicas()
+
+    def _admit(self) -> None:
+        if not self._repeats:  # else there is a new membership already
+            begun = time.monotonic()
+            self.membership.lost("a replica comes in")
+            report = Report(self.operation, self._last, admits=True)
+            decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
+            self._go_over(decision, begun)
+        self._hand_over()
+
+    def enter(self, trainer: "Trainer") -> None:
+        """Waits until the others take this replica in, and gets weights, moments and position from one of them.
+
+        Raises PutOutError if that fails, so that the replica starts again; StoppedError if the run ends first.
+        """
+        since = self.decision.number
+        _barrier_of_replica(self.replica.size)
+        if self.replica.process == 0:
+            self._coordinator.announce(self.member)
+        while (decision := self._coordinator.admitted(self.member, since)) is None:
+            if self._store.check(["done"]):
+                raise StoppedError("the end of the run")
+            if (latest := self._coordinator.latest(since)) is not None:
+                since = latest.number
+                if latest.refused or all(self._coordinator.why_gone(each.incarnation) for each in latest.members):
+                    raise PutOutError("no replica with weights is left; resume with --resume auto")
+            time.sleep(0.02)
+        try:
+            self._connect(decision)
+            trainer.reducer.rejoin(self.mesh)
+            self._hand_over(trainer)
+        except PeersLostError as error:
+            self._coordinator.put_out(self.member.incarnation, DEAD, "was not in yet")
+            raise PutOutError(f"the membership ended before this replica was in ({error})") from error
+        self.trainer, self.operation = trainer, decision.operation
+        self._complete(None)
+        trainer.check_replicas()
+
+    def _hand_over(self, newcomer: "Trainer | None" = None) -> None:
+        """Sends weights, moments and position from the first replica that has them to those that come in. Collective.
+
+        Raises TrainingError if the state of a replica is not that of the others, bit for bit.
+        """
+        if not self.decision.joined:
+            self.mesh.barrier()
+            return
+        trainer = newcomer or self.trainer
+        assert trainer is not None, "whoever comes in brings a trainer"
+        donor = next(i for i, each in enumerate(self.decision.members) if each.incarnation not in self.decision.joined)
+        dp, key = self.mesh.dp, f"state/{self.decision.number}"
+        if dp.rank == donor and self.replica.process == 0:
+            self._store.set(key, json.dumps(state_of(trainer)))
+        tensors = [fused.tensor.detach() for fused in trainer.fused_params] + list(trainer.optimizer.state_tensors())
+        for tensor in tensors:
+            takes = newcomer is not None or dp.rank == donor
+            dist.broadcast(tensor if takes else torch.empty_like(tensor), group=dp.group, group_src=donor)
+        mine = digest(tensors, self.mesh.device)
+        digests = [torch.empty_like(mine) for _ in range(dp.size)]
+        dist.all_gather(digests, mine, group=dp.group)
+        if len({int(each) for each in digests}) > 1:
+            raise TrainingError(
+                f"replica {self.member.replica} does not hold the state of the others after it was handed over: memory or the "
+                "network failed; resume with --resume auto"
+            )
+        if newcomer is not None:
+            while not self._store.check([key]):
+                if self.membership.over.is_set():
+                    raise PeersLostError("the membership ended before the position came")
+                time.sleep(0.01)
+            take_state(newcomer, json.loads(self._store.get(key)))
+        self.mesh.barrier()
+
+    # Watching.
+
+    def _watch(self) -> None:
+        """The thread that learns of the end of the membership, while the main thread computes or waits."""
+        store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
+        coordinator = Coordinator(store, self.slots, 1, self._beats.is_silent)
+        put_out_at: float | None = None
+        while not self._closed.wait(WATCH_S):
+            try:
+                put_out_at = self._look(coordinator, put_out_at)
+            except (OSError, RuntimeError) as error:
+                log.info("the store does not answer: %s", error)
+
+    def _look(self, coordinator: Coordinator, put_out_at: float | None) -> float | None:
+        """Once; returns when this process learned that the others go on without it."""
+        membership, decision = self.membership, self.decision
+        if membership.number >= 0 and not membership.over.is_set() and coordinator.is_over(membership.number):
+            membership.end()
+        if why := coordinator.why_gone(self.member.incarnation):
+            put_out_at = put_out_at or time.monotonic()
+            membership.end()
+            if time.monotonic() - put_out_at > PUT_OUT_GRACE_S:  # it hangs with its replica
+                log.error("the others go on without this replica (%s)", why)
+                leave(BoostError.exit_code)
+        since = membership.waiting_since
+        if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
+            for member in decision.members:
+                if member != self.member and self._beats.is_silent(member):
+                    coordinator.put_out(member.incarnation, SILENT, "does not answer")
+                    membership.lost(f"replica {member.replica} does not answer")
+        return put_out_at
+
+    def failed(self, error: BaseException) -> None:
+        """This process ends with an error: the others need not find out."""
+        if not isinstance(error, PutOutError):
+            try:
+                self._coordinator.put_out(self.member.incarnation, DEAD, f"{type(error).__name__} in one of its processes")
+                self.membership.lost(f"replica {self.member.replica} failed")
+            except (OSError, RuntimeError) as unreachable:
+                log.info("the store does not answer: %s", unreachable)
+
+    def close(self) -> None:
+        """The run is complete: the last operation was."""
+        self._store.set("done", "")
+        self._closed.set()
+        self.membership.leave()
+        if has_abandoned() and not launch_dir():
+            leave(0)
+
+    def _latest(self) -> Decision:
+        latest = self._coordinator.latest()
+        assert latest is not None, "there has been a membership"
+        return latest
+
+
+def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
+    """(replica, process of it, store of the replica, store of the run, incarnation) of this process, from its environment."""
+    if folder := launch_dir():
+        replica, process = place_of(parallel, int(os.environ["RANK"]))
+        incarnation = os.environ.get(INCARNATION, f"{replica}.0")
+        own, members = (dist.FileStore(str(folder / name), -1) for name in (f"replica.{incarnation}", "members"))
+        return replica, process, own, members, incarnation
+    number, (host, _, port) = os.environ.get(REPLICA, ""), os.environ.get(COORDINATOR, "").partition(":")
+    if not number.isdecimal() or not port.isdecimal():
+        raise ConfigError(
+            f"run.recovery = 'in-step' under torchrun needs {REPLICA} (now {number!r}) and {COORDINATOR}=host:port of "
+            "'boost coordinate'; one torchrun for each replica (docs/recovery.md)"
+        )
+    own, process, size = meet(timeout_s, stopped)
+    if size != replica_size(parallel):
+        raise ConfigError(
+            f"{size} processes were started for replica {number}, but parallel.pp x cp x tp = {replica_size(parallel)}"
+        )
+    members = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    if process == 0:
+        own.set("incarnation", f"{number}.{uuid.uuid4().hex[:8]}")
+    return int(number), process, dist.PrefixStore("replica", own), members, own.get("incarnation").decode()
+
+
+def _barrier_of_replica(size: int) -> None:
+    if size > 1:
+        dist.barrier()
+
+
+class _Beats:
+    """Whether members answer: from the beats of their processes."""
+
+    def __init__(self, board: Board, slots: int, processes: int, silence_s: float) -> None:
+        self._board, self._slots, self._processes, self._silence_s = board, slots, processes, silence_s
+        self._seen: dict[int, tuple[str, int, float]] = {}
+        self._read_at = 0.0
+        self._lock = threading.Lock()
+
+    def is_silent(self, member: Member) -> bool:
+        """Whether a process of a member has not beaten for run.silence_s, since this process began to look."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._read_at > 2 * WAITS_S:
+                self._seen = {}  # nobody looked: what is old is no silence
+            if now - self._read_at > WATCH_S:
+                self._read_at = now
+                for beat in self._board.read(self._slots):
+                    if self._seen.get(beat.rank, ("", -1))[:2] != (beat.incarnation, beat.count):
+                        self._seen[beat.rank] = beat.incarnation, beat.count, now
+            slots = range(member.replica * self._processes, (member.replica + 1) * self._processes)
+            found = [self._seen[slot] for slot in slots if slot in self._seen]
+            return any(name != member.incarnation or now - since > self._silence_s for name, _, since in found)
+
+
+# What a replica that comes back needs to know beside weights and moments.
+
+
+def state_of(trainer: "Trainer") -> dict[str, Any]:
+    """As JSON: the position, and what hooks know of the steps so far."""
+    trouble = trainer.trouble
+    return {
+        "position": dataclasses.asdict(trainer.position),
+        "bad_steps": trainer.bad_steps,
+        "updates": trainer.optimizer.updates,
+        "proven_step": trainer.proven_step,
+        "trouble": dataclasses.asdict(trouble) if trouble else None,
+        "hooks": {type(hook).__name__: hook.state() for hook in trainer.hooks if not hook.main_only},
+    }
+
+
+def take_state(trainer: "Trainer", state: dict[str, Any]) -> None:
+    """Inverse of `state_of`."""
+    trainer.position = Position(**state["position"])
+    trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
+    trainer.optimizer.updates = state["updates"]
+    trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
+    for hook in trainer.hooks:
+        if found := state["hooks"].get(type(hook).__name__):
+            hook.take_state(found)
+
+
+# Results of operations as JSON: what a process that is behind gets from the others is read, not executed.
+
+_KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaReport, Mismatch)}
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, BoostError):
+        return {"error": type(value).__name__, "text": str(value)}
+    if isinstance(value, list | tuple):
+        return {"list" if isinstance(value, list) else "tuple": [_encode(each) for each in value]}
+    if type(value).__name__ in _KINDS:
+        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, "fields": fields}
+    return {"unknown": type(value).__name__}
+
+
+def _decode(value: Any) -> Any:
+    """Raises the error that an operation ended with."""
+    if not isinstance(value, dict):
+        return value
+    if "path" in value:
+        return Path(value["path"])
+    if "error" in value:
+        known = getattr(errors, value["error"], TrainingError)
+        raise known(value["text"])
+    if "list" in value:
+        return [_decode(each) for each in value["list"]]
+    if "tuple" in value:
+        return tuple(_decode(each) for each in value["tuple"])
+    if "kind" in value:
+        return _KINDS[value["kind"]](**{name: _decode(each) for name, each in value["fields"].items()})
+    raise TrainingError(f"a replica was lost while {value['unknown']} was exchanged; resume with --resume auto")

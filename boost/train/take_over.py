@@ -1,0 +1,47 @@
+"""What a process needs when it becomes the main one, because the one before is gone (run.recovery = "in-step")."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from boost.errors import ConfigError
+from boost.train.hooks import Hook
+from boost.train.run_lock import RunLock
+from boost.train.worker import take_terminal
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+log = logging.getLogger("boost")
+
+LOCK_S = 5.0
+"""Seconds that the main process before has to let go of the run directory: whoever starts it ends it when it is left out."""
+
+
+class TakesOver(Hook):
+    """Takes over the terminal and the lock of the run directory. The first main process has both already."""
+
+    main_only = True
+
+    def __init__(self) -> None:
+        self._lock: RunLock | None = None
+
+    def setup(self, trainer: "Trainer") -> None:
+        if trainer.recovery is None or trainer.recovery.decision.number == 0:
+            return
+        take_terminal()
+        deadline = time.monotonic() + LOCK_S
+        while self._lock is None:
+            lock = RunLock(trainer.config.run.dir)
+            try:
+                self._lock = lock.__enter__()
+            except ConfigError as error:  # it hangs, and has not been ended yet
+                if time.monotonic() > deadline:
+                    log.warning("%s; training goes on without the lock", error)
+                    return
+                time.sleep(0.2)
+
+    def teardown(self, trainer: "Trainer") -> None:
+        if self._lock is not None:
+            self._lock.__exit__(None, None, None)
+            self._lock = None
