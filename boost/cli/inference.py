@@ -41,7 +41,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
         choose_device(device)
     batch = batch or saved.train.micro_batch
     train = saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch})
-    run = saved.run.model_copy(update={"device": device})
+    run = saved.run.model_copy(update={"device": device, "recovery": "restart"})
     problem: ConfigError | None = None
     for parallel in _ways(saved, tp):
         config = saved.model_copy(update={"parallel": parallel, "train": train, "run": run})

@@ -152,6 +152,8 @@ class _GradBucket:
             torch._foreach_copy_(_unflatten_dense_tensors(self._flat, gradients), gradients)
         else:
             self._flat = _flatten_dense_tensors(gradients)
+            if self._keeps and len(gradients) == 1:
+                self._flat = self._flat.clone()  # torch's is a view of the only one
             for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
                 parameter.grad = view
         start_all_reduce(self._flat, axis)

@@ -101,6 +101,7 @@ class Beat:
     """With in-step recovery: which start of its replica this process belongs to."""
     pace: float = 0.0
     """Seconds that its latest passes took for each micro-batch; 0: unknown."""
+    pid: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Beat":
@@ -343,7 +344,7 @@ class Heartbeat:
         saving = _state.background_save or _state.phase == Phase.SAVE
         where = innermost_line(frame)
         facts = (self.rank, self._count, _state.phase, _state.step, where, left, saving, last, issued)
-        return Beat(*facts, self._incarnation, _state.pace)
+        return Beat(*facts, self._incarnation, _state.pace, os.getpid())
 
     def _post(self, left: bool = False) -> Beat:
         self._count += 1

@@ -30,7 +30,7 @@ from boost.train.begin import begin
 from boost.train.builtin_hooks import builtin_hooks
 from boost.train.checkpoint import Checkpoint, Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation, EvaluationStopped, evaluate
-from boost.train.hardware import memory_bytes, mfu, peak_flops
+from boost.train.hardware import peak_flops
 from boost.train.heartbeat import Phase, enter, in_phase
 from boost.train.hooks import (
     BadStep,
@@ -45,7 +45,7 @@ from boost.train.hooks import (
     TrainEnd,
     TrainStart,
 )
-from boost.train.metrics import EvalMetrics, StepMetrics
+from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
 from boost.train.model import Model, build_model
 from boost.train.outcome import RunTrouble, TrainResult
 from boost.train.recoverable_step import stepper_of
@@ -110,6 +110,8 @@ class Trainer:
         every = (*hooks, *builtin_hooks(config))
         self.hooks = [hook for hook in every if mesh.is_main or not hook.main_only]
         self._for_main = [hook for hook in every if hook not in self.hooks]
+        self.recent: list[StepMetrics | EvalMetrics] = []
+        """Of the latest step: a process that becomes the main one writes them if the one before did not."""
         self.abandoned_save: int | None = None
         """The step of a save that the latest change of the membership interrupted."""
         self._runner = HookRunner(self.hooks)
@@ -201,7 +203,8 @@ class Trainer:
             clock.pause()
             if self._saver.in_flight is not None and self.mesh.together(self._saver.done_everywhere):
                 self.finish_save()
-            metrics = self._step_metrics(stats, update.lr, seconds, peak)
+            metrics = step_metrics(self, stats, update.lr, seconds, peak)
+            self.recent = [metrics]
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
             end = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), StepFlags.SAVE in stats.flags)
             self.notify(Hook.after_step, end)
@@ -255,20 +258,6 @@ class Trainer:
             self.notify(Hook.on_bad_step, event)
         return stats
 
-    def _step_metrics(self, stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
-        speed = self.config.train.global_batch * self.config.train.seq_len / seconds
-        return StepMetrics(
-            step=self.position.step,
-            loss=stats.loss,
-            lr=lr,
-            gradient_norm=stats.gradient_norm,
-            tokens_per_second=speed,
-            mfu=mfu(speed, self.flops_per_token, self.mesh.size, peak),
-            memory_bytes=memory_bytes(self.mesh.device),
-            tokens=self.position.tokens,
-            seconds=seconds,
-        )
-
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Held-out loss at the current position, on the whole split or on about `max_tokens` of it; None if a stop signal to
         any process interrupted it. Collective.
@@ -291,6 +280,7 @@ class Trainer:
             bits_per_byte=result.bits_per_byte,
             tokens=result.tokens,
         )
+        self.recent.append(metrics)
         event = EvaluationEnd(metrics, complete=max_tokens is None)
         self.notify(Hook.on_evaluation, event)
         return result
@@ -384,13 +374,14 @@ class Trainer:
         self.notify(Hook.after_save, event)
         return saved.path
 
-    def check_replicas(self) -> None:
-        """Compares the weights of all replicas, once per position, unless train.check_replicas_every is 0. Collective.
+    def check_replicas(self, again: bool = False) -> None:
+        """Compares the weights of all replicas, once per position unless `again`, and never if train.check_replicas_every is 0.
+        Collective.
 
         Raises TrainingError on every process, naming the processes that differ or have a non-finite weight.
         """
         self._runner.require_all_processes("check_replicas", self.mesh.size)
-        if not self.config.train.check_replicas_every or self._checked == self.position:
+        if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
             return
         report = self.mesh.together(lambda: check_replicas(self.fused_params, self.mesh))
         if report.mismatches or report.not_finite:
@@ -482,11 +473,14 @@ class Trainer:
         reason = name if by_signal else self._stop_reason or "a hook of another process"
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
+    def abandon_save(self) -> None:
+        """The save in flight, if any, will not be complete: replicas change (`recovery`)."""
+        self.abandoned_save = self._saver.abandon()
+
     def adopt(self, event: MembershipChange) -> None:
         """Goes on with other replicas (`recovery`), as what `mesh` says now, perhaps as the main process."""
         self.reducer.rejoin(self.mesh)
         self._stepper.prefetcher.close()
-        self.abandoned_save = self._saver.abandon()
         if self.mesh.is_main and self._for_main:
             promoted, self._for_main = self._for_main, []
             self._runner.promote(self, promoted, TrainStart(self.position.step, self.config.train.steps))

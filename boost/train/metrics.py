@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from boost.config import Config
 from boost.errors import ConfigError, DataError, StorageError
+from boost.parallel.gradients import StepStats
+from boost.train.hardware import memory_bytes, mfu
 from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, Rollback, StepEnd
 from boost.train.rundir import RunDirectory, storage_errors
 
@@ -68,6 +70,23 @@ class EvalMetrics:
     """Cross-entropy in bits per byte of the text: comparable across tokenizers."""
     tokens: int
     """Held-out tokens evaluated."""
+
+
+def step_metrics(trainer: "Trainer", stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
+    """Of the step that leads to the trainer's position."""
+    train, mesh = trainer.config.train, trainer.mesh
+    speed = train.global_batch * train.seq_len / seconds
+    return StepMetrics(
+        step=trainer.position.step,
+        loss=stats.loss,
+        lr=lr,
+        gradient_norm=stats.gradient_norm,
+        tokens_per_second=speed,
+        mfu=mfu(speed, trainer.flops_per_token, mesh.size, peak),
+        memory_bytes=memory_bytes(mesh.device),
+        tokens=trainer.position.tokens,
+        seconds=seconds,
+    )
 
 
 class MetricsWriter:
@@ -155,6 +174,13 @@ class MetricsHook(Hook):
         if self._writer.damaged:
             name = trainer.run.metrics.name
             trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
+
+        if trainer.recovery is not None and trainer.recent:
+            known = {(line["kind"], line["step"]) for line in read_metrics(trainer.run.metrics)}
+            for metrics in trainer.recent:
+                kind = "step" if isinstance(metrics, StepMetrics) else "eval"
+                if (kind, metrics.step) not in known:
+                    self._write(trainer, self._writer.step if kind == "step" else self._writer.evaluation, metrics)
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:

@@ -184,6 +184,8 @@ class Recovery:
     def _connect(self, decision: Decision) -> None:
         """Leaves the groups of the membership before and makes those of this one. Raises PeersLostError."""
         self.membership.end()
+        if self.trainer is not None:
+            self.trainer.abandon_save()
         self.membership.leave()
         number, self.decision = decision.number, decision
         self.membership = Membership(number, lambda reason: self._coordinator.give_up(number, reason))
@@ -211,7 +213,7 @@ class Recovery:
             self.run(self._admit)
         finally:
             self._admits = False
-        self.trainer.check_replicas()
+        self.trainer.check_replicas(again=True)
 
     def _admit(self) -> None:
         if not self._repeats:  # else there is a new membership already
@@ -248,7 +250,7 @@ class Recovery:
             raise PutOutError(f"the membership ended before this replica was in ({error})") from error
         self.trainer, self.operation = trainer, decision.operation
         self._complete(None)
-        trainer.check_replicas()
+        trainer.check_replicas(again=True)
 
     def _hand_over(self, newcomer: "Trainer | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to those that come in. Collective.

@@ -53,6 +53,10 @@ class WeightReader:
             raise DamagedCheckpointError(f"'{self._path}' has no tensor '{PREFIX}{name}'")
         return metadata
 
+    def names(self) -> list[str]:
+        """Of all parameters."""
+        return sorted(name.removeprefix(PREFIX) for name in self._tensors if name.startswith(PREFIX))
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which a parameter was saved."""
         return self._metadata(name).properties.dtype

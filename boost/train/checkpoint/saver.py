@@ -8,6 +8,7 @@ thread, between two steps, when it is known on every process.
 A thread, not a process: writing, syncing and hashing release the interpreter, and a process would need the copy in shared memory.
 """
 
+import dataclasses
 import datetime
 import logging
 import threading
@@ -30,6 +31,9 @@ from boost.train.heartbeat import background_save
 from boost.train.model import Model
 
 log = logging.getLogger("boost")
+
+ABANDON_S = 5.0
+"""Seconds that a save that cannot be complete has to end: it may be writing a file."""
 
 
 class CheckpointSaver:
@@ -75,7 +79,8 @@ class CheckpointSaver:
         self.prepare()
         snapshot = self._snapshot(position, self._buffer)
         self._step, self._outcome = position.step, None
-        self._thread = threading.Thread(target=self._write, args=(folder, snapshot), name="save", daemon=True)
+        facts = folder, snapshot, dataclasses.replace(self._mesh), self._group  # the mesh may change meanwhile
+        self._thread = threading.Thread(target=self._write, args=facts, name="save", daemon=True)
         self._thread.start()
 
     def done_everywhere(self) -> bool:
@@ -110,9 +115,10 @@ class CheckpointSaver:
 
     def abandon(self) -> int | None:
         """Other processes share the work from now on: a save in flight, whose step is returned, will not be complete."""
-        step, self._thread = self.in_flight, None
-        self._share = self._group = None
-        if step is not None:
+        step, thread = self.in_flight, self._thread
+        self._thread = self._share = self._group = None
+        if thread is not None:
+            thread.join(ABANDON_S)
             self._buffer = HostBuffer()  # the thread may still read the old one
         return step
 
@@ -131,14 +137,15 @@ class CheckpointSaver:
         data = self._tokenizer, self._data
         return take_snapshot(self._share, self._optimizer, position, self._config, *data, self._mesh, buffer)
 
-    def _write(self, folder: Path, snapshot: Snapshot) -> None:
+    def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         with background_save():
             try:
-                self._outcome = write_snapshot(folder, snapshot, self._mesh, self._group)
+                outcome: SavedCheckpoint | Exception = write_snapshot(folder, snapshot, mesh, group)
             except BoostError as error:
-                self._outcome = error
-            except PeersLostError as error:  # the main thread will find out too, and save again with those that are left
-                self._outcome = StorageError(f"checkpoint of step {snapshot.step} not saved: {error}")
+                outcome = error
             except Exception as error:
-                log.exception("the checkpoint of step %d was not saved", snapshot.step)
-                self._outcome = error
+                outcome = error
+                if self._thread is threading.current_thread() and not isinstance(error, PeersLostError):
+                    log.exception("the checkpoint of step %d was not saved", snapshot.step)
+        if self._thread is threading.current_thread():
+            self._outcome = outcome

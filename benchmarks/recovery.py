@@ -1,0 +1,216 @@
+"""Kills processes of a run with in-step recovery, over and over: `python benchmarks/recovery.py STORE FOLDER [--kills 50]`.
+
+A small model on four processes, dp 4 and dp 2 x tp 2, in fp64 and fp32, that evaluates and saves often. At random moments a random
+process gets SIGKILL, now and then two at once, and now and then one of a replica that is coming back. One replica with weights
+is left alive. At the end: every step is there once, losses and weights are those of a run that nobody disturbed, nothing is left
+behind. The last part does the same to a run with run.recovery = "restart" at the same rate of kills: useful tokens per second of
+each. Writes results of all to recovery.json, which docs/recovery.md and its picture are made of.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from boost.config import load
+from boost.parallel.membership import Coordinator, Decision
+from boost.train.checkpoint import complete_checkpoints, open_checkpoint
+from boost.train.console import progress
+from boost.train.heartbeat import Beat, read_beats
+from boost.train.metrics import read_metrics
+from boost.train.rundir import environment
+from boost.train.weights import WeightReader
+
+BOOST = [sys.executable, "-m", "boost.cli.main"]
+RESULT = Path(__file__).parent / "recovery.json"
+MODEL = "--model.vocab_size 4096 --model.dim 128 --model.ffn_dim 352 --model.layers 2 --model.heads 4 --model.kv_heads 4 "
+MODEL += "--model.rank 32 --train.seq_len 32 --train.global_batch 8 --train.micro_batch 1 --train.log_every 50"
+MESHES = {"dp 4": "--parallel.tp 1 --parallel.dp 4", "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2"}
+DTYPES = {
+    "fp64": "--train.param_dtype float64 --train.compute_dtype float64",
+    "fp32": "--train.param_dtype float32 --train.compute_dtype float32",
+}
+LIMITS = {"fp64": 1e-12, "fp32": 1e-6}
+"""Largest relative difference of a loss, and of the norm of the weights' difference."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
+    parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="kills of each run (default 50)")
+    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="steps of each run (default 1500)")
+    parser.add_argument("--every", type=float, default=3.0, metavar="S", help="mean seconds between kills (default 3)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default 0)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose name holds this")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"environment": environment(load("demo", [])), "runs": {}}
+    for mesh in MESHES:
+        for dtype in DTYPES:
+            name = f"{mesh}, {dtype}"
+            if args.only in name:
+                result["runs"][name] = soak(args, name, mesh, dtype)
+                print(name, json.dumps(result["runs"][name]["held"], indent=2), flush=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str, Any]:
+    """One run, undisturbed and killed. Raises SystemExit if something does not hold."""
+    folder = args.folder / name.replace(" ", "").replace(",", "-")
+    shutil.rmtree(folder, ignore_errors=True)
+    words = f"{MODEL} {MESHES[mesh]} {DTYPES[dtype]} --run.recovery in-step"
+    whole = Run(args, folder / "whole", words)
+    whole.finish()
+    killed = Run(args, folder / "killed", words)
+    kills = list(killed.disturb(random.Random(args.seed)))
+    killed.finish()
+    return {"kills": kills, "held": compare(args, whole, killed, kills, LIMITS[dtype])}
+
+
+class Run:
+    """A run that is going on."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, words: str) -> None:
+        self.args, self.folder = args, folder
+        self.temporary = folder.with_name(f"{folder.name}.tmp")
+        self.temporary.mkdir(parents=True)
+        words += f" --run.dir {folder} --data.store {args.store} --train.steps {args.steps} --train.save_every 10"
+        words += " --train.eval_every 25 --train.eval_tokens 2048"
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*BOOST, "train", "demo", *words.split()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": str(self.temporary.resolve())},
+        )
+        self.seconds = 0.0
+
+    def finish(self) -> None:
+        """Waits for its end. Raises SystemExit if it failed."""
+        out, err = self.process.communicate()
+        self.seconds = time.monotonic() - self.began
+        if self.process.returncode or "Traceback" in err:
+            raise SystemExit(f"recovery: {self.folder} ended with {self.process.returncode}:\n{out[-3000:]}\n{err[-3000:]}")
+
+    def disturb(self, chance: random.Random) -> Any:
+        """Kills, `args.kills` times, and yields what it did."""
+        for _ in progress(self.args.kills, f"kills of {self.folder.parent.name}"):
+            time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
+            while self.process.poll() is None:
+                if victims := self.victims(chance):
+                    for beat in victims:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(beat.pid, signal.SIGKILL)
+                    yield {"at_s": round(time.monotonic() - self.began, 2), "victims": [described(each) for each in victims]}
+                    break
+                time.sleep(0.05)
+
+    def victims(self, chance: random.Random) -> list[Beat]:
+        """Processes to kill now; none if that would leave no replica with weights."""
+        launch = next(self.temporary.glob("boost-launch-*"), None)
+        if launch is None or (latest := membership(launch)) is None:
+            return []
+        decision, gone = latest
+        beats = {beat.incarnation: beat for beat in read_beats(launch) if alive(beat.pid)}
+        by_member: dict[str, list[Beat]] = {}
+        for beat in read_beats(launch):
+            if alive(beat.pid) and beat.incarnation not in gone:
+                by_member.setdefault(beat.incarnation, []).append(beat)
+        inside = [member.incarnation for member in decision.members if member.incarnation in by_member]
+        outside = [name for name in beats if name not in inside and name not in gone]
+        size = 2 if chance.random() < 0.2 else 1
+        if outside and chance.random() < 0.3:
+            return [chance.choice(by_member[chance.choice(outside)])]
+        chosen = chance.sample(inside, min(size, len(inside)))
+        # One that has just come in may not have the weights yet.
+        safe = set(inside) - set(decision.joined) - set(chosen)
+        return [chance.choice(by_member[name]) for name in chosen] if safe else []
+
+
+def membership(launch: Path) -> tuple[Decision, set[str]] | None:
+    """The latest decision and who of it is gone."""
+    if not (launch / "members").exists():
+        return None
+    coordinator = Coordinator(dist.FileStore(str(launch / "members"), -1), 1, 1)
+    latest = coordinator.latest()
+    if latest is None:
+        return None
+    names = {beat.incarnation for beat in read_beats(launch)} | {each.incarnation for each in latest.members}
+    return latest, {name for name in names if coordinator.why_gone(name)}
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def described(beat: Beat) -> str:
+    """What a process said last that it did: up to a second old."""
+    return f"{beat.phase}{', saving' if beat.saving and beat.phase != 'save' else ''}: {beat.where.split(' ')[-1]}"
+
+
+def compare(
+    args: argparse.Namespace, whole: Run, killed: Run, kills: list[dict[str, Any]], limit: float
+) -> dict[str, Any]:
+    """What must hold, and figures. Raises SystemExit."""
+    expected, actual = (lines(run.folder, "step") for run in (whole, killed))
+    if [line["step"] for line in actual] != list(range(1, args.steps + 1)):
+        raise SystemExit(f"recovery: {killed.folder}/metrics.jsonl does not have every step once")
+    losses = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(actual, expected, strict=True))
+    weights = difference(whole.folder, killed.folder)
+    changes = lines(killed.folder, "membership")
+    lost = [each for each in changes if each["lost"]]
+    held = {
+        "kills": sum(len(each["victims"]) for each in kills),
+        "moments": dict(Counter(victim.partition(":")[0] for each in kills for victim in each["victims"])),
+        "replicas_lost": sum(len(each["lost"]) for each in changes),
+        "replicas_back": sum(len(each["joined"]) for each in changes),
+        "seconds_to_go_on_median": statistics.median(each["seconds"] for each in lost) if lost else None,
+        "seconds_to_go_on_most": max((each["seconds"] for each in lost), default=None),
+        "largest_difference_of_a_loss": losses,
+        "difference_of_weights": weights,
+        "seconds": round(killed.seconds, 1),
+        "seconds_undisturbed": round(whole.seconds, 1),
+    }
+    if max(losses, weights) > limit:
+        raise SystemExit(f"recovery: {killed.folder} is not the undisturbed run: {json.dumps(held, indent=2)}")
+    leftovers = [path.name for path in killed.folder.glob("*.lock")]
+    if leftovers:
+        raise SystemExit(f"recovery: left behind: {leftovers}")
+    return held
+
+
+def lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == kind]
+
+
+def difference(one: Path, other: Path) -> float:
+    """Norm of the difference of final weights over their norm."""
+    squares, whole = 0.0, 0.0
+    a, b = (WeightReader(open_checkpoint(complete_checkpoints(run / "checkpoints")[-1])) for run in (one, other))
+    for name in a.names():
+        x, y = (found.read(name).double() for found in (a, b))
+        squares += float((x - y).square().sum())
+        whole += float(x.square().sum())
+    return (squares / whole) ** 0.5
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
