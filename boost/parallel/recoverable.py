@@ -90,13 +90,8 @@ class RecoverableGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._of, self._label, self._what = of, f"{name}/{of.number}", name
         self._pending: list[Any] = []
-        connect = datetime.timedelta(seconds=CONNECT_S)
         own = dist.PrefixStore(self._label, store)
-        try:
-            gloo: Any = dist.ProcessGroupGloo(own, rank, size, connect)
-        except (RuntimeError, dist.DistError) as error:
-            raise of.lost(f"a process did not connect to group '{name}': {str(error).splitlines()[0]}") from error
-        self._backends: dict[str, Any] = {"cpu": gloo}
+        self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, of)}
         if device.type == "cuda":
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size)
         self._register()
@@ -196,6 +191,27 @@ class RecoverableGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         return self._start("barrier", [], lambda backend: backend.barrier(opts or dist.BarrierOptions()))
+
+
+def _connected(name: str, store: dist.Store, rank: int, size: int, of: Membership) -> Any:
+    """A group of gloo. Made by a thread, which is left behind if the membership ends before all have connected."""
+    made: list[Any] = []
+
+    def connect() -> None:
+        try:
+            made.append(dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=CONNECT_S)))
+        except (RuntimeError, dist.DistError) as error:
+            made.append(error)
+
+    thread = threading.Thread(target=connect, name=f"boost-connect-{name}", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_S)
+        if thread.is_alive() and of.over.is_set():
+            raise PeersLostError(f"the membership ended while group '{name}' connected")
+    if isinstance(made[0], Exception):
+        raise of.lost(f"a process did not connect to group '{name}': {str(made[0]).splitlines()[0]}") from made[0]
+    return made[0]
 
 
 def has_abandoned() -> bool:

@@ -302,6 +302,8 @@ class Recovery:
     def _look(self, coordinator: Coordinator, put_out_at: float | None) -> float | None:
         """Once; returns when this process learned that the others go on without it."""
         membership, decision = self.membership, self.decision
+        if membership.number != decision.number:  # the main thread is between the two
+            return put_out_at
         if membership.number >= 0 and not membership.over.is_set() and coordinator.is_over(membership.number):
             membership.end()
         if why := coordinator.why_gone(self.member.incarnation):
@@ -310,6 +312,10 @@ class Recovery:
             if time.monotonic() - put_out_at > PUT_OUT_GRACE_S:  # it hangs with its replica
                 log.error("the others go on without this replica (%s)", why)
                 leave(BoostError.exit_code)
+        if not membership.over.is_set():
+            for member in decision.members:
+                if why := coordinator.why_gone(member.incarnation):
+                    membership.lost(f"replica {member.replica} is gone ({why})")
         since = membership.waiting_since
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             for member in decision.members:
