@@ -36,7 +36,9 @@ from boost.train.weights import WeightReader
 
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "recovery.json"
-MODEL = "--model.vocab_size 4096 --model.dim 128 --model.ffn_dim 352 --model.layers 2 --model.heads 4 --model.kv_heads 4 "
+MODEL = (
+    "--model.vocab_size 4096 --model.dim 128 --model.ffn_dim 352 --model.layers 2 --model.heads 4 --model.kv_heads 4 "
+)
 MODEL += "--model.rank 32 --train.seq_len 32 --train.global_batch 8 --train.micro_batch 1 --train.log_every 50"
 MESHES = {"dp 4": "--parallel.tp 1 --parallel.dp 4", "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2"}
 DTYPES = {
@@ -105,7 +107,9 @@ class Run:
         out, err = self.process.communicate()
         self.seconds = time.monotonic() - self.began
         if self.process.returncode or "Traceback" in err:
-            raise SystemExit(f"recovery: {self.folder} ended with {self.process.returncode}:\n{out[-3000:]}\n{err[-3000:]}")
+            raise SystemExit(
+                f"recovery: {self.folder} ended with {self.process.returncode}:\n{out[-3000:]}\n{err[-3000:]}"
+            )
 
     def disturb(self, chance: random.Random) -> Any:
         """Kills, `args.kills` times, and yields what it did."""
@@ -116,7 +120,10 @@ class Run:
                     for beat in victims:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(beat.pid, signal.SIGKILL)
-                    yield {"at_s": round(time.monotonic() - self.began, 2), "victims": [described(each) for each in victims]}
+                    yield {
+                        "at_s": round(time.monotonic() - self.began, 2),
+                        "victims": [described(each) for each in victims],
+                    }
                     break
                 time.sleep(0.05)
 
@@ -125,13 +132,16 @@ class Run:
         launch = next(self.temporary.glob("boost-launch-*"), None)
         if launch is None or (latest := membership(launch)) is None:
             return []
+        if not (self.folder / "metrics.jsonl").exists() or not lines(self.folder, "step"):
+            return []  # a process that is lost before the first step ends the run
         decision, gone = latest
         beats = {beat.incarnation: beat for beat in read_beats(launch) if alive(beat.pid)}
         by_member: dict[str, list[Beat]] = {}
         for beat in read_beats(launch):
             if alive(beat.pid) and beat.incarnation not in gone:
                 by_member.setdefault(beat.incarnation, []).append(beat)
-        inside = [member.incarnation for member in decision.members if member.incarnation in by_member]
+        whole = {name for name, each in by_member.items() if len(each) == max(map(len, by_member.values()))}
+        inside = [member.incarnation for member in decision.members if member.incarnation in whole]
         outside = [name for name in beats if name not in inside and name not in gone]
         size = 2 if chance.random() < 0.2 else 1
         if outside and chance.random() < 0.3:

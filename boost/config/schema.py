@@ -276,8 +276,8 @@ class RunConfig(Section):
 
     recovery: Literal["restart", "in-step"] = "restart"
     """What happens when a process dies. restart: the run ends, and '--resume auto' goes on from the latest checkpoint; in-step: its
-    replica (pp x cp x tp processes) is left out, the others finish the same step on the same global batch, and the replica comes back
-    when its processes are started again, which 'boost train' on one machine does (docs/recovery.md). Needs parallel.dp > 1,
+    replica (pp x cp x tp processes) is left out, the others finish the same step on the same global batch, and the replica comes
+    back when its processes are started again, which 'boost train' on one machine does (docs/recovery.md). Needs parallel.dp > 1,
     parallel.shard = none and optim.name = adamw."""
 
     replica_restarts: Natural = 100
@@ -287,7 +287,8 @@ class RunConfig(Section):
     """With in-step recovery: seconds without a sign of life after which a process that the others wait for counts as lost."""
 
     slow_steps: Natural = 20
-    """With in-step recovery: steps in a row that a replica takes 3 times as long as the others for, before it is reported. 0: never."""
+    """With in-step recovery: steps in a row for which a replica takes 3 times as long as the others, before it is reported.
+    0: never."""
 
     put_out_slow: bool = False
     """With in-step recovery: whether a replica that is reported as slow is left out, and started again."""

@@ -66,7 +66,10 @@ def open_replica(
     names = tuple(sizes)
     override = dict.fromkeys(names, "nccl") if cuda else None
     made = init_device_mesh(
-        device.type, tuple(sizes.values()), mesh_dim_names=names, backend_override=override  # type: ignore[arg-type]
+        device.type,
+        tuple(sizes.values()),
+        mesh_dim_names=names,
+        backend_override=override,  # type: ignore[arg-type]
     )
     axes = {}
     for name in names:

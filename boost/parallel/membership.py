@@ -113,8 +113,8 @@ class Coordinator:
         return self.store.check([f"over/{number}"])
 
     def put_out(self, incarnation: str, why: str, text: str) -> None:
-        """Says that a member is gone: it may not come back, only as another one. `why`: DEAD, SILENT or SLOW. The first word counts,
-        but one that was only silent may be found dead."""
+        """Says that a member is gone: it may not come back, only as another one. `why`: DEAD, SILENT or SLOW. The first word
+        counts, but one that was only silent may be found dead."""
         key = f"gone/{incarnation}"
         if not self.store.check([key]) or why == DEAD:
             self.store.set(key, f"{why}: {text}")
@@ -153,7 +153,7 @@ class Coordinator:
                     )
                 time.sleep(next(pauses))
                 continue
-            self._decide(Decision(0, tuple(Member(*each) for each in sorted(found.items()) if each[1] is not None)))  # type: ignore[arg-type]
+            self._decide(Decision(0, tuple(Member(replica, name) for replica, name in sorted(found.items()) if name)))
         return self._founded(member)
 
     def _founder(self, replica: int) -> str | None:
@@ -203,7 +203,9 @@ class Coordinator:
         if decision.refused:
             raise TrainingError(decision.refused)
         if decision.place(member) is None:
-            raise PutOutError(f"the others go on without this replica ({decision.lost.get(member.incarnation, 'gone')})")
+            raise PutOutError(
+                f"the others go on without this replica ({decision.lost.get(member.incarnation, 'gone')})"
+            )
         return decision
 
     def wait_until_ready(self, decision: Decision, member: Member, process: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import AllgatherOptions, Work
 from torch.distributed import distributed_c10d as c10d
 
 POLL_S = 0.1
@@ -85,15 +85,20 @@ class _Guarded(Work):
 class RecoverableGroup(dist.ProcessGroup):
     """A process group of a membership, around one of gloo, and on GPUs one of NCCL beside it."""
 
-    def __init__(self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, of: Membership) -> None:
+    def __init__(
+        self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, of: Membership
+    ) -> None:
         """Connects. Raises PeersLostError if another process does not within `CONNECT_S`."""
-        super().__init__(rank, size)
-        self._of, self._label, self._what = of, f"{name}/{of.number}", name
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        label: Any = f"{name}/{of.number}"
+        self._of, self._label, self._what = of, label, name
         self._pending: list[Any] = []
         own = dist.PrefixStore(self._label, store)
         self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, of)}
         if device.type == "cuda":
-            self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size)
+            self._backends["cuda"] = dist.ProcessGroupNCCL(
+                dist.PrefixStore("nccl", own), rank, size, dist.ProcessGroupNCCL.Options()
+            )
         self._register()
         of.groups.append(self)
 
@@ -178,15 +183,17 @@ class RecoverableGroup(dist.ProcessGroup):
     def setGroupDesc(self, what: str) -> None:
         self._what = what
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:  # type: ignore[override]
         opts = opts or dist.AllreduceOptions()
         return self._start("all-reduce", tensors, lambda backend: backend.allreduce(tensors, opts))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         return self._start("broadcast", tensors, lambda backend: backend.broadcast(tensors, opts))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        opts = opts or AllgatherOptions()
         return self._start("all-gather", inputs, lambda backend: backend.allgather(outputs, inputs, opts))
 
     def barrier(self, opts: Any = None) -> Work:

@@ -93,12 +93,11 @@ class Trainer:
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
-        keeps = recovery is not None
-        self.reducer = GradientReducer(self.fused_params, mesh, getattr(torch, config.train.sum_dtype), keeps)
+        sums = getattr(torch, train.sum_dtype)
+        self.reducer = GradientReducer(self.fused_params, mesh, sums, keeps=recovery is not None)
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
-        self._stepper = stepper_of(recovery)(
-            config, mesh, self.model, self.fused_params, self.reducer, self.optimizer, self.batches, ahead
-        )
+        parts = self.model, self.fused_params, self.reducer, self.optimizer, self.batches
+        self._stepper = stepper_of(recovery)(config, mesh, *parts, ahead)
         self.flops_per_token = flops_per_token(config.model, train.seq_len)
         self.position = Position(0, 0)
         self.bad_steps = 0

@@ -1,7 +1,8 @@
 """Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
 
 A line of metrics.jsonl is one JSON object, `{"kind": "step", "step": 120, "loss": 4.3, ...}` or `{"kind": "eval", ...}`
-with the fields of the two classes below, or `{"kind": "membership", ...}` with those of `boost.train.hooks.MembershipChange`. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
+with the fields of the two classes below, or `{"kind": "membership", ...}` with those of
+`boost.train.hooks.MembershipChange`. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
 (pandas.to_numeric accepts them too); `read_metrics` converts them back to floats.
 """
 
@@ -121,6 +122,13 @@ class MetricsWriter:
         """Writes one evaluation. Raises StorageError."""
         self._write("eval", "eval", metrics)
 
+    def write(self, metrics: StepMetrics | EvalMetrics) -> None:
+        """Writes one step or evaluation. Raises StorageError."""
+        if isinstance(metrics, StepMetrics):
+            self.step(metrics)
+        else:
+            self.evaluation(metrics)
+
     def membership(self, event: MembershipChange) -> None:
         """Writes what became of replicas. Raises StorageError."""
         with storage_errors(self._run.path):
@@ -180,7 +188,7 @@ class MetricsHook(Hook):
             for metrics in trainer.recent:
                 kind = "step" if isinstance(metrics, StepMetrics) else "eval"
                 if (kind, metrics.step) not in known:
-                    self._write(trainer, self._writer.step if kind == "step" else self._writer.evaluation, metrics)
+                    self._write(trainer, self._writer.write, metrics)
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if self._writer:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from boost.parallel.gradients import LaunchedStats, StepFlags, clip_gradients, launch_step_stats
 from boost.parallel.membership import share
 from boost.train.checkpoint import Position
@@ -19,7 +21,11 @@ class RecoverableStepper(Stepper):
     until the operation is complete: one more copy of them in memory."""
 
     def __init__(self, recovery: Recovery, *parts: Any) -> None:
-        super().__init__(*parts, ahead=False)
+        """`parts`: as of `Stepper`, but `ahead` is not a choice."""
+        *others, _ = parts
+        super().__init__(*others)
+        self.ahead = False
+        self.timed_on = torch.device("cpu")
         self._recovery = recovery
         self.from_tensors = False
 
@@ -79,4 +85,4 @@ def stepper_of(recovery: Recovery | None) -> Callable[..., Stepper]:
     """What makes the steps of a run with this recovery."""
     if recovery is None:
         return Stepper
-    return lambda *parts: RecoverableStepper(recovery, *parts[:-1])  # `ahead` is not a choice
+    return lambda *parts: RecoverableStepper(recovery, *parts)

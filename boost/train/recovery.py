@@ -1,5 +1,5 @@
-"""In-step recovery (run.recovery = "in-step"): a replica that is lost is left out of the step that it was lost in, and one that comes
-back is taken in between two steps. docs/recovery.md explains it; `boost.parallel.membership` has the agreement.
+"""In-step recovery (run.recovery = "in-step"): a replica that is lost is left out of the step that it was lost in, and one that
+comes back is taken in between two steps. docs/recovery.md explains it; `boost.parallel.membership` has the agreement.
 
 What processes do together is a sequence of operations, the same on all of them: the sums and statistics of a step, an evaluation, a
 save. An operation that a process completes, all have entered. So when a replica is lost, processes are in one operation or in
@@ -45,7 +45,7 @@ log = logging.getLogger("boost")
 INCARNATION = "BOOST_INCARNATION"
 """Environment variable: the name of this start of a replica, from the launcher of one machine."""
 REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
-"""Environment variables of a replica that something else starts, torchrun for example: its number; host:port of `boost coordinate`."""
+"""Environment variables of a replica that something else starts, such as torchrun: its number; host:port of `boost coordinate`."""
 
 WATCH_S = 0.25
 """Seconds between two looks into the store for news of the membership."""
@@ -143,7 +143,7 @@ class Recovery:
         self.operation, self._last, self.held, self._repeats = self.operation + 1, result, [], False
 
     def still_to_do(self, micro_batches: int) -> list[int]:
-        """The micro-batches of the current step that fall to this process beside those that it holds: of replicas that were lost."""
+        """The micro-batches of the current step that fall to this process beside those that it holds: those of lost replicas."""
         if not self._repeats:
             return []
         held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
@@ -328,7 +328,9 @@ class Recovery:
         """This process ends with an error: the others need not find out."""
         if not isinstance(error, PutOutError):
             try:
-                self._coordinator.put_out(self.member.incarnation, DEAD, f"{type(error).__name__} in one of its processes")
+                self._coordinator.put_out(
+                    self.member.incarnation, DEAD, f"{type(error).__name__} in one of its processes"
+                )
                 self.membership.lost(f"replica {self.member.replica} failed")
             except (OSError, RuntimeError) as unreachable:
                 log.info("the store does not answer: %s", unreachable)
@@ -349,11 +351,12 @@ class Recovery:
 
 def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
     """(replica, process of it, store of the replica, store of the run, incarnation) of this process, from its environment."""
+    own: dist.Store
     if folder := launch_dir():
         replica, process = place_of(parallel, int(os.environ["RANK"]))
         incarnation = os.environ.get(INCARNATION, f"{replica}.0")
-        own, members = (dist.FileStore(str(folder / name), -1) for name in (f"replica.{incarnation}", "members"))
-        return replica, process, own, members, incarnation
+        own, all_of_run = (dist.FileStore(str(folder / name), -1) for name in (f"replica.{incarnation}", "members"))
+        return replica, process, own, all_of_run, incarnation
     number, (host, _, port) = os.environ.get(REPLICA, ""), os.environ.get(COORDINATOR, "").partition(":")
     if not number.isdecimal() or not port.isdecimal():
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Batches read ahead: the same for every step as read when it runs, errors where the batch is used, and a thread that ends."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +27,19 @@ class Counted:
     def __init__(self, broken: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.broken, self.read = broken, list[int]()
 
-    def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
+    def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
         self.read.append(step)
         if step in self.broken:
             raise DataError(f"step {step} cannot be read")
-        for _ in range(2):
+        for _ in numbers:
             tokens = np.full((micro_batch, 4), step)
             yield Batch(tokens, np.where(np.arange(4) < 3, tokens, -100), np.zeros((micro_batch, 4), np.int32))
 
 
 def prefetcher(batches: Any, **parallel: Any) -> Prefetcher:
-    return Prefetcher(batches, toy.toy_config(train={"micro_batch": 2}, parallel=parallel), Mesh(toy.CPU))
+    return Prefetcher(
+        batches, toy.toy_config(train={"micro_batch": 2, "global_batch": 4}, parallel=parallel), Mesh(toy.CPU)
+    )
 
 
 def threads() -> list[threading.Thread]:
@@ -69,7 +71,7 @@ def test_processes_of_a_context_axis_share_every_sequence() -> None:
     """Each has the chunks that mirror each other; targets are those of its own tokens."""
     tokens = np.arange(16).reshape(2, 8)
     batch = Batch(tokens, np.where(tokens < 2, -100, tokens), np.zeros((2, 8), np.int32))
-    batches: Any = SimpleNamespace(micro_batches=lambda *_: iter([batch]))
+    batches: Any = SimpleNamespace(numbered=lambda *_: iter([batch]))
     shares = []
     for rank in range(2):
         mesh = Mesh(toy.CPU, {"cp": Axis(rank, 2)})
@@ -124,13 +126,13 @@ def test_steps_are_read_by_a_thread_one_ahead_and_none_beyond_the_last(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, bool]] = []
-    usual = Batches.micro_batches
+    usual = Batches.numbered
 
     def noted(batches: Batches, step: int, *rest: Any) -> Iterator[Batch]:
         asked.append((step, threading.current_thread() is threading.main_thread()))
         return usual(batches, step, *rest)
 
-    monkeypatch.setattr(Batches, "micro_batches", noted)
+    monkeypatch.setattr(Batches, "numbered", noted)
     trainer = make_trainer(make_config(store, tmp_path, train={"steps": 3}))
     trainer.start([])
     trainer.fit()
@@ -138,7 +140,7 @@ def test_steps_are_read_by_a_thread_one_ahead_and_none_beyond_the_last(
 
 
 def test_batches_become_tensors_without_a_copy() -> None:
-    batch = next(Counted().micro_batches(3, 0, 1, 2))
+    batch = next(Counted().numbered(3, range(2), 2))
     tensors = host_batch(batch)
     assert [x.dtype for x in tensors] == [torch.int64, torch.int64, torch.int32]
     assert all(x.data_ptr() == y.ctypes.data for x, y in zip(tensors, vars(batch).values(), strict=True))

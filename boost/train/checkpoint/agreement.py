@@ -23,8 +23,8 @@ def run_on_all(
     """Runs `action` on every process and returns all results by rank; if it fails on any, raises `failure` on all of them.
 
     A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`: the
-    process group for the exchange, by default the run's; a background thread needs its own. With in-step recovery and the run's group
-    `action` is repeated if processes are lost meanwhile.
+    process group for the exchange, by default the run's; a background thread needs its own. With in-step recovery and the run's
+    group, `action` is repeated if processes are lost meanwhile.
     """
     if group is not None:
         return _run_once(mesh, action, failure, group)
