@@ -8,6 +8,7 @@ from typing import Any
 COMMANDS = (
     "prepare",
     "train",
+    "coordinate",
     "eval",
     "generate",
     "config",

@@ -101,10 +101,12 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         torch.set_num_threads(1)  # for `launch`, which forks
     # Checked here, because processes take seconds to start.
     run = RunDirectory(config.run.dir)
-    require_unlocked(run.path)
-    if not run.continued_by(args.resume):
+    comes_back = config.run.recovery == "in-step" and not launches  # maybe; the main process of a new run will look
+    if not comes_back:
+        require_unlocked(run.path)
+    if not comes_back and not run.continued_by(args.resume):
         run.require_empty()
-    if args.resume == "auto":
+    if args.resume == "auto" and not comes_back:
         require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), args.restart)
     tracker_modules(config)
     store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
@@ -167,6 +169,8 @@ def _config(args: argparse.Namespace) -> Config:
 def _check_processes(config: Config, nproc: int | None) -> None:
     """Raises ConfigError if the processes that are to run are not those of the mesh."""
     parallel = config.parallel
+    if config.run.recovery == "in-step" and "BOOST_REPLICA" in os.environ:
+        return  # one of several replicas: `boost.train.recovery` counts its processes
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp} | ({"cp": parallel.cp} if parallel.cp > 1 else {})
     mesh = f"parallel.{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {parallel.world_size}"
     if nproc is not None and nproc != parallel.world_size:

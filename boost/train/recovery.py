@@ -25,14 +25,14 @@ from boost import errors
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
 from boost.parallel.members import join_members, open_replica, place_of, replica_size, waiting_mesh
-from boost.parallel.membership import DEAD, SILENT, Coordinator, Decision, Member, PutOutError, Report, deal
+from boost.parallel.membership import DEAD, SILENT, SLOW, Coordinator, Decision, Member, PutOutError, Report, deal
 from boost.parallel.mesh import choose_device
 from boost.parallel.recoverable import Membership, PeersLostError, has_abandoned
 from boost.parallel.rendezvous import Stopped, launch_dir, meet
 from boost.parallel.replicas import Mismatch, ReplicaReport, digest
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
-from boost.train.heartbeat import Board, FolderBoard, StoreBoard, apply_timeout
+from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
 from boost.train.hooks import MembershipChange
 from boost.train.outcome import RunTrouble
 from boost.train.worker import leave
@@ -103,6 +103,14 @@ class Recovery:
         """Where the processes of all replicas publish their beats."""
         folder = launch_dir()
         return FolderBoard(folder) if folder else StoreBoard(self._store)
+
+    def beats(self) -> list[Beat]:
+        """The latest of all processes."""
+        return self._beats.board.read(self.slots)
+
+    def put_out_slow(self, member: Member, text: str) -> None:
+        """The others go on without a member that is slow."""
+        self._coordinator.put_out(member.incarnation, SLOW, text)
 
     # Operations.
 
@@ -383,7 +391,7 @@ class _Beats:
     """Whether members answer: from the beats of their processes."""
 
     def __init__(self, board: Board, slots: int, processes: int, silence_s: float) -> None:
-        self._board, self._slots, self._processes, self._silence_s = board, slots, processes, silence_s
+        self.board, self._slots, self._processes, self._silence_s = board, slots, processes, silence_s
         self._seen: dict[int, tuple[str, int, float]] = {}
         self._read_at = 0.0
         self._lock = threading.Lock()
@@ -396,7 +404,7 @@ class _Beats:
                 self._seen = {}  # nobody looked: what is old is no silence
             if now - self._read_at > WATCH_S:
                 self._read_at = now
-                for beat in self._board.read(self._slots):
+                for beat in self.board.read(self._slots):
                     if self._seen.get(beat.rank, ("", -1))[:2] != (beat.incarnation, beat.count):
                         self._seen[beat.rank] = beat.incarnation, beat.count, now
             slots = range(member.replica * self._processes, (member.replica + 1) * self._processes)

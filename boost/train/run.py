@@ -31,6 +31,7 @@ from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
 from boost.train.rundir import RunDirectory, configure_logging
 from boost.train.signals import StopRequest
+from boost.train.slow import SlowReplicas
 from boost.train.take_over import TakesOver
 from boost.train.terminal import outliving_terminal
 from boost.train.worker import leave
@@ -121,7 +122,7 @@ def _train(
     candidates = resume_candidates(resume, run, fallback)
     hooks: list[Hook] = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
     if recovery is not None:
-        hooks.insert(0, TakesOver())
+        hooks = [TakesOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.put_out_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
     if recovery is None:
         trainer.start(candidates, start_from)

@@ -1,0 +1,65 @@
+"""Slow is a fault too: a replica that keeps the others waiting is reported, and left out if run.put_out_slow says so."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from boost.parallel.membership import Decision, Member
+from boost.train.heartbeat import Beat
+from boost.train.hooks import Hook, MembershipChange, StepEnd
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+TIMES = 3.0
+"""A replica is slow if its micro-batches take this many times as long as those of the median of the others."""
+LOOK_S = 1.0
+"""Seconds between two looks: beats are not more frequent."""
+
+
+class SlowReplicas(Hook):
+    """Compares the pace of replicas, which every process publishes with its beats."""
+
+    main_only = True
+
+    def __init__(self, steps: int, put_out: bool) -> None:
+        """`steps`: in a row for which a replica must be slow (0: never); `put_out`: whether it is then left out."""
+        self._steps, self._put_out = steps, put_out
+        self._since: dict[Member, int] = {}
+        self._reported: set[Member] = set()
+        self._looked_at = 0.0
+
+    def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
+        self._since = {}
+
+    def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
+        now = time.monotonic()
+        if trainer.recovery is None or not self._steps or now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        slow = slow_members(trainer.recovery.decision, trainer.recovery.beats())
+        self._since = {member: self._since.get(member, event.metrics.step) for member in slow}
+        for member, since in self._since.items():
+            if event.metrics.step - since < self._steps or member in self._reported:
+                continue
+            self._reported.add(member)
+            text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
+            action = "it is left out and started again" if self._put_out else "see what else its machine does"
+            trainer.warn(f"replica {member.replica} takes {text}; {action}")
+            if self._put_out:
+                trainer.recovery.put_out_slow(member, text)
+
+
+def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:
+    """The members that are slow, and how many times as long they take as the median of the others."""
+    pace = {
+        member: max((beat.pace for beat in beats if beat.incarnation == member.incarnation), default=0.0)
+        for member in decision.members
+    }
+    found = {}
+    for member, own in pace.items():
+        others = [each for other, each in pace.items() if other != member and each > 0]
+        if others and own > TIMES * statistics.median(others):
+            found[member] = own / statistics.median(others)
+    return found

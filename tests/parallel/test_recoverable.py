@@ -1,0 +1,145 @@
+"""Groups across replicas that are given up: nobody waits for a process that is gone."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from boost.config.schema import ParallelConfig
+from boost.models.fused import FusedParam, fused_params
+from boost.parallel.collectives import all_reduce
+from boost.parallel.gradients import GradientReducer
+from boost.parallel.members import place_of, replica_size
+from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.recoverable import Membership, PeersLostError, RecoverableGroup, has_abandoned
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def group_of(path: Path, rank: int, size: int, membership: Membership) -> RecoverableGroup:
+    store = dist.FileStore(str(path), -1)
+    return RecoverableGroup("test", store, rank, size, toy.CPU, membership)
+
+
+def collectives(path: Path) -> list[Any]:
+    rank, membership = dist.get_rank(), Membership(0)
+    group = group_of(path, rank, 3, membership)
+    axis, objects = Axis(rank, 3, group, recoverable=True), [None] * 3
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    smallest, first = torch.tensor(rank + 1), torch.tensor(rank)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+    dist.broadcast(first, group=group, group_src=2)
+    parts = [torch.zeros(1) for _ in range(3)]
+    dist.all_gather(parts, torch.full((1,), float(rank)), group=group)
+    dist.barrier(group=group)
+    total = all_reduce(torch.full((2,), float(rank)), axis).tolist()
+    membership.leave()
+    return [objects, int(smallest), int(first), [float(x) for x in parts], total]
+
+
+def test_collectives_are_those_of_any_group(tmp_path: Path) -> None:
+    expected = [[{"rank": 0}, {"rank": 1}, {"rank": 2}], 1, 2, [0.0, 1.0, 2.0], [3.0, 3.0]]
+    assert run_distributed(3, collectives, tmp_path / "store") == [expected] * 3
+
+
+def one_stays_away(path: Path) -> list[Any]:
+    """Rank 1 does not come to the second sum; the others are told, and go on without it."""
+    rank, said = dist.get_rank(), list[str]()
+    membership = Membership(0, said.append)
+    group = group_of(path, rank, 3, membership)
+    axis = Axis(rank, 3, group, recoverable=True)
+    found: list[Any] = [all_reduce(torch.ones(1000), axis)[0].item()]
+    if rank != 1:
+        timer = threading.Timer(0.5, membership.end)
+        timer.start()
+        with pytest.raises(PeersLostError):
+            all_reduce(torch.ones(1000), axis)
+        with pytest.raises(PeersLostError):  # at once, and it does not start
+            all_reduce(torch.ones(1000), axis)
+        membership.leave()
+        found.append(has_abandoned())
+        again = Membership(1)
+        group = group_of(path, rank // 2, 2, again)
+        found.append(all_reduce(torch.ones(1000), Axis(rank // 2, 2, group, recoverable=True))[0].item())
+        again.leave()
+    dist.barrier()
+    return found
+
+
+def test_a_wait_ends_with_the_membership(tmp_path: Path) -> None:
+    left, absent, right = run_distributed(3, one_stays_away, tmp_path / "store")
+    assert left == right == [3.0, True, 2.0] and absent == [3.0]
+
+
+def nobody_connects(path: Path) -> str:
+    membership = Membership(0)
+    threading.Timer(0.3, membership.end).start()
+    with pytest.raises(PeersLostError) as error:
+        group_of(path, 0, 2, membership)
+    return str(error.value)
+
+
+def test_a_connection_that_does_not_come_about_is_given_up(tmp_path: Path) -> None:
+    assert run_distributed(1, nobody_connects, tmp_path / "store") == [
+        "the membership ended while group 'test' connected"
+    ]
+
+
+def taken_back(path: Path) -> list[list[float]]:
+    """Sums that were made, taken back and made again, of a bucket of one tensor and of one of two."""
+    rank, membership = dist.get_rank(), Membership(0)
+    axis = Axis(rank, 2, group_of(path, rank, 2, membership), recoverable=True)
+    mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
+    model, _ = toy.toy_decoder(toy.toy_config())
+    params = list(fused_params(model))
+    reducer = GradientReducer(params, mesh, torch.float64, keeps=True)
+    found = []
+    for _ in range(2):
+        reducer.begin()
+        _own_gradients(params, rank)
+        reducer.finish()
+        reducer.again()
+        mine = [float(each.parameter.grad.sum()) for each in params if each.parameter.grad is not None]
+        _add(params, 1.0)
+        reducer.finish()
+        sums = [float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None]
+        found.append([min(sums), max(sums), min(mine) / max(mine) if rank else 1.0])
+    alone = Mesh(toy.CPU)
+    reducer.again()
+    reducer.rejoin(alone)
+    reducer.finish()
+    found.append([float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None][:1])
+    membership.leave()
+    return found
+
+
+def _own_gradients(params: list[FusedParam], rank: int) -> None:
+    for each in params:
+        each.parameter.grad = torch.full_like(each.parameter, 10.0 * (rank + 1))
+
+
+def _add(params: list[FusedParam], more: float) -> None:
+    for each in params:
+        assert each.parameter.grad is not None
+        each.parameter.grad += more
+
+
+def test_sums_are_taken_back_and_made_again(tmp_path: Path) -> None:
+    first, second = run_distributed(2, taken_back, tmp_path / "store")
+    for found, own in ((first, 11.0), (second, 21.0)):
+        assert [each[:2] for each in found[:2]] == [[32.0, 32.0]] * 2, "10 + 1 of one, 20 + 1 of the other"
+        assert found[2] == [own], "alone, a sum is this process's own"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 4}, {"tp": 2, "dp": 3}, {"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "cp": 2}]
+)
+def test_every_process_has_one_place_in_one_replica(sizes: dict[str, int]) -> None:
+    parallel = ParallelConfig.model_validate({"tp": 1, **sizes})
+    places = [place_of(parallel, rank) for rank in range(parallel.world_size)]
+    assert sorted(places) == [(r, p) for r in range(parallel.dp) for p in range(replica_size(parallel))]
+    if parallel.pp == 1:
+        assert places == sorted(places), "processes of a replica are neighbors"

@@ -1,0 +1,224 @@
+"""In-step recovery on whole runs: processes die, and losses are those of a run that nobody disturbed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.config import Config
+from boost.errors import BoostError, ConfigError, StorageError, TrainingError
+from boost.parallel.members import place_of
+from boost.parallel.replicas import Mismatch, ReplicaReport
+from boost.train.checkpoint import SavedCheckpoint
+from boost.train.evaluate import Evaluation
+from boost.train.launch import Replicas, launch
+from boost.train.metrics import read_metrics
+from boost.train.recovery import Recovery, _decode, _encode
+from boost.train.run import train_process
+from tests import toy
+from tests.train.commands import QUIET, Command
+from tests.train.runs import make_config
+
+FP64 = ("--train.param_dtype", "float64", "--train.compute_dtype", "float64")
+MESHES = {
+    "dp4": ("--parallel.tp", "1", "--parallel.dp", "4"),
+    "dp2-tp2": ("--parallel.tp", "2", "--parallel.dp", "2"),
+    "pp2-dp2": ("--parallel.tp", "1", "--parallel.dp", "2", "--parallel.pp", "2"),
+    "dp2-cp2": ("--parallel.tp", "1", "--parallel.dp", "2", "--parallel.cp", "2", "--parallel.layout", "btp-cp"),
+}
+BATCH = ("--train.global_batch", "8", "--train.micro_batch", "1")
+
+
+def trained(folder: Path, store: Path, *words: str) -> tuple[int, str, str, list[dict[str, Any]]]:
+    """Exit code, stdout, stderr and metrics of a whole run."""
+    folder.mkdir()
+    with Command(folder, store, *FP64, *BATCH, *words) as command:
+        code, out, err = command.finish()
+    metrics = folder / "run" / "metrics.jsonl"
+    return code, out, err, read_metrics(metrics) if metrics.exists() else []
+
+
+def of(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def assert_same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int) -> None:
+    """Every step once, each loss and norm as expected."""
+    for lines in (found, expected):
+        assert [line["step"] for line in of("step", lines)] == list(range(1, steps + 1))
+    for a, b in zip(of("step", found), of("step", expected), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-12), a["step"]
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-10), a["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "victims"), [("dp4", (1, 0)), ("dp2-tp2", (3,)), ("pp2-dp2", (2,)), ("dp2-cp2", (1,))]
+)
+def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str, victims: tuple[int, ...]) -> None:
+    steps = 400 if mesh == "dp4" else 60  # long enough for them to come back
+    words = (*MESHES[mesh], "--train.steps", str(steps), "--train.eval_every", "37", "--train.save_every", "15")
+    if mesh != "dp4":
+        words += ("--train.global_batch", "4")
+    faults = [word for i, rank in enumerate(victims) for word in ("--inject-fault", f"kill@{5 + 2 * i}:{rank}")]
+    code, out, err, found = trained(tmp_path / "killed", store, *words, "--run.recovery", "in-step", *faults)
+    assert code == 0, out + err
+    _, _, _, expected = trained(tmp_path / "whole", store, *words)
+    assert_same_steps(found, expected, steps)
+    assert [line["step"] for line in of("eval", found)] == [line["step"] for line in of("eval", expected)]
+    changes = of("membership", found)
+    assert sum(len(line["lost"]) for line in changes) == len(victims)
+    assert any("was ended by SIGKILL" in why for line in changes for _, why in line["lost"])
+    assert sum(len(line["joined"]) for line in changes) == len(victims), "they came back before the end"
+    assert "lost replica" in out and "is back" in out and "held-out perplexity" in out, (
+        "the terminal moves with the main one"
+    )
+    assert "Traceback" not in out + err and not list((tmp_path / "killed" / "run").glob("*.lock"))
+
+
+@pytest.mark.slow
+def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_path: Path) -> None:
+    words = (*MESHES["dp2-tp2"], *QUIET, "--train.steps", "20")
+    plain = trained(tmp_path / "restart", store, *words)[-1]
+    found = trained(tmp_path / "in-step", store, *words, "--run.recovery", "in-step")[-1]
+    assert [line["loss"] for line in of("step", found)] == [line["loss"] for line in of("step", plain)]
+
+
+@pytest.mark.slow
+def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path) -> None:
+    words = (*MESHES["dp4"], *QUIET, "--train.steps", "100", "--run.recovery", "in-step", "--run.silence_s", "3")
+    code, out, err, found = trained(tmp_path / "hung", store, *words, "--inject-fault", "hang@6:2")
+    assert code == 0, out + err
+    assert [line["step"] for line in of("step", found)] == list(range(1, 101))
+    assert next(line["lost"] for line in of("membership", found))[0][1].count("does not answer") == 1
+
+
+@pytest.mark.slow
+def test_when_all_die_the_run_ends_and_says_why(store: Path, tmp_path: Path) -> None:
+    faults = [word for rank in range(4) for word in ("--inject-fault", f"kill@9:{rank}")]
+    words = (*MESHES["dp4"], "--train.save_every", "4", "--train.steps", "50", "--run.recovery", "in-step")
+    code, _, err, _ = trained(tmp_path / "all", store, *words, *faults)
+    assert code == 3 and "was ended by SIGKILL" in err and "resume with --resume auto" in err
+    assert "Traceback" not in err
+    with Command(tmp_path / "all", store, *FP64, *BATCH, *words, "--resume", "auto") as command:
+        code, out, err = command.finish()
+    assert code == 0, out + err
+    assert "resumed at step 8 of 50" in out or "resumed at step 4 of 50" in out, (
+        "the save of step 8 may have been in flight"
+    )
+
+
+@pytest.mark.slow
+def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
+    with Command(tmp_path, store, *BATCH, *MESHES["dp4"], "--run.recovery", "in-step") as command:
+        command.wait_for(
+            lambda: (command.run / "metrics.jsonl").exists() and len(read_metrics(command.run / "metrics.jsonl")) > 5
+        )
+        os.kill(command.process.pid, signal.SIGTERM)
+        code, out, err = command.finish()
+    assert code == 0 and "everything is saved" in out, out + err
+    assert not command.processes()[1:]
+
+
+def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> int:
+    """Trains; the first time that state is handed over, the donor or the newcomer is killed in the middle."""
+    usual = Recovery._hand_over
+
+    def hand_over(self: Recovery, newcomer: Any = None) -> None:
+        is_donor = newcomer is None and self.mesh.dp.rank == 0
+        if self.decision.joined and {"donor": is_donor, "newcomer": newcomer is not None}[victim]:
+            try:
+                os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        usual(self, newcomer)
+
+    Recovery._hand_over = hand_over  # type: ignore[method-assign]
+    return train_process(config, *rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["donor", "newcomer"])
+def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, tmp_path: Path, victim: str) -> None:
+    from boost.train.faults import Fault
+
+    def config_of(name: str, **run: Any) -> Config:
+        found = make_config(
+            store, tmp_path / name, parallel={"dp": 3}, train={"steps": 150, "global_batch": 6, "micro_batch": 1}
+        )
+        return found.model_copy(update={"run": found.run.model_copy(update=run)})
+
+    config = config_of("killed", recovery="in-step")
+    replicas = Replicas(tuple((rank,) for rank in range(3)), restarts=5)
+    marker = tmp_path / "marker"
+    work = (str(marker), victim, config, None, None, [Fault("kill", 4, 1)])
+    assert launch(dies_handing_over, work, 3, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+    assert marker.exists()
+    whole = config_of("whole")
+    assert launch(train_process, (whole, None), 3, tmp_path / "logs", holds_signals=True) == 0
+    found, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "whole"))
+    assert_same_steps(found, expected, 150)
+    # With the donor, a newcomer that has not got everything is out too.
+    assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1.5,
+        "x",
+        [Path("a"), None],
+        (1, (True,)),
+        Evaluation(5, 1.0, 2.0, 3.0),
+        SavedCheckpoint(3, Path("step-3"), ("slow disk",)),
+        ReplicaReport((Mismatch((1, 2), 4, True),), ((0, "embed"),), ("a", "b")),
+    ],
+)
+def test_results_reach_those_that_are_behind(value: Any) -> None:
+    assert _decode(json.loads(json.dumps(_encode(value)))) == value
+
+
+def test_errors_reach_them_too() -> None:
+    with pytest.raises(StorageError, match="disk full"):
+        _decode(json.loads(json.dumps(_encode(StorageError("disk full")))))
+    with pytest.raises(TrainingError, match="while object was exchanged"):
+        _decode(_encode(object()))
+    assert issubclass(StorageError, BoostError)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"tp": 2, "dp": 1}}, r"parallel\.dp = 1; nearest valid value: 2"),
+        (
+            {"parallel": {"tp": 1, "dp": 2, "shard": "full"}},
+            r"parallel\.shard = 'full' leaves parts of the state on one",
+        ),
+        (
+            {"parallel": {"tp": 1, "dp": 2, "shard": "optimizer"}},
+            r"set parallel\.shard = 'none', or run\.recovery = 'restart'",
+        ),
+        (
+            {"parallel": {"tp": 1, "dp": 2}, "model": {"family": "svd"}, "optim": {"name": "loro"}},
+            r"optim\.name = 'loro' sums over replicas",
+        ),
+        ({"parallel": {"tp": 1, "dp": 2}, "train": {"on_spike": "rollback"}}, r"train\.on_spike = 'rollback'"),
+    ],
+)
+def test_what_it_does_not_carry_is_refused_with_one_line(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^run\.recovery = 'in-step'.*{said}") as error:
+        toy.toy_config(**sections, run={"recovery": "in-step"})
+    assert "\n" not in str(error.value)
+
+
+def test_ranks_of_a_replica_are_those_of_the_mesh() -> None:
+    config = toy.toy_config(parallel={"tp": 2, "dp": 2, "pp": 2}, train={"global_batch": 8})
+    assert [place_of(config.parallel, rank) for rank in range(8)] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3),
+    ]  # fmt: skip

@@ -1,0 +1,49 @@
+"""Replicas that keep the others waiting."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from boost.parallel.membership import Decision, Member
+from boost.train import slow
+from boost.train.heartbeat import Beat
+from boost.train.slow import SlowReplicas, slow_members
+
+MEMBERS = tuple(Member(replica, f"{replica}.0") for replica in range(3))
+
+
+def beats(*pace: float) -> list[Beat]:
+    return [Beat(rank, 1, incarnation=f"{rank // 2}.0", pace=each) for rank, each in enumerate(pace)]
+
+
+def test_the_slowest_process_of_a_replica_counts() -> None:
+    decision = Decision(0, MEMBERS)
+    assert slow_members(decision, beats(1, 1, 1, 1, 1, 1)) == {}
+    assert slow_members(decision, beats(1, 1, 1, 6, 1, 1)) == {MEMBERS[1]: 6.0}
+    assert slow_members(decision, []) == {}, "unknown is not slow"
+    assert slow_members(Decision(0, MEMBERS[:1]), beats(9, 9)) == {}
+
+
+@pytest.mark.parametrize("put_out", [False, True])
+def test_it_is_reported_once_after_enough_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put_out: bool) -> None:
+    monkeypatch.setattr(slow, "LOOK_S", 0.0)
+    warnings: list[str] = []
+    gone: list[Member] = []
+    pace = beats(1, 1, 6, 6, 1, 1)
+    recovery = SimpleNamespace(
+        decision=Decision(0, MEMBERS), beats=lambda: pace, put_out_slow=lambda member, text: gone.append(member)
+    )
+    trainer: Any = SimpleNamespace(recovery=recovery, warn=warnings.append)
+    hook = SlowReplicas(5, put_out)
+    for step in range(1, 12):
+        if step == 4:
+            pace[:] = beats(1, 1, 1, 1, 1, 1)
+        if step == 5:
+            pace[:] = beats(1, 1, 6, 6, 1, 1)
+        hook.after_step(trainer, SimpleNamespace(metrics=SimpleNamespace(step=step)))  # type: ignore[arg-type]
+        assert len(warnings) == (step >= 10), "five steps after it was last well"
+    action = "it is left out and started again" if put_out else "see what else its machine does"
+    assert warnings == [f"replica 1 takes 6.0 times as long as the others for 5 steps; {action}"]
+    assert gone == ([MEMBERS[1]] if put_out else [])
