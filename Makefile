@@ -32,7 +32,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak check verify curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly guards soak recovery check verify curves perplexity recompute fit families validate bench report clean
 
 setup: $(READY)
 
@@ -81,6 +81,11 @@ guards: setup
 soak: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python benchmarks/soak.py data/stdlib runs/soak
+
+# Kills processes of runs with in-step recovery, 50 times each: 40 minutes.
+recovery: setup
+	$(BIN)/boost prepare --stdlib --out data/stdlib
+	$(BIN)/python benchmarks/recovery.py data/stdlib runs/recovery
 
 check: setup
 	$(BIN)/ruff check .
