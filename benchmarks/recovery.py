@@ -3,8 +3,8 @@
 A small model on four processes, dp 4 and dp 2 x tp 2, in fp64 and fp32, that evaluates and saves often. At random moments a random
 process gets SIGKILL, now and then two at once, and now and then one of a replica that is coming back. One replica with weights
 is left alive. At the end: every step is there once, losses and weights are those of a run that nobody disturbed, nothing is left
-behind. The last part does the same to a run with run.recovery = "restart" at the same rate of kills: useful tokens per second of
-each. Writes results of all to recovery.json, which docs/recovery.md and its picture are made of.
+behind. The last part kills at one rate in a run with in-step recovery and in one that starts again from its latest checkpoint:
+useful tokens per second of each. Writes recovery.json and docs/pictures/recovery.svg.
 """
 
 import argparse
@@ -36,6 +36,9 @@ from boost.train.weights import WeightReader
 
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "recovery.json"
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "recovery.svg"
+TOKENS, PROCESSES = 8 * 32, 4
+"""Of a step; of a run."""
 MODEL = (
     "--model.vocab_size 4096 --model.dim 128 --model.ffn_dim 352 --model.layers 2 --model.heads 4 --model.kv_heads 4 "
 )
@@ -56,16 +59,24 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="kills of each run (default 50)")
     parser.add_argument("--steps", type=int, default=1500, metavar="N", help="steps of each run (default 1500)")
     parser.add_argument("--every", type=float, default=3.0, metavar="S", help="mean seconds between kills (default 3)")
+    parser.add_argument(
+        "--rate", type=float, default=10.0, metavar="S", help="mean seconds between kills of the last part (default 10)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default 0)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose name holds this")
     args = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment(load("demo", [])), "runs": {}}
+    result: dict[str, Any] = {"environment": environment(load("demo", [])), "runs": {}, "useful": {}}
     for mesh in MESHES:
         for dtype in DTYPES:
             name = f"{mesh}, {dtype}"
             if args.only in name:
                 result["runs"][name] = soak(args, name, mesh, dtype)
                 print(name, json.dumps(result["runs"][name]["held"], indent=2), flush=True)
+    for recovery in ("in-step", "restart") if args.only in "useful" else ():
+        result["useful"][recovery] = useful(args, recovery)
+        print(recovery, result["useful"][recovery]["tokens_per_process_second"], flush=True)
+    if result["useful"]:
+        draw(result["useful"])
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
@@ -89,6 +100,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, folder: Path, words: str) -> None:
         self.args, self.folder = args, folder
         self.temporary = folder.with_name(f"{folder.name}.tmp")
+        shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
         words += f" --run.dir {folder} --data.store {args.store} --train.steps {args.steps} --train.save_every 10"
         words += " --train.eval_every 25 --train.eval_tokens 2048"
@@ -111,6 +123,10 @@ class Run:
                 f"recovery: {self.folder} ended with {self.process.returncode}:\n{out[-3000:]}\n{err[-3000:]}"
             )
 
+    @property
+    def over(self) -> bool:
+        return self.process.poll() is not None
+
     def disturb(self, chance: random.Random) -> Any:
         """Kills, `args.kills` times, and yields what it did."""
         for _ in progress(self.args.kills, f"kills of {self.folder.parent.name}"):
@@ -126,6 +142,12 @@ class Run:
                     }
                     break
                 time.sleep(0.05)
+
+    def workers(self) -> list[Beat]:
+        """The processes that beat now."""
+        launch = next(self.temporary.glob("boost-launch-*"), None)
+        beats = read_beats(launch) if launch is not None else []
+        return [beat for beat in beats if alive(beat.pid)] if all(beat.step for beat in beats) else []
 
     def victims(self, chance: random.Random) -> list[Beat]:
         """Processes to kill now; none if that would leave no replica with weights."""
@@ -150,6 +172,60 @@ class Run:
         # One that has just come in may not have the weights yet.
         safe = set(inside) - set(decision.joined) - set(chosen)
         return [chance.choice(by_member[name]) for name in chosen] if safe else []
+
+
+def useful(args: argparse.Namespace, recovery: str) -> dict[str, Any]:
+    """A run that loses a process every `args.rate` seconds or so, to its last step: how far it was when, and useful tokens."""
+    folder = args.folder / f"useful-{recovery}"
+    shutil.rmtree(folder, ignore_errors=True)
+    chance, began = random.Random(args.seed), time.monotonic()
+    words = (
+        f"{MODEL} {MESHES['dp 4']} {DTYPES['fp32']} --run.recovery {recovery} --resume auto --run.dir {folder / 'run'}"
+    )
+    run, next_kill = Run(args, folder / "run", words), chance.expovariate(1 / args.rate)
+    kills, path = list[float](), list[tuple[float, int, float]]()
+    while not (run.over and run.process.returncode == 0):
+        time.sleep(0.1)
+        now = time.monotonic() - began
+        if run.over:  # only with "restart": with in-step recovery one replica is always left
+            run.process.communicate()
+            run = Run(args, folder / "run", words)
+        if now >= next_kill and (beats := run.workers()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(beats).pid, signal.SIGKILL)
+            kills.append(round(now, 2))
+            next_kill = now + chance.expovariate(1 / args.rate)
+        done = lines(folder / "run", "step") if (folder / "run" / "metrics.jsonl").exists() else []
+        if done and (not path or path[-1][1] != done[-1]["step"]):
+            path.append((round(now, 2), done[-1]["step"], done[-1]["loss"]))
+    run.process.communicate()
+    seconds = path[-1][0]
+    tokens = args.steps * TOKENS
+    return {"kills": kills, "path": path, "seconds": seconds, "tokens_per_process_second": tokens / seconds / PROCESSES}
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Steps done and loss over time, with kills marked."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    colors = {"in-step": "#0b6e4f", "restart": "#b23a48"}
+    names = {"in-step": "in-step recovery", "restart": "restart from the latest checkpoint"}
+    figure, (steps, loss) = pyplot.subplots(2, 1, figsize=(8, 5.5), sharex=True, layout="constrained")
+    for recovery, run in found.items():
+        at, done, losses = zip(*run["path"], strict=True)
+        label = f"{names[recovery]}: {run['tokens_per_process_second']:,.0f} useful tokens per process and second"
+        steps.plot(at, done, color=colors[recovery], label=label)
+        loss.plot(at, losses, color=colors[recovery], linewidth=0.8)
+        heights = [max([step for when, step, _ in run["path"] if when <= kill], default=0) for kill in run["kills"]]
+        steps.plot(run["kills"], heights, "x", color=colors[recovery])
+    steps.set_ylabel("steps done")
+    steps.legend(loc="upper left", frameon=False)
+    loss.set_ylabel("loss, nats per token")
+    loss.set_xlabel("seconds (x: a process is killed)")
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def membership(launch: Path) -> tuple[Decision, set[str]] | None:
