@@ -11,6 +11,7 @@ import pytest
 from boost.config import Config
 from boost.errors import TrainingError
 from boost.train import checkpoint as ckpt
+from boost.train import loop
 from boost.train.builtin_hooks import PeriodicCheckpoint
 from boost.train.checkpoint.folders import rotated
 from boost.train.health import MIN_HEALTHY, RECOVERED, SpikeDetector
@@ -147,13 +148,16 @@ class Spike(Hook):
         self.step, self.loss = step, loss
 
     def setup(self, trainer: Trainer) -> None:
-        usual = trainer._step_metrics
+        self.usual = usual = loop.step_metrics
 
         def metrics_of(*arguments: Any) -> StepMetrics:
             found = usual(*arguments)
             return found if found.step != self.step else StepMetrics(**{**vars(found), "loss": self.loss})
 
-        trainer._step_metrics = metrics_of  # type: ignore[method-assign]
+        loop.step_metrics = metrics_of
+
+    def teardown(self, trainer: Trainer) -> None:
+        loop.step_metrics = self.usual
 
 
 def test_a_periodic_checkpoint_waits_for_the_end_of_the_trouble(store: Path, tmp_path: Path) -> None:
@@ -194,8 +198,8 @@ def test_a_step_after_a_rollback_trains_on_the_data_of_a_later_step(store: Path,
     config = every_step(store, tmp_path / "a", on_spike="rollback")
     trainer = make_trainer(config, Rates({7: 1e30}))
     asked: list[int] = []
-    usual = trainer.batches.micro_batches
-    trainer.batches.micro_batches = lambda step, *rest: (asked.append(step), usual(step, *rest))[1]  # type: ignore[method-assign]
+    usual = trainer.batches.numbered
+    trainer.batches.numbered = lambda step, *rest: (asked.append(step), usual(step, *rest))[1]  # type: ignore[method-assign]
     trainer.start([])
     trainer.fit()
     assert asked == list(range(15)), "every step of data once, in order"
