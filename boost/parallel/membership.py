@@ -116,7 +116,8 @@ class Coordinator:
         """Says that a member is gone: it may not come back, only as another one. `why`: DEAD, SILENT or SLOW. The first word
         counts, but one that was only silent may be found dead."""
         key = f"gone/{incarnation}"
-        if not self.store.check([key]) or why == DEAD:
+        known = self.why_gone(incarnation)
+        if known is None or (why == DEAD and not known.startswith(DEAD)):
             self.store.set(key, f"{why}: {text}")
 
     def why_gone(self, incarnation: str) -> str | None:

@@ -32,6 +32,7 @@ from boost.parallel.rendezvous import Stopped, launch_dir, meet
 from boost.parallel.replicas import Mismatch, ReplicaReport, digest
 from boost.train.checkpoint import Position, SavedCheckpoint
 from boost.train.evaluate import Evaluation
+from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
 from boost.train.hooks import MembershipChange
 from boost.train.outcome import RunTrouble
@@ -333,8 +334,10 @@ class Recovery:
         return put_out_at
 
     def failed(self, error: BaseException) -> None:
-        """This process ends with an error: the others need not find out."""
-        if not isinstance(error, PutOutError):
+        """This process ends with an error: the others need not find out. A connection that it lost is a symptom: the launcher knows
+        which process of the replica ended first."""
+        symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
+        if not isinstance(error, PutOutError) and not symptom:
             try:
                 self._coordinator.put_out(
                     self.member.incarnation, DEAD, f"{type(error).__name__} in one of its processes"

@@ -111,7 +111,9 @@ class Supervisor:
         if not codes and why is None:
             return
         if codes and not set(codes) <= set(self._failed):
-            rank, code = next(iter(codes.items()))
+            rank, code = min(
+                codes.items(), key=lambda each: each[1]
+            )  # a signal before an exit code, which may follow from it
             self._coordinator.put_out(incarnation, DEAD, f"rank {rank} {_ended(code)}")
         alive = [rank for rank in ranks if self._processes[rank].exitcode is None]
         for rank in alive:
