@@ -102,7 +102,7 @@ def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, Measured
     from boost.plan.peak import peak
 
     predicted = memory(config, pp_rank), peak(config, pp_rank)
-    if config.parallel.pp > 1 or config.parallel.sharded:
+    if config.parallel.pp > 1 or config.parallel.sharded or config.run.recovery == "in-step":
         return *predicted, None
 
     from rich.console import Console

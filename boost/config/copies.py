@@ -9,7 +9,7 @@ def has_working_copies(config: Config) -> bool:
     are cast before they are gathered; not under zero bubble, which looks for the gradients of a stage's own parameters."""
     parallel, train = config.parallel, config.train
     is_cast = train.compute_dtype != train.param_dtype
-    return train.working_copies and is_cast and not parallel.sharded and not parallel.splits_backward
+    return train.working_copies and is_cast and not config.shards_weights and not parallel.splits_backward
 
 
 def may_have_copy(role: str, parallel: ParallelConfig) -> bool:

@@ -229,7 +229,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             "parallel.shard = 'full' lets go of weights between forward and backward pass, and the two backward passes of "
             "parallel.schedule = 'zero-bubble' do not find them again; take shard = 'optimizer', or 'interleaved-1f1b'"
         )
-    if parallel.sharded and parallel.virtual > 3:
+    if config.shards_weights and parallel.virtual > 3:
         yield (
             f"parallel.virtual = {parallel.virtual}: torch's schedules keep the shared weights of three stages, and gather "
             f"those of more again and again; with parallel.shard = '{parallel.shard}' largest valid value: 3"
@@ -245,23 +245,22 @@ def _recovery_problems(config: Config) -> Iterator[str]:
     how = "run.recovery = 'in-step'"
     if parallel.dp == 1:
         yield f"{how} needs replicas that can take over from each other, and parallel.dp = 1; nearest valid value: 2"
-    if parallel.shard != "none":
+    if parallel.shard == "full" or parallel.shard_outer:
+        field = "parallel.shard = 'full'" if parallel.shard == "full" else "parallel.shard_outer = true"
         yield (
-            f"{how} rebuilds a replica from the others, and parallel.shard = '{parallel.shard}' leaves parts of the state on one "
-            "replica only; set parallel.shard = 'none', or run.recovery = 'restart'"
+            f"{how} needs all weights on every replica, and {field} leaves parts of them on one only; set parallel.shard = "
+            "'optimizer' and shard_outer = false, or run.recovery = 'restart'"
         )
-    if config.optim.name != "adamw":
+    if parallel.shard != "none" and config.optim.name != "adamw":
         yield (
-            f"{how} needs an update without communication, and optim.name = '{config.optim.name}' sums over replicas in it; set "
-            "optim.name = 'adamw', or run.recovery = 'restart'"
+            f"{how} divides the moments of AdamW only, and optim.name = '{config.optim.name}'; set parallel.shard = 'none', or "
+            "optim.name = 'adamw'"
         )
     if parallel.pp > 1 and parallel.schedule not in ("gpipe", "1f1b"):
         yield (
             f"{how} deals any number of micro-batches to a replica, which parallel.schedule = '{parallel.schedule}' does not take; "
             "nearest valid value: '1f1b'"
         )
-    if config.train.on_spike == "rollback":
-        yield f"{how} and train.on_spike = 'rollback' do not go together yet; set train.on_spike = 'warn'"
 
 
 def _micro_batch_problems(config: Config) -> Iterator[str]:
@@ -350,7 +349,8 @@ def _train_problems(config: Config) -> Iterator[str]:
         yield "train.keep_best = true needs periodic evaluations, and train.eval_every = 0; set train.eval_every, such as to 100"
     yield from _recompute_problems(config)
     parallel = config.parallel
-    if train.reduce_dtype == "bfloat16" and (parallel.shard == "optimizer" or (parallel.sharded and parallel.pp > 1)):
+    gathers_once = parallel.shard == "optimizer" or (parallel.sharded and parallel.pp > 1)
+    if train.reduce_dtype == "bfloat16" and gathers_once and not config.divides_moments:
         yield (
             "train.reduce_dtype = 'bfloat16' with weights that are sharded and gathered once a step (parallel.shard = "
             f"'{parallel.shard}'{', parallel.pp > 1' * (parallel.shard == 'full')}) would add up micro-batches in bf16 too; "

@@ -277,8 +277,8 @@ class RunConfig(Section):
     recovery: Literal["restart", "in-step"] = "restart"
     """What happens when a process dies. restart: the run ends, and '--resume auto' goes on from the latest checkpoint; in-step: its
     replica (pp x cp x tp processes) is left out, the others finish the same step on the same global batch, and the replica comes
-    back when its processes are started again, which 'boost train' on one machine does (docs/recovery.md). Needs parallel.dp > 1,
-    parallel.shard = none and optim.name = adamw."""
+    back when its processes are started again, which 'boost train' on one machine does (docs/recovery.md). Needs parallel.dp > 1;
+    not with parallel.shard = full."""
 
     replica_restarts: Natural = 100
     """With in-step recovery on one machine: how often the launcher starts each replica again. 0: never."""
@@ -315,3 +315,13 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether replicas keep and gather parts of weights (FSDP2): not with in-step recovery, where each has them whole."""
+        return self.parallel.sharded and self.run.recovery == "restart"
+
+    @property
+    def divides_moments(self) -> bool:
+        """Whether replicas keep parts of moments beside whole weights: ZeRO-1 with in-step recovery."""
+        return self.parallel.sharded and self.run.recovery == "in-step"

@@ -161,7 +161,7 @@ def keeps_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> 
     """Whether a step issued the collectives of the table: those of micro-batches in order (of interleaved halves, in any), sums
     of gradients in any. What happens when is the schedule's affair in a pipeline, and torch's where weights are sharded."""
     table = step_collectives(config, pp_rank)
-    if config.parallel.pp > 1 or config.parallel.sharded:
+    if config.parallel.pp > 1 or config.shards_weights:
         seen, expected = (Counter(c.on_the_wire[1:] for c in side) for side in (counted, table))
         return seen == expected
     seen_of_passes, expected_of_passes = (

@@ -54,10 +54,14 @@ class FusedParam:
 
     def local_slices(self) -> Iterator[ParamSlice]:
         """The slice of each parameter in `tensor` (or in a tensor of its shape)."""
-        first = self.shard.first if self.shard else 0
+        return self.slices_of(0, self.tensor.shape[0])
+
+    def slices_of(self, start: int, rows: int) -> Iterator[ParamSlice]:
+        """The slice of each parameter in rows `start : start + rows` of `tensor`."""
+        first = start + (self.shard.first if self.shard else 0)
         for each in self.slices:
             begin = max(each.start, first)
-            end = min(each.start + each.rows, first + self.tensor.shape[0])
+            end = min(each.start + each.rows, first + rows)
             if begin < end:
                 yield ParamSlice(each.parameter, begin - first, end - begin, begin - each.start)
 

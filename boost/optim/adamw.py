@@ -1,8 +1,10 @@
 """AdamW over stored parameters: torch's fused implementation, in weight-decay groups, with state that exists from the start."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from boost.config import Config
@@ -10,11 +12,15 @@ from boost.config.factors import is_factor
 from boost.config.optimizers import OptimConfig
 from boost.models.fused import FusedParam
 from boost.parallel.mesh import Mesh
+from boost.parallel.replicas import digest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 State = dict[Tensor, dict[str, Tensor]]
 """Moments by name, each with the shape of its local shard."""
+
+Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
+"""Moments of some rows of stored tensors, from the first of these rows on."""
 
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
@@ -115,12 +121,47 @@ class Optimizer:
         for state in self.adamw.state.values():
             state["step"].fill_(count)
 
+    def parts(self) -> list[Part]:
+        """What checkpoints have of moments. No two parts of one process have rows of the same stored tensor."""
+        return [{tensor: (0, values) for tensor, values in self.moments.items()}]
+
     def state_tensors(self) -> Iterator[Tensor]:
         """All persistent state."""
         for moments in self.moments.values():
             yield from moments.values()
         for state in self.adamw.state.values():
             yield state["step"]
+
+    # For replicas that come and go (`boost.train.recovery`).
+
+    division: Any = None
+    """What `parts` depends on, where that changes."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a replica that comes in needs to know before `hand_over`, as JSON."""
+        return {"updates": self.updates}
+
+    def take_facts(self, facts: dict[str, Any]) -> None:
+        """Inverse of `facts`."""
+        self.updates = facts["updates"]
+
+    def hand_over(self, mesh: Mesh, donor: int, takes: bool) -> None:
+        """State from replica `donor` of the mesh to those that take it. It holds from `settle` on. Collective."""
+        for tensor in self.state_tensors():
+            dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
+
+    def digests(self, device: torch.device) -> list[Tensor]:
+        """Of the state after `hand_over`: numbers that are the same on all replicas, or 0."""
+        return [digest(self.state_tensors(), device)]
+
+    def settle(self) -> None:
+        """An exchange between replicas is complete on all processes."""
+
+    def drop(self) -> None:
+        """An exchange between replicas was interrupted before it was complete on any process."""
+
+    def require_whole(self) -> None:
+        """Raises TrainingError if no replica that is left holds some of the state."""
 
 
 def plain_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:

@@ -11,5 +11,6 @@ from boost.parallel.mesh import Mesh
 
 def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
     """The optimizer that `config.optim` describes, its moments at zero."""
-    optimizer: Optimizer = pkgutil.resolve_name(config.optim.builder)(fused_params, config, mesh)
+    builder = "boost.optim.divided:divided_adamw" if config.divides_moments else config.optim.builder
+    optimizer: Optimizer = pkgutil.resolve_name(builder)(fused_params, config, mesh)
     return optimizer

@@ -86,7 +86,7 @@ class Loro(Optimizer):
             pairs = [pair for unit in bucket for pair in unit.pairs]
             found = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
             small = [(found[b.name][1], found[a.name][1]) for a, b in pairs]
-            solved = retract_all(small, rate, decay, self.factors.mesh.replicas)
+            solved = retract_all(small, rate, decay, self.factors.mesh.solvers)
             for (a, b), new in zip(pairs, solved, strict=True):
                 for factor, x_KR in zip((b, a), new, strict=True):
                     for view, value in factor.own(factor.fused.tensor, found[factor.name][0] @ x_KR):

@@ -69,7 +69,7 @@ class Muon(Optimizer):
         can make them, and each iterates on its part of them: in fp32 the iterations would take longer than the rest of this step.
         """
         factors = [factor for unit in bucket for factor in unit.factors]
-        grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.replicas
+        grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.solvers
 
         def solve(number: int) -> Tensor:
             name = factors[number].name

@@ -107,4 +107,5 @@ def join_members(
     axes = {**replica.axes, "dp": across(f"dp of {replica.process}", d, n)}
     if "cp" in replica.axes:
         axes["dp_cp"] = across(f"dp_cp of pp {pp.rank} tp {tp.rank}", d * cp.size + cp.rank, n * cp.size)
-    return Mesh(replica.device, axes, copies, rank, size, world=everyone, background=background)
+    names = tuple(each.incarnation for each in decision.members)
+    return Mesh(replica.device, axes, copies, rank, size, world=everyone, background=background, members=names)

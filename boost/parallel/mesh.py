@@ -68,6 +68,8 @@ class Mesh:
     """All processes, where they are not torch's default group."""
     background: Axis | None = None
     """The same for a thread; None: it makes a group of its own."""
+    members: tuple[str, ...] = ()
+    """Names of the replicas along dp, where they change while a run lasts."""
     together: Callable[[Callable[[], Any]], Any] = _at_once
     """Runs what all processes do together, and again if some of them are lost meanwhile (`boost.train.recovery`)."""
 
@@ -110,6 +112,11 @@ class Mesh:
     def pp(self) -> Axis:
         """Pipeline parallelism."""
         return self.axis("pp")
+
+    @property
+    def solvers(self) -> Axis:
+        """The processes that an update deals its work out to: those of `replicas`, or of one replica where others may be lost."""
+        return self.tp if self.replicas.recoverable else self.replicas
 
     @property
     def is_main(self) -> bool:

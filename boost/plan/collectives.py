@@ -19,7 +19,7 @@ from boost.config.schema import Config, ModelConfig, ParallelConfig, RecomputeNa
 from boost.config.stages import Stage, stages_of, whole
 from boost.config.traffic import ALL_TO_ALL, Collective, chunk_tokens, statistic_dtype
 from boost.plan.optimizer import optimizer_collectives
-from boost.plan.replicas import gathers, gradient_collectives
+from boost.plan.replicas import exchange_collectives, gathers, gradient_collectives, with_whole_weights
 
 
 def micro_batch_collectives(
@@ -50,6 +50,9 @@ def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
     Gradient reductions (phase 'step') overlap the last backward pass; here they come after it. The pipeline schedule decides
     the order of micro-batches; here they come one after another.
     """
+    if config.divides_moments:
+        exchanged = exchange_collectives(with_whole_weights(config), stages_of(config, pp_rank))
+        return step_collectives(with_whole_weights(config), pp_rank) + exchanged
     model, parallel, train = config.model, config.parallel, config.train
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
     tokens = train.micro_batch * train.seq_len // parallel.cp

@@ -11,7 +11,7 @@ from boost.config.stages import Stage, stages_of
 from boost.config.traffic import ITEMSIZE
 from boost.plan.categories import COPIES, GRADIENTS, LATENTS, OPTIMIZER, SAVED, WEIGHTS
 from boost.plan.optimizer import state_bytes
-from boost.plan.replicas import StoredTensor, stored_tensors
+from boost.plan.replicas import StoredTensor, moments_share, stored_tensors, with_whole_weights
 from boost.plan.tape import Held
 from boost.plan.trace import pass_of_block, trace_loss
 
@@ -61,19 +61,22 @@ class Memory:
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
     """Bytes on one process: the training state of its stages, and the activations that one micro-batch saves."""
+    config, share = with_whole_weights(config), moments_share(config)
     stages = stages_of(config, pp_rank)
     saved = [item for stage in stages for layer in stage.numbers for item in _block_saved_tensors(config, layer)]
     if stages[-1].has_head:
         saved += [SavedTensor(held) for held in trace_loss(config).saved]
     stored = [tensor for stage in stages for tensor in stored_tensors(config.model, config.parallel, stage)]
     saved += [SavedTensor(held, tensor.unit) for tensor in stored if (held := _copy(config, tensor))]
-    return Memory(states_of(config, stored, stages), tuple(saved))
+    states = states_of(config, stored, stages)
+    return Memory(states | {OPTIMIZER: int(states[OPTIMIZER] * share)}, tuple(saved))
 
 
 def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
     """STATES of the stored tensors of these stages; only this process's shards."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
-    return {WEIGHTS: weights, GRADIENTS: weights, OPTIMIZER: state_bytes(config, stored, stages)}
+    kept = 2 if config.run.recovery == "in-step" else 1  # beside their sums
+    return {WEIGHTS: weights, GRADIENTS: kept * weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
 def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:

@@ -8,7 +8,7 @@ gathered weights. The allocator's rounding and fragmentation are not included.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from boost.config.attention import document_form
@@ -19,7 +19,7 @@ from boost.config.traffic import ITEMSIZE, bucket_lengths
 from boost.plan.categories import BUFFERS, COPIES, GRADIENTS, LATENTS, OPTIMIZER, RESIDUAL, WEIGHTS, WORK
 from boost.plan.memory import copies_bytes, prev_latents_saved, states_of
 from boost.plan.optimizer import work_bytes
-from boost.plan.replicas import stored_tensors
+from boost.plan.replicas import moments_share, stored_tensors, with_whole_weights
 from boost.plan.schedules import Action, actions, micro_batches
 from boost.plan.shards import END, Shards
 from boost.plan.trace import alike, pass_of_block, trace_embedding, trace_loss
@@ -58,7 +58,9 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
     Within a few percent of what `boost.measure.memory` measures; LORO's exact step and Muon's within the size of a bucket.
     With LORO, every step counts as an exact step.
     """
-    return _StepMemory(config, pp_rank, on_gpu).peak_memory(enough)
+    found = _StepMemory(with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
+    share = moments_share(config)
+    return replace(found, by_category=found.by_category | {OPTIMIZER: int(found.by_category[OPTIMIZER] * share)})
 
 
 @dataclass(frozen=True)
@@ -151,11 +153,16 @@ _STORAGE: dict[Any, _Storage] = {}
 _MAX_STORAGE = 512
 
 
+def made_with(config: Config) -> tuple[object, ...]:
+    """What storage depends on beside sections."""
+    train = config.train
+    return train.param_dtype, train.compute_dtype, train.reduce_dtype, train.working_copies, config.run.recovery
+
+
 def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
     """Cached by the identity of sections, which the entries keep alive: a search asks for each mesh with many micro-batches."""
     parts = config.model, config.parallel, config.optim
-    train = config.train
-    key = *map(id, parts), train.param_dtype, train.compute_dtype, train.reduce_dtype, train.working_copies, stages
+    key = *map(id, parts), *made_with(config), stages
     found = _STORAGE.get(key)
     if found is None:
         if len(_STORAGE) >= _MAX_STORAGE:

@@ -128,6 +128,30 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
                 yield stored(layer, *alike)
 
 
+def with_whole_weights(config: Config) -> Config:
+    """The same with parallel.shard = "none" where replicas divide moments only (`boost.optim.divided`)."""
+    if not config.divides_moments:
+        return config
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
+
+
+def moments_share(config: Config) -> float:
+    """The part of all moments of its weights that a process holds, where replicas divide them: two copies of each."""
+    return min(1.0, 2 / config.parallel.dp) if config.divides_moments else 1.0
+
+
+def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
+    """All-gathers of updated weights where replicas divide moments: buckets, padded to the longest of equal parts of their rows."""
+    dp, dtype = config.parallel.dp, config.train.param_dtype
+    stored = [t for stage in stages for t in stored_tensors(config.model, config.parallel, stage)]
+    result = []
+    for length in bucket_lengths([t.elements * ITEMSIZE[dtype] for t in stored]):
+        bucket, stored = stored[:length], stored[length:]
+        parts = [sum(((i + 1) * t.rows // dp - i * t.rows // dp) * (t.columns or 1) for t in bucket) for i in range(dp)]
+        result.append(Collective("step", "all-gather", (dp * max(parts),), dtype, dp, "weights", axis="dp"))
+    return result
+
+
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """Bucketed gradient all-reduces of one optimizer step: partial gradients over TP and DP, complete ones over DP, and
     partial ones of sharded weights over TP."""

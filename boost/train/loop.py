@@ -127,7 +127,7 @@ class Trainer:
         self.proven_step = -1
         """The last step whose weights were proven healthy by the loss of the next step, without trouble since."""
         self._rollback: str | None = None
-        self._rollbacks = Rollbacks()
+        self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
         tokenizer, data = self.store.tokenizer_json.encode(), data_identity(self.store)
         self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
@@ -209,12 +209,12 @@ class Trainer:
             self.notify(Hook.after_step, end)
             if stop:
                 return stop
+            if self._rollback:
+                reason, self._rollback = self._rollback, None
+                self.rollbacks.roll_back(self, reason)
             if StepFlags.JOIN in stats.flags and not last and self.recovery is not None:
                 self.recovery.admit()
                 self._signals_to_reduce = True  # as on those that came in
-            if self._rollback:
-                reason, self._rollback = self._rollback, None
-                self._rollbacks.roll_back(self, reason)
         return StepFlags.NONE
 
     def _begin_step(self, clock: StepClock) -> Passes:

@@ -82,7 +82,7 @@ def initialize_model(model: Model, seed: int, show: bool = False) -> None:
 def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: Mesh) -> None:
     if compiled_part(config.train.compile, mesh.device.type) == "blocks":
         compile_blocks(decoder)
-    if config.parallel.sharded:
+    if config.shards_weights:
         shard(root, decoder, config.parallel, mesh, getattr(torch, config.train.sum_dtype))
 
 

@@ -222,6 +222,7 @@ class Recovery:
             self.run(self._admit)
         finally:
             self._admits = False
+        self.trainer.optimizer.settle()
         self.trainer.check_replicas(again=True)
 
     def _admit(self) -> None:
@@ -257,6 +258,7 @@ class Recovery:
         except PeersLostError as error:
             self._coordinator.put_out(self.member.incarnation, DEAD, "was not in yet")
             raise PutOutError(f"the membership ended before this replica was in ({error})") from error
+        trainer.optimizer.settle()
         self.trainer, self.operation = trainer, decision.operation
         self._complete(None)
         trainer.check_replicas(again=True)
@@ -266,34 +268,41 @@ class Recovery:
 
         Raises TrainingError if the state of a replica is not that of the others, bit for bit.
         """
+        trainer = newcomer or self.trainer
+        assert trainer is not None, "whoever comes in brings a trainer"
+        trainer.optimizer.drop()
         if not self.decision.joined:
             self.mesh.barrier()
             return
-        trainer = newcomer or self.trainer
-        assert trainer is not None, "whoever comes in brings a trainer"
         donor = next(i for i, each in enumerate(self.decision.members) if each.incarnation not in self.decision.joined)
         dp, key = self.mesh.dp, f"state/{self.decision.number}"
         if dp.rank == donor and self.replica.process == 0:
             self._store.set(key, json.dumps(state_of(trainer)))
-        tensors = [fused.tensor.detach() for fused in trainer.fused_params] + list(trainer.optimizer.state_tensors())
-        for tensor in tensors:
-            takes = newcomer is not None or dp.rank == donor
-            dist.broadcast(tensor if takes else torch.empty_like(tensor), group=dp.group, group_src=donor)
-        mine = digest(tensors, self.mesh.device)
+        if newcomer is not None:
+            take_state(newcomer, json.loads(self._told(key)))
+        weights, takes = [fused.tensor.detach() for fused in trainer.fused_params], newcomer is not None
+        for tensor in weights:
+            sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
+            dist.broadcast(sent, group=dp.group, group_src=donor)
+        trainer.optimizer.hand_over(self.mesh, donor, takes or dp.rank == donor)
+        mine = torch.stack([digest(weights, self.mesh.device), *trainer.optimizer.digests(self.mesh.device)])
         digests = [torch.empty_like(mine) for _ in range(dp.size)]
         dist.all_gather(digests, mine, group=dp.group)
-        if len({int(each) for each in digests}) > 1:
+        if any(len(set(found) - {0}) > 1 for found in zip(*(each.tolist() for each in digests), strict=True)):
             raise TrainingError(
                 f"replica {self.member.replica} does not hold the state of the others after it was handed over: memory or the "
                 "network failed; resume with --resume auto"
             )
-        if newcomer is not None:
-            while not self._store.check([key]):
-                if self.membership.over.is_set():
-                    raise PeersLostError("the membership ended before the position came")
-                time.sleep(0.01)
-            take_state(newcomer, json.loads(self._store.get(key)))
         self.mesh.barrier()
+
+    def _told(self, key: str) -> bytes:
+        """What another process of the membership says in the store."""
+        while not self._store.check([key]):
+            if self.membership.over.is_set():
+                raise PeersLostError("the membership ended before the position came")
+            time.sleep(0.01)
+        said: bytes = self._store.get(key)
+        return said
 
     # Watching.
 
@@ -424,8 +433,9 @@ def state_of(trainer: "Trainer") -> dict[str, Any]:
     return {
         "position": dataclasses.asdict(trainer.position),
         "bad_steps": trainer.bad_steps,
-        "updates": trainer.optimizer.updates,
+        "optimizer": trainer.optimizer.facts(),
         "proven_step": trainer.proven_step,
+        "rollbacks": vars(trainer.rollbacks),
         "trouble": dataclasses.asdict(trouble) if trouble else None,
         "hooks": {type(hook).__name__: hook.state() for hook in trainer.hooks if not hook.main_only},
     }
@@ -435,7 +445,8 @@ def take_state(trainer: "Trainer", state: dict[str, Any]) -> None:
     """Inverse of `state_of`."""
     trainer.position = Position(**state["position"])
     trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
-    trainer.optimizer.updates = state["updates"]
+    trainer.optimizer.take_facts(state["optimizer"])
+    vars(trainer.rollbacks).update(state["rollbacks"])
     trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
     for hook in trainer.hooks:
         if found := state["hooks"].get(type(hook).__name__):

@@ -19,7 +19,8 @@ class Rollbacks:
     """The rollbacks of one run."""
 
     def __init__(self) -> None:
-        self._count = self._furthest = 0
+        self.count = self.furthest = 0
+        """Rollbacks that did not get the run past its trouble, and the last step that one began at."""
 
     def roll_back(self, trainer: "Trainer", reason: str) -> None:
         """Loads the newest proven checkpoint and skips the data since then. Collective.
@@ -28,27 +29,32 @@ class Rollbacks:
         """
         trainer.finish_save()
         before = trainer.position
+        # The count is only reset once the run is past the trouble: otherwise it could fail at the same step forever.
+        if before.step > self.furthest + PAST_TROUBLE:
+            self.count = 0
+        self.count += 1
+        self.furthest = max(self.furthest, before.step)
+        trainer.mesh.together(lambda: self._return(trainer, reason))
+        undone = before.step - trainer.position.step
+        trainer.position = replace(trainer.position, skipped=before.skipped + undone)
+        trainer.bad_steps, trainer.trouble = 0, None
+        trainer.warn(f"{reason}; rolled back to step {trainer.position.step}, skipping the data of {undone} steps")
+        event = Rollback(trainer.position.step, before.step, reason)
+        trainer.notify(Hook.on_rollback, event)
+
+    def _return(self, trainer: "Trainer", reason: str) -> None:
+        """Loads the newest proven checkpoint; later ones are not found any more. Collective, and repeated if a replica is lost."""
         # Only the main process looks: others might see a folder that is being renamed.
         look = trainer.proven_checkpoint if trainer.mesh.is_main else lambda: None
         target = ckpt.run_on_all(trainer.mesh, look, TrainingError)[0]
         if target is None:
             raise TrainingError(f"{reason}; train.on_spike = 'rollback' finds no checkpoint to return to")
-        # The count is only reset once the run is past the trouble: otherwise it could fail at the same step forever.
-        if before.step > self._furthest + PAST_TROUBLE:
-            self._count = 0
-        self._count += 1
-        self._furthest = max(self._furthest, before.step)
-        if self._count > MAX_ROLLBACKS:
+        if self.count > MAX_ROLLBACKS:
             raise TrainingError(
                 f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
             )
         trainer.load(ckpt.open_checkpoint(target))
-        undone = before.step - trainer.position.step
-        trainer.position = replace(trainer.position, skipped=before.skipped + undone)
-        trainer.bad_steps, trainer.trouble = 0, None
         # Later checkpoints may look healthy but are not: --resume auto must not find them if the run is killed now.
         for folder in trainer.checkpoint_folders:
             ckpt.supersede(folder, trainer.position.step, trainer.mesh)
-        trainer.warn(f"{reason}; rolled back to step {trainer.position.step}, skipping the data of {undone} steps")
-        event = Rollback(trainer.position.step, before.step, reason)
-        trainer.notify(Hook.on_rollback, event)
+        trainer.mesh.barrier()

@@ -69,7 +69,7 @@ def verify(checkpoint: Checkpoint, mesh: Mesh) -> Shards:
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
     """Loads weights into a model with any mesh, layout and dtype. Raises CheckpointError."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
-    _load(checkpoint, named_slices(model, mesh, {}), verify(checkpoint, mesh), mesh)
+    _load(checkpoint, named_slices(model, mesh), verify(checkpoint, mesh), mesh)
 
 
 def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, mesh: Mesh) -> Position:
@@ -84,7 +84,8 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
     shards = verify(checkpoint, mesh)
     # A process that did not exist in the saved mesh keeps the RNG state from its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
-    _load(checkpoint, named_slices(model, mesh, optimizer.moments) | states, shards, mesh)
+    for part in optimizer.parts():
+        _load(checkpoint, named_slices(model, mesh, [part]) | states, shards, mesh)
     restore_random_states(states)
     optimizer.updates = checkpoint.updates
     return checkpoint.position

@@ -59,14 +59,18 @@ class CheckpointSaver:
 
     def prepare(self) -> None:
         """Makes what the first save in the background would otherwise stall training with: the buffer, and the group."""
-        if self._share is None:
-            self._share = SaveShare(self._model, self._optimizer, self._mesh)
+        share = self._current_share()
         if self._group is None and self._mesh.background is not None:
             self._group = self._mesh.background.group
         elif self._group is None and self._mesh.size > 1:
             timeout = datetime.timedelta(seconds=self._config.run.save_timeout_s)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._buffer.reserve(self._share.slices())
+        self._buffer.reserve(share.slices())
+
+    def _current_share(self) -> SaveShare:
+        if self._share is None or self._share.division != self._optimizer.division:
+            self._share = SaveShare(self._model, self._optimizer, self._mesh)
+        return self._share
 
     def save(self, folder: Path, position: Position) -> SavedCheckpoint:
         """Saves and returns when the checkpoint is complete. Needs no buffer. Raises as `write_snapshot`."""
@@ -132,10 +136,8 @@ class CheckpointSaver:
         self._group = None
 
     def _snapshot(self, position: Position, buffer: HostBuffer | None) -> Snapshot:
-        if self._share is None:
-            self._share = SaveShare(self._model, self._optimizer, self._mesh)
         data = self._tokenizer, self._data
-        return take_snapshot(self._share, self._optimizer, position, self._config, *data, self._mesh, buffer)
+        return take_snapshot(self._current_share(), self._optimizer, position, self._config, *data, self._mesh, buffer)
 
     def _write(self, folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None) -> None:
         with background_save():

@@ -1,12 +1,13 @@
 """This process's slices of a checkpoint's tensors: weights and moments under mathematical names, and RNG states."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from boost.models.fused import FusedParam, ParamSlice, fused_params
-from boost.optim.adamw import State
+from boost.optim.adamw import Part
 from boost.parallel.mesh import Mesh
 from boost.train.model import Model
 from boost.train.tensor_slice import TensorSlice
@@ -22,23 +23,29 @@ class LocalSlice:
     offsets: tuple[int, ...]
 
 
-def local_slices(model: Model, mesh: Mesh, state: State) -> list[LocalSlice]:
-    """This process's slices of weights, and of moments where `state` has them. Views, not copies."""
-    found = []
+def local_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> list[LocalSlice]:
+    """This process's slices of weights, and of moments in `parts`. Views, not copies."""
+    found, held = [], list(parts)
     for fused in fused_params(model):
         for param_slice in fused.local_slices():
-            name, shape = param_slice.parameter.name, param_slice.parameter.shape
-            offsets = _offsets(fused, param_slice, mesh)
             weight = param_slice.view(fused.tensor.detach())
-            found.append(LocalSlice(f"model.{name}", weight, shape, offsets))
-            for moment, value in state.get(fused.tensor, {}).items():
-                found.append(LocalSlice(f"optim.{moment}.{name}", param_slice.view(value), shape, offsets))
+            found.append(_local_slice("model", weight, fused, param_slice, mesh))
+        for first, moments in (part[fused.tensor] for part in held if fused.tensor in part):
+            for moment, value in moments.items():
+                for param_slice in fused.slices_of(first, value.shape[0]):
+                    view = param_slice.view(value)
+                    found.append(_local_slice(f"optim.{moment}", view, fused, param_slice, mesh))
     return found
 
 
-def named_slices(model: Model, mesh: Mesh, state: State) -> dict[str, Tensor]:
-    """The same for torch.distributed.checkpoint, by name."""
-    return {s.name: TensorSlice(s.local, s.shape, s.offsets) for s in local_slices(model, mesh, state)}
+def _local_slice(kind: str, local: Tensor, fused: FusedParam, param_slice: ParamSlice, mesh: Mesh) -> LocalSlice:
+    parameter = param_slice.parameter
+    return LocalSlice(f"{kind}.{parameter.name}", local, parameter.shape, _offsets(fused, param_slice, mesh))
+
+
+def named_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> dict[str, Tensor]:
+    """The same for torch.distributed.checkpoint, by name: of one part at most."""
+    return {s.name: TensorSlice(s.local, s.shape, s.offsets) for s in local_slices(model, mesh, parts)}
 
 
 def random_states(mesh: Mesh) -> dict[str, Tensor]:

@@ -70,11 +70,14 @@ class HostBuffer:
 
 
 class SaveShare:
-    """The slices that this process writes, the same for every save of a run. The constructor is collective."""
+    """The slices that this process writes, the same for every save, until moments are divided anew. The constructor is
+    collective."""
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.moments)}
+        optimizer.require_whole()
+        self.division = optimizer.division
+        held = {(s.name, s.offsets): s.local.nbytes for s in local_slices(model, mesh, optimizer.parts())}
         by_rank = [held]
         if mesh.size > 1:
             by_rank = [held] * mesh.size
@@ -85,7 +88,7 @@ class SaveShare:
         """Views of the current weights and moments, and this process's RNG states."""
         found = [
             each
-            for each in local_slices(self._model, self._mesh, self._optimizer.moments)
+            for each in local_slices(self._model, self._mesh, self._optimizer.parts())
             if (each.name, each.offsets) in self._keys
         ]
         for name, value in random_states(self._mesh).items():
