@@ -113,7 +113,8 @@ class Trainer:
         """Of the latest step: a process that becomes the main one writes them if the one before did not."""
         self.abandoned_save: int | None = None
         """The step of a save that the latest change of the membership interrupted."""
-        self._runner = HookRunner(self.hooks)
+        self._runner, self._is_fitting = HookRunner(self.hooks), False
+        self._early: list[MembershipChange] = []  # before `fit`
         self._signals = StopRequest()
         self._stop_reason: str | None = None
         self._save_requested = False
@@ -164,6 +165,9 @@ class Trainer:
             self.notify(Hook.setup)
             start = TrainStart(self.position.step, self.config.train.steps)
             self.notify(Hook.on_train_start, start)
+            self._is_fitting = True
+            for event in self._early:
+                self.notify(Hook.on_membership, event)
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
                 # Signals are still caught here: one that arrives now must not discard the results of a run that is saved.
@@ -480,9 +484,14 @@ class Trainer:
         """Goes on with other replicas (`recovery`), as what `mesh` says now, perhaps as the main process."""
         self.reducer.rejoin(self.mesh)
         self._stepper.prefetcher.close()
-        if self.mesh.is_main and self._for_main:
+        promoted: list[Hook] = []
+        if self.mesh.is_main:
             promoted, self._for_main = self._for_main, []
-            self._runner.promote(self, promoted, TrainStart(self.position.step, self.config.train.steps))
+        if not self._is_fitting:  # a replica that has just come in: `fit` begins with all hooks
+            self.hooks[:0] = promoted
+            self._early.append(event)
+            return
+        self._runner.promote(self, promoted, TrainStart(self.position.step, self.config.train.steps))
         self.notify(Hook.on_membership, event)
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:

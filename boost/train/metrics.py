@@ -98,7 +98,10 @@ class MetricsWriter:
     StorageError if the run directory cannot be written.
     """
 
-    def __init__(self, run: RunDirectory, config: Config, resumed_step: int | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, config: Config, resumed_step: int | None = None, takes_over: bool = False
+    ) -> None:
+        """`takes_over`: the main process before is gone, and the step after `resumed_step` is going on."""
         self._run = run
         self.damaged = 0
         """Lines of an earlier run that could not be read and were set aside."""
@@ -106,7 +109,7 @@ class MetricsWriter:
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
-                self.damaged = truncate_metrics(run.metrics, resumed_step, config.train.steps)
+                self.damaged = truncate_metrics(run.metrics, resumed_step, config.train.steps, takes_over)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             from torch.utils.tensorboard import SummaryWriter
 
@@ -178,7 +181,8 @@ class MetricsHook(Hook):
     def setup(self, trainer: "Trainer") -> None:
         if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
-        self._writer = MetricsWriter(trainer.run, trainer.config, resumed_step=trainer.position.step)
+        takes_over = trainer.recovery is not None and trainer.recovery.decision.number > 0
+        self._writer = MetricsWriter(trainer.run, trainer.config, trainer.position.step, takes_over)
         if self._writer.damaged:
             name = trainer.run.metrics.name
             trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
@@ -261,8 +265,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [_from_line(line, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) -> int:
-    """Drops the lines of steps > `last_step`, atomically: at any time the file is the old one or the new one.
+def truncate_metrics(path: Path, last_step: int, final_step: int | None = None, goes_on: bool = False) -> int:
+    """Drops the lines of steps > `last_step`, atomically: at any time the file is the old one or the new one. If that step
+    `goes_on`, what became of replicas in it is kept.
 
     Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it. Lines that are not JSON objects are
     moved to <name>.damaged, so that they do not stop a run. Returns their number.
@@ -279,7 +284,8 @@ def truncate_metrics(path: Path, last_step: int, final_step: int | None = None) 
                 damaged.append(line)
                 continue
             repeated = values.get("kind") == "eval" and values.get("step") == final_step
-            if values.get("step", 0) <= last_step and not repeated:
+            last = last_step + (goes_on and values.get("kind") == "membership")
+            if values.get("step", 0) <= last and not repeated:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())

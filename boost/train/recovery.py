@@ -8,6 +8,7 @@ that are left. Weights change only by what follows from a result, on every proce
 """
 
 import dataclasses
+import datetime
 import json
 import logging
 import os
@@ -15,13 +16,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from boost import errors
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
 from boost.parallel.members import join_members, open_replica, place_of, replica_size, waiting_mesh
@@ -29,13 +28,12 @@ from boost.parallel.membership import DEAD, SILENT, SLOW, Coordinator, Decision,
 from boost.parallel.mesh import choose_device
 from boost.parallel.recoverable import Membership, PeersLostError, has_abandoned
 from boost.parallel.rendezvous import Stopped, launch_dir, meet
-from boost.parallel.replicas import Mismatch, ReplicaReport, digest
-from boost.train.checkpoint import Position, SavedCheckpoint
-from boost.train.evaluate import Evaluation
+from boost.parallel.replicas import digest
 from boost.train.failures import is_lost_connection
 from boost.train.heartbeat import Beat, Board, FolderBoard, StoreBoard, apply_timeout
 from boost.train.hooks import MembershipChange
-from boost.train.outcome import RunTrouble
+from boost.train.recovery_messages import decode, encode, state_of, take_state
+from boost.train.store_guard import StoreGuard
 from boost.train.worker import leave
 
 if TYPE_CHECKING:
@@ -52,6 +50,8 @@ WATCH_S = 0.25
 """Seconds between two looks into the store for news of the membership."""
 WAITS_S = 2.0
 """Seconds that a process waits before it looks whether the others answer."""
+PATIENCE = 2
+"""Times run.silence_s that a store on another machine may be silent while this process waits for others."""
 PUT_OUT_GRACE_S = 5.0
 """Seconds that a process has to end by itself after the others have gone on without it."""
 
@@ -84,6 +84,7 @@ class Recovery:
         self._beats = _Beats(self.board(), self.slots, replica_size(parallel), run.silence_s)
         self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.is_silent)
         self.membership = Membership(-1)
+        self._agrees_since: float | None = None
 
         def stop() -> None:
             if name := stopped():
@@ -98,6 +99,9 @@ class Recovery:
                 self._connect(founded)
             except PeersLostError as error:
                 raise TrainingError(f"a process was lost in start-up ({error}); start again") from error
+        self._guard: StoreGuard | None = None
+        if where := not launch_dir() and os.environ[COORDINATOR]:
+            self._guard = StoreGuard(where, PATIENCE * run.silence_s, self._waits_since)
         threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
 
     def board(self) -> Board:
@@ -134,11 +138,11 @@ class Recovery:
                     if found is _REPEAT:
                         continue
                     self._complete(found)
-                    return _decode(found)
+                    return decode(found)
                 except BoostError as error:
-                    self._complete(_encode(error))
+                    self._complete(encode(error))
                     raise
-                self._complete(_encode(result))
+                self._complete(encode(result))
                 return result
         finally:
             self._depth -= 1
@@ -162,7 +166,13 @@ class Recovery:
 
     def _recover(self) -> Any:
         """Goes over to the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
-        begun = time.monotonic()
+        begun = self._agrees_since = time.monotonic()
+        try:
+            return self._goes_on(begun)
+        finally:
+            self._agrees_since = None
+
+    def _goes_on(self, begun: float) -> Any:
         while True:
             if self._store.check(["done"]):  # somebody has left the last operation
                 return None
@@ -314,8 +324,14 @@ class Recovery:
         while not self._closed.wait(WATCH_S):
             try:
                 put_out_at = self._look(coordinator, put_out_at)
+                if self._guard is not None:
+                    self._guard.answered()
             except (OSError, RuntimeError) as error:
                 log.info("the store does not answer: %s", error)
+
+    def _waits_since(self) -> float | None:
+        """Since when this process waits for others: in a collective, or for their agreement."""
+        return self._agrees_since or self.membership.waiting_since
 
     def _look(self, coordinator: Coordinator, put_out_at: float | None) -> float | None:
         """Once; returns when this process learned that the others go on without it."""
@@ -388,7 +404,14 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
         raise ConfigError(
             f"{size} processes were started for replica {number}, but parallel.pp x cp x tp = {replica_size(parallel)}"
         )
-    members = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        members = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    except (dist.DistError, RuntimeError) as error:
+        raise TrainingError(
+            f"{COORDINATOR} = '{host}:{port}' did not answer within run.startup_timeout_s = {timeout_s:g}; start "
+            "'boost coordinate' there first, and see that the port can be reached"
+        ) from error
     if process == 0:
         own.set("incarnation", f"{number}.{uuid.uuid4().hex[:8]}")
     return int(number), process, dist.PrefixStore("replica", own), members, own.get("incarnation").decode()
@@ -422,70 +445,3 @@ class _Beats:
             slots = range(member.replica * self._processes, (member.replica + 1) * self._processes)
             found = [self._seen[slot] for slot in slots if slot in self._seen]
             return any(name != member.incarnation or now - since > self._silence_s for name, _, since in found)
-
-
-# What a replica that comes back needs to know beside weights and moments.
-
-
-def state_of(trainer: "Trainer") -> dict[str, Any]:
-    """As JSON: the position, and what hooks know of the steps so far."""
-    trouble = trainer.trouble
-    return {
-        "position": dataclasses.asdict(trainer.position),
-        "bad_steps": trainer.bad_steps,
-        "optimizer": trainer.optimizer.facts(),
-        "proven_step": trainer.proven_step,
-        "rollbacks": vars(trainer.rollbacks),
-        "trouble": dataclasses.asdict(trouble) if trouble else None,
-        "hooks": {type(hook).__name__: hook.state() for hook in trainer.hooks if not hook.main_only},
-    }
-
-
-def take_state(trainer: "Trainer", state: dict[str, Any]) -> None:
-    """Inverse of `state_of`."""
-    trainer.position = Position(**state["position"])
-    trainer.bad_steps, trainer.proven_step = state["bad_steps"], state["proven_step"]
-    trainer.optimizer.take_facts(state["optimizer"])
-    vars(trainer.rollbacks).update(state["rollbacks"])
-    trainer.trouble = RunTrouble(**state["trouble"]) if state["trouble"] else None
-    for hook in trainer.hooks:
-        if found := state["hooks"].get(type(hook).__name__):
-            hook.take_state(found)
-
-
-# Results of operations as JSON: what a process that is behind gets from the others is read, not executed.
-
-_KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaReport, Mismatch)}
-
-
-def _encode(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Path):
-        return {"path": str(value)}
-    if isinstance(value, BoostError):
-        return {"error": type(value).__name__, "text": str(value)}
-    if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [_encode(each) for each in value]}
-    if type(value).__name__ in _KINDS:
-        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, "fields": fields}
-    return {"unknown": type(value).__name__}
-
-
-def _decode(value: Any) -> Any:
-    """Raises the error that an operation ended with."""
-    if not isinstance(value, dict):
-        return value
-    if "path" in value:
-        return Path(value["path"])
-    if "error" in value:
-        known = getattr(errors, value["error"], TrainingError)
-        raise known(value["text"])
-    if "list" in value:
-        return [_decode(each) for each in value["list"]]
-    if "tuple" in value:
-        return tuple(_decode(each) for each in value["tuple"])
-    if "kind" in value:
-        return _KINDS[value["kind"]](**{name: _decode(each) for name, each in value["fields"].items()})
-    raise TrainingError(f"a replica was lost while {value['unknown']} was exchanged; resume with --resume auto")

@@ -80,12 +80,38 @@ class Node(Host):
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int(own_store))
+        return self.started(command, environment)
+
+    def started(self, command: list[str], environment: dict[str, str]) -> Agent:
+        """A command that runs on this host until the test ends."""
         with tempfile.NamedTemporaryFile(prefix=f"{self.name}-", delete=False) as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         self.agents.append(Agent(process, Path(output.name)))
         return self.agents[-1]
+
+    def coordinate(self) -> Agent:
+        """Starts `boost coordinate`."""
+        return self.started(self.command(sys.executable, "-m", "boost.cli.main", "coordinate"), dict(os.environ))
+
+    def replica(
+        self, number: int, coordinator: "Node", words: list[str], nproc: int = 1, max_restarts: int = 0
+    ) -> Agent:
+        """Starts a torchrun of `nproc` processes as one replica of a run with in-step recovery."""
+        command = [
+            *self.command(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts), "--monitor-interval", "0.2"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{PORT + 20 + number}", "--rdzv-id", str(number)),
+            *("--rdzv-conf", "is_host=1", "--local-addr", "127.0.0.1", "-m", "boost.cli.main", *words),
+        ]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": self.wire, "OMP_NUM_THREADS": "1"}
+        environment |= {"BOOST_REPLICA": str(number), "BOOST_COORDINATOR": f"{coordinator.address}:29410"}
+        return self.started(command, environment)
+
+    def connect(self, on: bool) -> None:
+        """Plugs the wire in, or pulls it out."""
+        subprocess.run(self.command("ip", "link", "set", self.wire, "up" if on else "down"), check=True, timeout=300)
 
 
 @contextlib.contextmanager

@@ -45,5 +45,5 @@ def config_on(dtype: str, parallel: dict[str, Any], **model: Any) -> Config:
 
 def state_of(trained: Trained) -> dict[str, torch.Tensor]:
     """Weights and moments of a model on one process, by their names in a checkpoint."""
-    found = local_slices(trained.model, trained.mesh, trained.optimizer.moments)
+    found = local_slices(trained.model, trained.mesh, trained.optimizer.parts())
     return {each.name: each.local.clone() for each in found}

@@ -15,8 +15,11 @@ from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.launch import Replicas, launch
+from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
-from boost.train.recovery import Recovery, _decode, _encode
+from boost.train.recovery import Recovery
+from boost.train.recovery_messages import decode, encode
+from boost.train.rollback import Rollbacks
 from boost.train.run import train_process
 from tests import toy
 from tests.train.commands import QUIET, Command
@@ -83,6 +86,94 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
         "the terminal moves with the main one"
     )
     assert "Traceback" not in out + err and not list((tmp_path / "killed" / "run").glob("*.lock"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--parallel.dp", "4", "--parallel.shard", "optimizer"),
+        pytest.param(("--optim.name", "muon"), marks=pytest.mark.nightly),
+        pytest.param(
+            ("--model.family", "svd", "--optim.name", "loro", "--optim.exact_every", "15"), marks=pytest.mark.nightly
+        ),
+    ],
+    ids=["zero-1", "muon", "loro"],
+)
+def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """A loss, a return, a save with what each then holds, and a start from it on another number of replicas."""
+    words = ("--parallel.tp", "1", "--parallel.dp", "2", *words)
+    words += ("--optim.schedule", "constant")
+    in_step = (*words, "--run.recovery", "in-step", "--train.save_every", "20", "--train.eval_every", "0")
+    faults = ("--inject-fault", "kill@5:1", "--inject-fault", "kill@70:0")
+    code, out, err, found = trained(tmp_path / "killed", store, *in_step, "--train.steps", "100", *faults)
+    assert code == 0, out + err
+    assert [len(line["joined"]) for line in of("membership", found)] == [0, 1, 0, 1]
+    plain = (*words, *QUIET, "--parallel.dp", "2", "--parallel.shard", "none")
+    _, _, _, expected = trained(tmp_path / "whole", store, *plain, "--train.steps", "110")
+    assert_same_steps(found, [line for line in expected if line["step"] <= 100], 100)
+    with Command(
+        tmp_path / "killed", store, *FP64, *BATCH, *plain, "--train.steps", "110", "--resume", "auto"
+    ) as command:
+        code, out, err = command.finish()
+    assert code == 0 and "resumed at step 100" in out, out + err
+    assert_same_steps(read_metrics(command.run / "metrics.jsonl"), expected, 110)
+
+
+@pytest.mark.slow
+def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) -> None:
+    words = (
+        *MESHES["dp4"],
+        *QUIET,
+        "--parallel.shard",
+        "optimizer",
+        "--run.recovery",
+        "in-step",
+        "--train.steps",
+        "50",
+    )
+    code, _, err, _ = trained(
+        tmp_path / "run", store, *words, "--inject-fault", "kill@9:0", "--inject-fault", "kill@9:2"
+    )
+    assert code == 3 and "2 of 4 parts of the moments are lost" in err and "Traceback" not in err, err
+
+
+def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
+    """Trains; asks for a rollback in step 9, in which a process is killed once."""
+    read, go_back = Trainer._read, Rollbacks._return
+
+    def read_and_ask(self: Trainer, update: Any) -> Any:
+        stats = read(self, update)
+        if self.position.step == 9 and not self.position.skipped:
+            self.request_rollback("a test")
+        return stats
+
+    def go_back_once(self: Rollbacks, trainer: Trainer, reason: str) -> None:
+        go_back(self, trainer, reason)
+        if marker and trainer.mesh.dp.rank == 1 and not os.path.exists(marker):
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer._read, Rollbacks._return = read_and_ask, go_back_once  # type: ignore[method-assign]
+    return train_process(config, *rest)
+
+
+@pytest.mark.slow
+def test_a_rollback_that_loses_a_replica_is_a_rollback(store: Path, tmp_path: Path) -> None:
+    def losses_of(name: str, marker: str, recovery: str, replicas: Replicas | None) -> list[tuple[int, float]]:
+        train = {"steps": 60, "global_batch": 4, "micro_batch": 1, "save_every": 3, "on_spike": "rollback"}
+        config = make_config(store, tmp_path / name, parallel={"dp": 2}, train=train)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
+        work = marker, config, None
+        assert launch(dies_rolling_back, work, 2, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return [(line["step"], line["loss"]) for line in of("step", lines)]
+
+    marker = str(tmp_path / "marker")
+    found = losses_of("killed", marker, "in-step", Replicas(((0,), (1,)), restarts=5))
+    expected = losses_of("whole", "", "restart", None)
+    assert os.path.exists(marker) and [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -187,14 +278,14 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     ],
 )
 def test_results_reach_those_that_are_behind(value: Any) -> None:
-    assert _decode(json.loads(json.dumps(_encode(value)))) == value
+    assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
 def test_errors_reach_them_too() -> None:
     with pytest.raises(StorageError, match="disk full"):
-        _decode(json.loads(json.dumps(_encode(StorageError("disk full")))))
+        decode(json.loads(json.dumps(encode(StorageError("disk full")))))
     with pytest.raises(TrainingError, match="while object was exchanged"):
-        _decode(_encode(object()))
+        decode(encode(object()))
     assert issubclass(StorageError, BoostError)
 
 
@@ -204,17 +295,28 @@ def test_errors_reach_them_too() -> None:
         ({"parallel": {"tp": 2, "dp": 1}}, r"parallel\.dp = 1; nearest valid value: 2"),
         (
             {"parallel": {"tp": 1, "dp": 2, "shard": "full"}},
-            r"parallel\.shard = 'full' leaves parts of the state on one",
+            r"parallel\.shard = 'full' leaves parts of them on one only; set parallel\.shard = 'optimizer'",
         ),
         (
-            {"parallel": {"tp": 1, "dp": 2, "shard": "optimizer"}},
-            r"set parallel\.shard = 'none', or run\.recovery = 'restart'",
+            {"parallel": {"layout": "btp-sp", "tp": 2, "dp": 2, "shard": "optimizer", "shard_outer": True}},
+            r"parallel\.shard_outer = true leaves parts of them on one only",
         ),
         (
-            {"parallel": {"tp": 1, "dp": 2}, "model": {"family": "svd"}, "optim": {"name": "loro"}},
-            r"optim\.name = 'loro' sums over replicas",
+            {
+                "parallel": {"tp": 1, "dp": 2, "shard": "optimizer"},
+                "model": {"family": "svd"},
+                "optim": {"name": "loro"},
+            },
+            r"divides the moments of AdamW only, and optim\.name = 'loro'; set parallel\.shard = 'none'",
         ),
-        ({"parallel": {"tp": 1, "dp": 2}, "train": {"on_spike": "rollback"}}, r"train\.on_spike = 'rollback'"),
+        (
+            {
+                "parallel": {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-1f1b"},
+                "model": {"layers": 4},
+                "train": {"global_batch": 8, "micro_batch": 1},
+            },
+            r"parallel\.schedule = 'interleaved-1f1b' does not take",
+        ),
     ],
 )
 def test_what_it_does_not_carry_is_refused_with_one_line(sections: dict[str, Any], said: str) -> None:

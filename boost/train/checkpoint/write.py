@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,17 +86,30 @@ def finalize(temporary: Path, final: Path) -> None:
 
 
 def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
-    """Writes this process's tensors. Returns the file's entry, or what is wrong with the tensors."""
-    name = f"{TENSORS}/shard-{mesh.rank + 1:05d}-model-00001-of-00001.safetensors"
-    where = f" on process {mesh.rank}" if mesh.size > 1 else ""
+    """Writes this process's tensors. Returns the entries of its files, or what is wrong with the tensors."""
+    where, entries = f" on process {mesh.rank}" if mesh.size > 1 else "", {}
     try:
-        with (temporary / name).open("xb") as stream:
-            entry = _write_tensors(stream, snapshot.slices)
+        for number, slices in enumerate(_files(snapshot.slices)):
+            name = f"{TENSORS}/shard-{mesh.rank + 1 + number * mesh.size:05d}-model-00001-of-00001.safetensors"
+            with (temporary / name).open("xb") as stream:
+                entries[name] = _write_tensors(stream, slices)
     except NonFiniteError as error:
         return {}, f"{error}{where}"
     except OSError as error:
         raise OSError(error.errno, f"{f'process {mesh.rank}: ' if where else ''}{root_cause(error)}") from None
-    return {name: entry}, None
+    return entries, None
+
+
+def _files(slices: list[LocalSlice]) -> list[list[LocalSlice]]:
+    """The slices of each file: one file, unless there are several slices of one tensor, whose name a file has once."""
+    files: list[list[LocalSlice]] = [[]]
+    seen: Counter[str] = Counter()
+    for each in slices:
+        if seen[each.name] == len(files):
+            files.append([])
+        files[seen[each.name]].append(each)
+        seen[each.name] += 1
+    return files
 
 
 def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:

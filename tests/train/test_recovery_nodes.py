@@ -1,0 +1,105 @@
+"""In-step recovery across two hosts, which are network namespaces: processes die, the wire breaks, and there is one history."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.cli.main import main
+from boost.measure.hosts import why_no_hosts
+from boost.train.metrics import read_metrics
+from tests.train.commands import toml
+from tests.train.nodes import Agent, Node, two_nodes
+from tests.train.test_nodes import FLOAT64, LIMIT_S, losses, wait_for, wait_for_step
+
+pytestmark = pytest.mark.slow
+
+STEPS = 400
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.fixture
+def config(tmp_path: Path, store: Path) -> Path:
+    path = tmp_path / "run.toml"
+    fields: dict[str, Any] = {"micro_batch": 1, "steps": STEPS, "save_every": 50, "eval_every": 0, "log_every": 1}
+    path.write_text(f"{toml(store, tp=1, **fields, **FLOAT64)}timeout_s = 600\n")
+    return path
+
+
+def start(nodes: tuple[Node, Node], config: Path, places: str, *words: str, **options: int) -> list[Agent]:
+    """The coordinator on the first host, and a replica for each letter of `places`: a is the first host, b the second."""
+    coordinator = nodes[0].coordinate()
+    wait_for([coordinator], lambda: "coordinates at" in coordinator.said())
+    train = ["train", str(config), "--run.dir", str(config.parent / "run"), "--parallel.dp", str(len(places))]
+    train += ["--run.recovery", "in-step", "--run.silence_s", "3", *words]
+    return [nodes["ab".index(p)].replica(i, nodes[0], train, **options) for i, p in enumerate(places)]
+
+
+def memberships(config: Path) -> list[dict[str, Any]]:
+    metrics = config.parent / "run" / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    return [line for line in lines if line["kind"] == "membership"]
+
+
+@pytest.mark.parametrize(
+    ("places", "shard"), [("aabb", "optimizer"), pytest.param("ab", "none", marks=pytest.mark.nightly)]
+)
+def test_processes_of_two_hosts_die_and_come_back(
+    nodes: tuple[Node, Node], config: Path, places: str, shard: str
+) -> None:
+    words = ("--parallel.shard", shard) if shard != "none" else ("--parallel.tp", "2")
+    agents = start(nodes, config, places, *words, max_restarts=5, nproc=1 if shard != "none" else 2)
+    run = config.parent / "run"
+    for step, victim in ((5, 1), (20, 0)):
+        wait_for_step(agents, run, step)
+        seen = len(memberships(config))
+        os.kill(agents[victim].workers()[0], signal.SIGKILL)
+        wait_for(agents, lambda seen=seen: any(line["joined"] for line in memberships(config)[seen:]))
+        wait_for_step(agents, run, memberships(config)[-1]["step"] + 1)  # it has got the weights
+    for agent in agents:
+        assert agent.wait(LIMIT_S) == 0, agent.said()
+    alone = config.parent / "alone"
+    assert main(["train", str(config), "--run.dir", str(alone)]) == 0
+    assert len(losses(run)) == STEPS and losses(run) == pytest.approx(losses(alone), rel=1e-11)
+
+
+def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_other_comes_back(
+    nodes: tuple[Node, Node], config: Path
+) -> None:
+    agents = start(nodes, config, "ab", "--train.steps", "100000", max_restarts=3)
+    run = config.parent / "run"
+    wait_for_step(agents, run, 5)
+    nodes[1].connect(False)
+    wait_for(agents, lambda: memberships(config))
+    (change,) = memberships(config)
+    assert change["replicas"] == 1 and "does not answer" in change["lost"][0][1]
+    wait_for_step(agents, run, change["step"] + 20)
+    wait_for(agents, lambda: "whether the others go on, and stops" in agents[1].said())
+    nodes[1].connect(True)
+    wait_for(agents, lambda: any(line["joined"] for line in memberships(config)))
+    steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "one history"
+
+
+def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node, Node], config: Path) -> None:
+    """The store is with one replica of four."""
+    agents = start(nodes, config, "abbb", "--train.steps", "100000")
+    wait_for_step(agents, config.parent / "run", 5)
+    nodes[1].connect(False)
+    for agent in agents:
+        assert agent.wait(LIMIT_S) != 0, agent.said()
+    assert "1 of 4 replicas answer and are no majority" in agents[0].said(), agents[0].said()
+    for agent in agents[1:]:
+        assert re.search("store of the run at .* has not answered for 6 s", agent.said()), agent.said()
+    assert not memberships(config)
