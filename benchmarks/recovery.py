@@ -1,10 +1,14 @@
 """Kills processes of a run with in-step recovery, over and over: `python benchmarks/recovery.py STORE FOLDER [--kills 50]`.
 
-A small model on four processes, dp 4 and dp 2 x tp 2, in fp64 and fp32, that evaluates and saves often. At random moments a random
-process gets SIGKILL, now and then two at once, and now and then one of a replica that is coming back. One replica with weights
-is left alive. At the end: every step is there once, losses and weights are those of a run that nobody disturbed, nothing is left
-behind. The last part kills at one rate in a run with in-step recovery and in one that starts again from its latest checkpoint:
-useful tokens per second of each. Writes recovery.json and docs/pictures/recovery.svg.
+A small model on four processes, dp 4, dp 2 x tp 2 and dp 4 with ZeRO-1, in fp64 and fp32, that evaluates and saves often; and dp 4
+across two network namespaces, where root may make some. At random moments a random process gets SIGKILL, now and then two at
+once (not with ZeRO-1, whose two copies they may be), and now and then one of a replica that is coming back. One replica with
+weights is left alive. At the end: every step is there once, losses and weights are those of a run that nobody disturbed, nothing
+is left behind.
+
+Then, at one rate of kills, useful tokens per second with in-step recovery and with a start from the latest checkpoint after each
+kill; and the time of a step with and without recovery where nothing fails, in runs that take turns. Parts that are not run keep
+what recovery.json has of them. Writes recovery.json and docs/pictures/recovery.svg.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from boost.config import load
+from boost.measure.hosts import Host, two_hosts, why_no_hosts
 from boost.parallel.membership import Coordinator, Decision
 from boost.train.checkpoint import complete_checkpoints, open_checkpoint
 from boost.train.console import progress
@@ -37,17 +43,23 @@ from boost.train.weights import WeightReader
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 RESULT = Path(__file__).parent / "recovery.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "recovery.svg"
-TOKENS, PROCESSES = 8 * 32, 4
+TOKENS, PROCESSES = 32 * 128, 4
 """Of a step; of a run."""
 MODEL = (
     "--model.vocab_size 4096 --model.dim 128 --model.ffn_dim 352 --model.layers 2 --model.heads 4 --model.kv_heads 4 "
 )
-MODEL += "--model.rank 32 --train.seq_len 32 --train.global_batch 8 --train.micro_batch 1 --train.log_every 50"
-MESHES = {"dp 4": "--parallel.tp 1 --parallel.dp 4", "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2"}
+MODEL += "--model.rank 32 --train.seq_len 128 --train.global_batch 32 --train.micro_batch 1 --train.log_every 50"
+MESHES = {
+    "dp 4": "--parallel.tp 1 --parallel.dp 4",
+    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2",
+    "dp 4, ZeRO-1": "--parallel.tp 1 --parallel.dp 4 --parallel.shard optimizer",
+}
 DTYPES = {
     "fp64": "--train.param_dtype float64 --train.compute_dtype float64",
     "fp32": "--train.param_dtype float32 --train.compute_dtype float32",
 }
+SETTLES_S = 3.0
+"""Seconds after which moments are certainly divided among the replicas of a membership: a step takes one."""
 LIMITS = {"fp64": 1e-12, "fp32": 1e-6}
 """Largest relative difference of a loss, and of the norm of the weights' difference."""
 
@@ -57,28 +69,44 @@ def main() -> int:
     parser.add_argument("store", type=Path, help="a token store, such as data/stdlib")
     parser.add_argument("folder", type=Path, help="where the runs go; what an earlier soak left there is removed")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="kills of each run (default 50)")
-    parser.add_argument("--steps", type=int, default=1500, metavar="N", help="steps of each run (default 1500)")
-    parser.add_argument("--every", type=float, default=3.0, metavar="S", help="mean seconds between kills (default 3)")
+    parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps of each run (default 150)")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="mean seconds between kills (default 2)")
     parser.add_argument(
         "--rate", type=float, default=10.0, metavar="S", help="mean seconds between kills of the last part (default 10)"
     )
+    parser.add_argument("--turns", type=int, default=8, metavar="N", help="runs with and without recovery (default 8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default 0)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose name holds this")
     args = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment(load("demo", [])), "runs": {}, "useful": {}}
     for mesh in MESHES:
         for dtype in DTYPES:
             name = f"{mesh}, {dtype}"
             if args.only in name:
-                result["runs"][name] = soak(args, name, mesh, dtype)
-                print(name, json.dumps(result["runs"][name]["held"], indent=2), flush=True)
+                put("runs", name, soak(args, name, mesh, dtype))
+    if args.only in HOSTS and not (why := why_no_hosts()):
+        put("runs", HOSTS, soak_hosts(args))
+    elif args.only in HOSTS:
+        print(f"{HOSTS}: {why}")
     for recovery in ("in-step", "restart") if args.only in "useful" else ():
-        result["useful"][recovery] = useful(args, recovery)
-        print(recovery, result["useful"][recovery]["tokens_per_process_second"], flush=True)
-    if result["useful"]:
-        draw(result["useful"])
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        put("useful", recovery, useful(args, recovery))
+    if args.only in "overhead":
+        put("overhead", "dp 2, fp32", overhead(args))
+    draw(known()["useful"])
     return 0
+
+
+def known() -> dict[str, Any]:
+    """recovery.json."""
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    return {part: found.get(part, {}) for part in ("runs", "useful", "overhead")}
+
+
+def put(part: str, name: str, found: dict[str, Any]) -> None:
+    """Into recovery.json."""
+    print(name, json.dumps({key: value for key, value in found.items() if key not in ("kills", "path")}), flush=True)
+    result = known()
+    result[part][name] = {"environment": environment(load("demo", [])), **found}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str, Any]:
@@ -89,9 +117,10 @@ def soak(args: argparse.Namespace, name: str, mesh: str, dtype: str) -> dict[str
     whole = Run(args, folder / "whole", words)
     whole.finish()
     killed = Run(args, folder / "killed", words)
+    killed.spares_pairs = "ZeRO-1" in mesh
     kills = list(killed.disturb(random.Random(args.seed)))
     killed.finish()
-    return {"kills": kills, "held": compare(args, whole, killed, kills, LIMITS[dtype])}
+    return {"held": compare(args, whole, killed, kills, LIMITS[dtype]), "kills": kills}
 
 
 class Run:
@@ -102,11 +131,12 @@ class Run:
         self.temporary = folder.with_name(f"{folder.name}.tmp")
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir(parents=True)
-        words += f" --run.dir {folder} --data.store {args.store} --train.steps {args.steps} --train.save_every 10"
-        words += " --train.eval_every 25 --train.eval_tokens 2048"
+        self.spares_pairs = False
+        """Whether only one process is killed at a time, and none before its moments are divided anew."""
+        self._latest = -1, 0.0
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*BOOST, "train", "demo", *words.split()],
+            [*BOOST, *training(args, folder, words)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -157,6 +187,10 @@ class Run:
         if not (self.folder / "metrics.jsonl").exists() or not lines(self.folder, "step"):
             return []  # a process that is lost before the first step ends the run
         decision, gone = latest
+        if decision.number != self._latest[0]:
+            self._latest = decision.number, time.monotonic()
+        if self.spares_pairs and time.monotonic() - self._latest[1] < SETTLES_S:
+            return []
         beats = {beat.incarnation: beat for beat in read_beats(launch) if alive(beat.pid)}
         by_member: dict[str, list[Beat]] = {}
         for beat in read_beats(launch):
@@ -165,13 +199,138 @@ class Run:
         whole = {name for name, each in by_member.items() if len(each) == max(map(len, by_member.values()))}
         inside = [member.incarnation for member in decision.members if member.incarnation in whole]
         outside = [name for name in beats if name not in inside and name not in gone]
-        size = 2 if chance.random() < 0.2 else 1
+        size = 2 if chance.random() < 0.2 and not self.spares_pairs else 1
         if outside and chance.random() < 0.3:
             return [chance.choice(by_member[chance.choice(outside)])]
         chosen = chance.sample(inside, min(size, len(inside)))
         # One that has just come in may not have the weights yet.
         safe = set(inside) - set(decision.joined) - set(chosen)
         return [chance.choice(by_member[name]) for name in chosen] if safe else []
+
+
+def training(args: argparse.Namespace, folder: Path, words: str) -> list[str]:
+    """`boost train` of the small model."""
+    words += f" --run.dir {folder} --data.store {args.store} --train.steps {args.steps} --train.save_every 5"
+    return ["train", "demo", *words.split(), "--train.eval_every", "20", "--train.eval_tokens", "2048"]
+
+
+HOSTS = "two hosts, dp 4, fp64"
+
+
+def soak_hosts(args: argparse.Namespace) -> dict[str, Any]:
+    """The same with two replicas on each of two hosts: `boost coordinate`, and torchruns that start their processes again."""
+    folder = args.folder / "two-hosts"
+    shutil.rmtree(folder, ignore_errors=True)
+    words = f"{MODEL} {MESHES['dp 4']} {DTYPES['fp64']} --run.recovery in-step"
+    whole = Run(args, folder / "whole", words)
+    whole.finish()
+    with two_hosts() as hosts:
+        killed = Hosts(args, folder / "killed", words, hosts)
+        try:
+            kills = list(killed.disturb(random.Random(args.seed)))
+            killed.finish()
+        finally:
+            killed.end()
+    return {"held": compare(args, whole, killed, kills, LIMITS["fp64"]), "kills": kills}
+
+
+class Hosts:
+    """A run on two hosts that is going on."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, words: str, hosts: Sequence[Host]) -> None:
+        self.args, self.folder, self.seconds = args, folder, 0.0
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self.began = time.monotonic()
+        self.coordinator = subprocess.Popen(hosts[0].command(*BOOST, "coordinate"), stdout=subprocess.DEVNULL)
+        time.sleep(5)
+        self.agents = []
+        for number in range(PROCESSES):
+            host = hosts[number * len(hosts) // PROCESSES]
+            said = folder.with_name(f"replica{number}.txt").open("w", encoding="utf-8")
+            elastic = [
+                "--nproc-per-node",
+                "1",
+                "--max-restarts",
+                "1000",
+                "--monitor-interval",
+                "0.2",
+                "--rdzv-backend",
+                "c10d",
+            ]
+            elastic += f"--rdzv-endpoint 127.0.0.1:{29420 + number} --rdzv-id {number} --local-addr 127.0.0.1".split()
+            elastic += ["--rdzv-conf", "is_host=1", "-m", "boost.cli.main"]
+            environment = {"GLOO_SOCKET_IFNAME": host.wire, "OMP_NUM_THREADS": "1", "BOOST_REPLICA": str(number)}
+            environment |= {"BOOST_COORDINATOR": f"{hosts[0].address}:29410"}
+            command = host.command(sys.executable, "-m", "torch.distributed.run", *elastic)
+            command += training(args, folder, words)
+            self.agents.append(
+                subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | environment)
+            )
+
+    def worker(self, number: int) -> int | None:
+        """The process of a replica, if it runs."""
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.agents[number].pid), "-f", "boost.cli.main"], capture_output=True, text=True
+        ).stdout.split()
+        return int(found[0]) if found and alive(int(found[0])) else None
+
+    def disturb(self, chance: random.Random) -> Iterator[dict[str, Any]]:
+        """As that of `Run`."""
+        for _ in progress(self.args.kills, "kills on two hosts"):
+            time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
+            while all(agent.poll() is None for agent in self.agents):
+                if victims := self.victims(chance):
+                    pids = [pid for pid in map(self.worker, victims) if pid is not None]
+                    for pid in pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    yield {"at_s": round(time.monotonic() - self.began, 2), "victims": ["host"] * len(pids)}
+                    break
+                time.sleep(0.1)
+
+    def victims(self, chance: random.Random) -> list[int]:
+        """Replicas to kill now; none if that would leave none with weights."""
+        if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
+            return []
+        inside = dict.fromkeys(range(PROCESSES), 0)
+        """Step before which each came in."""
+        for change in lines(self.folder, "membership"):
+            for replica, _ in change["lost"]:
+                inside.pop(replica, None)
+            inside |= dict.fromkeys(change["joined"], change["step"])
+        size = 2 if chance.random() < 0.2 else 1
+        chosen = chance.sample(range(PROCESSES), size)
+        safe = [each for each, step in inside.items() if steps[-1]["step"] > step and each not in chosen]
+        return chosen if any(self.worker(each) for each in safe) and all(map(self.worker, chosen)) else []
+
+    def finish(self) -> None:
+        """Waits for its end. Raises SystemExit if it failed."""
+        codes = [agent.wait() for agent in self.agents]
+        self.seconds = time.monotonic() - self.began
+        if any(codes):
+            raise SystemExit(f"recovery: torchruns ended with {codes}; see {self.folder.parent}/replica*.txt")
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for process in (*self.agents, self.coordinator):
+            process.terminate()
+            process.wait()
+
+
+def overhead(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a step on two processes with recovery and without, in runs that take turns, in both orders."""
+    found: dict[str, list[float]] = {"restart": [], "in-step": []}
+    for turn in progress(args.turns, "runs with and without recovery"):
+        for recovery in sorted(found, reverse=bool(turn % 2)):
+            folder = args.folder / f"overhead-{recovery}"
+            shutil.rmtree(folder, ignore_errors=True)
+            words = f"{MODEL} --parallel.tp 1 --parallel.dp 2 {DTYPES['fp32']} --run.recovery {recovery}"
+            words = f"{words} --run.dir {folder} --data.store {args.store} --train.steps 100"
+            subprocess.run([*BOOST, "train", "demo", *words.split()], check=True, capture_output=True)
+            seconds = [line["seconds"] for line in lines(folder, "step")[20:]]
+            found[recovery].append(round(1e3 * statistics.median(seconds), 3))
+    ratios = [a / b for a, b in zip(found["in-step"], found["restart"], strict=True)]
+    return {"ms": found, "ratio_median": statistics.median(ratios), "ratios": [round(ratio, 4) for ratio in ratios]}
 
 
 def useful(args: argparse.Namespace, recovery: str) -> dict[str, Any]:
@@ -252,7 +411,7 @@ def described(beat: Beat) -> str:
 
 
 def compare(
-    args: argparse.Namespace, whole: Run, killed: Run, kills: list[dict[str, Any]], limit: float
+    args: argparse.Namespace, whole: Run, killed: Run | Hosts, kills: list[dict[str, Any]], limit: float
 ) -> dict[str, Any]:
     """What must hold, and figures. Raises SystemExit."""
     expected, actual = (lines(run.folder, "step") for run in (whole, killed))
@@ -262,8 +421,10 @@ def compare(
     weights = difference(whole.folder, killed.folder)
     changes = lines(killed.folder, "membership")
     lost = [each for each in changes if each["lost"]]
+    if (count := sum(len(each["victims"]) for each in kills)) < args.kills:
+        raise SystemExit(f"recovery: {killed.folder} was over after {count} kills of {args.kills}; take more --steps")
     held = {
-        "kills": sum(len(each["victims"]) for each in kills),
+        "kills": count,
         "moments": dict(Counter(victim.partition(":")[0] for each in kills for victim in each["victims"])),
         "replicas_lost": sum(len(each["lost"]) for each in changes),
         "replicas_back": sum(len(each["joined"]) for each in changes),

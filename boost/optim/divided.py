@@ -142,6 +142,8 @@ class DividedAdamW(Optimizer):
         elif self._mesh.dp.group is not None:
             self._gather(self._mesh.dp)
         # Whoever is behind another one in the sequence of operations has all that the exchange brings, but for this.
+        if self._mesh.device.type == "cuda":
+            torch.cuda.current_stream(self._mesh.device).synchronize()
         self._mesh.barrier()
 
     def _gather(self, dp: Axis) -> None:

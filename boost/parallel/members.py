@@ -100,6 +100,7 @@ def join_members(
             return Axis()
         return Axis(rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), recoverable=True)
 
+    # `everyone` first: it is aborted first (`Membership.end`), so that on GPUs no statistics of sums that were aborted get through.
     rank, size = ((pp.rank * n + d) * cp.size + cp.rank) * tp.size + tp.rank, n * replica.size
     everyone = across("all", rank, size)
     background = across("saves", rank, size)

@@ -96,9 +96,9 @@ class RecoverableGroup(dist.ProcessGroup):
         own = dist.PrefixStore(self._label, store)
         self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, of)}
         if device.type == "cuda":
-            self._backends["cuda"] = dist.ProcessGroupNCCL(
-                dist.PrefixStore("nccl", own), rank, size, dist.ProcessGroupNCCL.Options()
-            )
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.blocking = False  # so that an abort also ends a communicator that is being made
+            self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
         self._register()
         of.groups.append(self)
 

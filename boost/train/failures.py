@@ -50,6 +50,11 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return type(error) is RuntimeError and _LOST_GLOO.search(str(error)) is not None
 
 
+def is_timeout(error: BaseException | None) -> bool:
+    """Whether a process that lost its connection has waited for the whole timeout."""
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """A description of the failed allocation if `error` is an out-of-memory error; else None."""
     if isinstance(error, torch.OutOfMemoryError):

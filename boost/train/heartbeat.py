@@ -287,8 +287,9 @@ class Heartbeat:
     def _apply_timeout(self) -> None:
         set_timeout(self.timeout_s + self._margin)
 
-    def diagnose(self) -> str | None:
-        """One line that names the processes for which this one waits, or None if none is to blame.
+    def diagnose(self, waited: bool = True) -> str | None:
+        """One line that names the processes for which this one waits, or None if none is to blame. `waited`: for the whole timeout;
+        else its connection was lost before.
 
         Takes `SILENCE_S` seconds, or what is left of them: the thread looks a first time before the timeout.
         """
@@ -300,11 +301,11 @@ class Heartbeat:
             time.sleep(max(0.0, began + SILENCE_S - time.monotonic()))
             if (beats := self._read()) is None:
                 break
-            found = hang_message(waiting, beats, before, self.size, self.timeout_s)
+            found = hang_message(waiting, beats, before, self.size, self.timeout_s if waited else None)
             if found or self._earlier is None:
                 return found
             self._earlier = None  # it may have stopped only since then: once more
-        return self._without_a_store(waiting)
+        return self._without_a_store(waiting, waited)
 
     def _counts(self) -> tuple[float, dict[int, int]] | None:
         """The time, and how often each process has beaten; None as `_read`."""
@@ -330,13 +331,13 @@ class Heartbeat:
             return None
         return found[0]
 
-    def _without_a_store(self, waiting: Beat) -> str | None:
+    def _without_a_store(self, waiting: Beat, waited: bool) -> str | None:
         """Rank 0 hosts the store where torchrun does not."""
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
             log.warning("heartbeats cannot be read")
             return None
         host = f"{process_name(0, self.size)}, which hosts the store of the run, does not respond"
-        return f"{host}; {_waits(waiting, self.size, self.timeout_s)}"
+        return f"{host}; {_waits(waiting, self.size, self.timeout_s if waited else None)}"
 
     def _beat(self, left: bool = False) -> Beat:
         last, issued = latest_collectives()
@@ -455,7 +456,7 @@ def process_name(rank: int, size: int) -> str:
 
 
 def hang_message(
-    waiting: Beat, beats: Sequence[Beat], before: dict[int, int], size: int, timeout_s: float
+    waiting: Beat, beats: Sequence[Beat], before: dict[int, int], size: int, timeout_s: float | None
 ) -> str | None:
     """Names the processes for which `waiting` waits: those whose count is still that of `before`, else those behind it.
 
@@ -488,9 +489,9 @@ def _last_seen(beat: Beat) -> str:
     return f" (last seen in {', '.join(parts)})"
 
 
-def _waits(waiting: Beat, size: int, timeout_s: float) -> str:
+def _waits(waiting: Beat, size: int, timeout_s: float | None) -> str:
+    """`timeout_s` None: it did not wait for a timeout."""
     last = waiting.issued.get(waiting.last or "")
     what = f", in {last}" if last else ""
-    return (
-        f"{process_name(waiting.rank, size)} waited {timeout_s:g} s in step {waiting.step}, phase {waiting.phase}{what}"
-    )
+    did = "lost its connection" if timeout_s is None else f"waited {timeout_s:g} s"
+    return f"{process_name(waiting.rank, size)} {did} in step {waiting.step}, phase {waiting.phase}{what}"

@@ -72,6 +72,7 @@ class Recovery:
             torch.cuda.set_device(device)
             # A communicator that fails must not end the process: it is aborted, and the next membership makes another one.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's: half an hour
         number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
         self.member = Member(number, incarnation)
@@ -132,6 +133,8 @@ class Recovery:
             while True:
                 try:
                     result = attempt()
+                    if self.mesh.device.type == "cuda" and self.membership.over.is_set():
+                        raise PeersLostError("the membership ended: what an aborted kernel has left is no result")
                 except PeersLostError as lost:
                     log.info("membership %d is over: %s", self.decision.number, lost)
                     found = self._recover()

@@ -17,7 +17,14 @@ from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.rendezvous import launch_dir
 from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
-from boost.train.failures import failure_report, first_sentence, is_lost_connection, memory_advice, out_of_memory
+from boost.train.failures import (
+    failure_report,
+    first_sentence,
+    is_lost_connection,
+    is_timeout,
+    memory_advice,
+    out_of_memory,
+)
 from boost.train.faults import Fault, FaultInjection
 from boost.train.generate import Sampling, generate
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
@@ -146,7 +153,7 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
         return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
     if not is_lost_connection(error) and not is_lost_connection(error.__cause__):
         return None
-    if found := heartbeat.diagnose():
+    if found := heartbeat.diagnose(waited=is_timeout(error) or is_timeout(error.__cause__)):
         return HangError(found)
     if launch_dir():
         return None  # the launcher may know more

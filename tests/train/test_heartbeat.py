@@ -34,6 +34,12 @@ def test_a_process_that_does_not_beat_is_named() -> None:
     )
 
 
+def test_a_connection_that_was_lost_was_not_waited_for() -> None:
+    beats = [beat(0, 9, 346), beat(1, 5, 345)]
+    message = hang_message(beats[0], beats, {0: 5, 1: 5}, 2, None)
+    assert message is not None and "process 1 of 2 (rank 0) lost its connection in step 12" in message
+
+
 def test_a_process_that_beats_but_is_behind_in_the_same_group_is_named() -> None:
     waiting, behind, level, elsewhere = beat(0, 9, 346), beat(1, 9, 345), beat(2, 9, 346), beat(3, 9, 7, group="3")
     before = dict.fromkeys(range(4), 5)
