@@ -113,8 +113,7 @@ class Trainer:
         """Of the latest step: a process that becomes the main one writes them if the one before did not."""
         self.abandoned_save: int | None = None
         """The step of a save that the latest change of the membership interrupted."""
-        self._runner, self._is_fitting = HookRunner(self.hooks), False
-        self._early: list[MembershipChange] = []  # before `fit`
+        self._runner, self._is_fitting, self._early = HookRunner(self.hooks), False, list[MembershipChange]()
         self._signals = StopRequest()
         self._stop_reason: str | None = None
         self._save_requested = False

@@ -39,15 +39,17 @@ class RecoverableStepper(Stepper):
         versions = self._versions()
         following = position.step + 1 < self.config.train.steps
         step = position.step + position.skipped
+        own, dp = self._recovery.own_share(self.micro_batches), self.mesh.dp
         data = self.prefetcher.take(step, step + 1 if following else None)
+        if own != list(share(self.micro_batches, dp.rank, dp.size)):
+            data = self.prefetcher.read(step, own)
         self.reducer.begin(data.micro_batches)
         begun = perf_counter()
         with self.copies.in_use():
             loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
         if data.micro_batches:
             set_pace((perf_counter() - begun) / data.micro_batches)
-        dp = self.mesh.dp
-        self._recovery.held = list(share(self.micro_batches, dp.rank, dp.size))
+        self._recovery.held = own
         return Passes(position, versions, lr, loss, data.targets)
 
     def update(self, passes: Passes, flags: StepFlags) -> Update:

@@ -24,7 +24,18 @@ import torch.distributed as dist
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StoppedError, TrainingError
 from boost.parallel.members import join_members, open_replica, place_of, replica_size, waiting_mesh
-from boost.parallel.membership import DEAD, SILENT, SLOW, Coordinator, Decision, Member, PutOutError, Report, deal
+from boost.parallel.membership import (
+    DEAD,
+    SILENT,
+    SLOW,
+    Coordinator,
+    Decision,
+    Member,
+    PutOutError,
+    Report,
+    deal,
+    share,
+)
 from boost.parallel.mesh import choose_device
 from boost.parallel.recoverable import Membership, PeersLostError, has_abandoned
 from boost.parallel.rendezvous import Stopped, launch_dir, meet
@@ -158,10 +169,19 @@ class Recovery:
     def _complete(self, result: Any) -> None:
         self.operation, self._last, self.held, self._repeats = self.operation + 1, result, [], False
 
+    def own_share(self, micro_batches: int) -> list[int]:
+        """The micro-batches of the step that this process begins. Not the usual share if others were in this step already when a
+        replica was lost, and this process was behind them: they keep what they hold."""
+        dp, decision = self.mesh.dp, self.decision
+        if self.operation == decision.operation and any(decision.held.values()):
+            return self._dealt(micro_batches)
+        return list(share(micro_batches, dp.rank, dp.size))
+
     def still_to_do(self, micro_batches: int) -> list[int]:
         """The micro-batches of the current step that fall to this process beside those that it holds: those of lost replicas."""
-        if not self._repeats:
-            return []
+        return self._dealt(micro_batches) if self._repeats else []
+
+    def _dealt(self, micro_batches: int) -> list[int]:
         held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
         place = self.decision.place(self.member)
         assert place is not None, "a process trains in memberships that it is in"

@@ -13,14 +13,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from boost.measure.hosts import Host, two_hosts
+from boost.train.metrics import read_metrics
 
 PORT = 29400
 """Free in a namespace that nobody else uses."""
+FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
+LIMIT_S = 900
+"""Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
 
 
 @dataclass
@@ -125,3 +131,22 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
             for agent in (agent for node in nodes for agent in node.agents):
                 agent.kill()
                 agent.output.unlink()
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+
+
+def wait_for(agents: list[Agent], condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and all(agent.process.poll() is None for agent in agents):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("waited in vain:\n" + "\n".join(agent.said() for agent in agents))
+
+
+def wait_for_step(agents: list[Agent], run: Path, step: int) -> None:
+    """Until metrics.jsonl has the line of `step`."""
+    metrics = run / "metrics.jsonl"
+    wait_for(agents, lambda: metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics)))

@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +15,11 @@ from boost.measure.hosts import why_no_hosts
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from tests.train.commands import toml
-from tests.train.nodes import Agent, Node, two_nodes
+from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, wait_for, wait_for_step
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
-LIMIT_S = 900
-"""Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +47,6 @@ def nodes() -> Iterator[tuple[Node, Node]]:
         yield made
 
 
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
-
-
 def start(
     nodes: tuple[Node, Node], config: Path, run: Path, *words: str, tp: int = 1, max_restarts: int = 0
 ) -> list[Agent]:
@@ -68,21 +59,6 @@ def command(config: Path, run: Path, *words: str, tp: int = 1) -> list[str]:
     """TP inside a node, DP across the two."""
     mesh = ("--parallel.tp", str(tp), "--parallel.dp", "2")
     return ["train", str(config), "--run.dir", str(run), "--resume", "auto", *mesh, *words]
-
-
-def wait_for(agents: list[Agent], condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline and all(agent.process.poll() is None for agent in agents):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("waited in vain:\n" + "\n".join(agent.said() for agent in agents))
-
-
-def wait_for_step(agents: list[Agent], run: Path, step: int) -> None:
-    """Until metrics.jsonl has the line of `step`."""
-    metrics = run / "metrics.jsonl"
-    wait_for(agents, lambda: metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics)))
 
 
 def wait_for_checkpoint(agents: list[Agent], run: Path) -> None:

@@ -11,9 +11,12 @@ import pytest
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StorageError, TrainingError
 from boost.parallel.members import place_of
+from boost.parallel.membership import Member
+from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
+from boost.train.faults import Fault
 from boost.train.launch import Replicas, launch
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
@@ -118,6 +121,55 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
         code, out, err = command.finish()
     assert code == 0 and "resumed at step 100" in out, out + err
     assert_same_steps(read_metrics(command.run / "metrics.jsonl"), expected, 110)
+
+
+def is_behind(config: Config, *rest: Any) -> int:
+    """Trains; replica 2 learns that the membership is over when it has not quite completed the last operation of step 9, which the
+    others have: they are in step 10."""
+    usual, operations = Recovery.run, 2 if config.divides_moments else 1
+    seen: list[int] = []
+
+    def run(self: Recovery, attempt: Any) -> Any:
+        here = self.trainer is not None and self.trainer.position.step == 8 and self.member == Member(2, "2.0")
+        if not here or self._depth or self.decision.number:
+            return usual(self, attempt)
+        seen.append(self.operation)
+        if len(seen) != operations:
+            return usual(self, attempt)
+
+        def attempt_and_stay_behind() -> Any:
+            found = attempt()
+            if self.decision.number == 0:
+                assert self.membership.over.wait(60)
+                raise PeersLostError("a test")
+            return found
+
+        return usual(self, attempt_and_stay_behind)
+
+    Recovery.run = run  # type: ignore[method-assign]
+    return train_process(config, *rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_a_replica_that_is_an_operation_behind_computes_what_the_others_do_not_hold(
+    store: Path, tmp_path: Path, shard: str
+) -> None:
+    def losses_of(name: str, recovery: str, faults: Any) -> list[float]:
+        parallel, train = {"dp": 4, "shard": shard}, {"steps": 14, "global_batch": 8, "micro_batch": 1}
+        train |= {"param_dtype": "float64", "compute_dtype": "float64"}
+        config = make_config(store, tmp_path / name, parallel=parallel, train=train)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
+        replicas = Replicas(tuple((rank,) for rank in range(4)), restarts=0) if faults else None
+        entry, work = (is_behind, (config, None, None, faults)) if faults else (train_process, (config, None))
+        assert launch(entry, work, 4, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert len(of("membership", lines)) == bool(faults)
+        return [line["loss"] for line in of("step", lines)]
+
+    expected = losses_of("whole", "restart", None)
+    found = losses_of("killed", "in-step", [Fault("kill", 10, 0)])
+    assert len(found) == 14 and found == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.slow
@@ -242,8 +294,6 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["donor", "newcomer"])
 def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, tmp_path: Path, victim: str) -> None:
-    from boost.train.faults import Fault
-
     def config_of(name: str, **run: Any) -> Config:
         found = make_config(
             store, tmp_path / name, parallel={"dp": 3}, train={"steps": 150, "global_batch": 6, "micro_batch": 1}

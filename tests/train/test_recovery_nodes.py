@@ -13,8 +13,7 @@ from boost.cli.main import main
 from boost.measure.hosts import why_no_hosts
 from boost.train.metrics import read_metrics
 from tests.train.commands import toml
-from tests.train.nodes import Agent, Node, two_nodes
-from tests.train.test_nodes import FLOAT64, LIMIT_S, losses, wait_for, wait_for_step
+from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, wait_for, wait_for_step
 
 pytestmark = pytest.mark.slow
 
