@@ -17,7 +17,9 @@ from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, 
 
 pytestmark = pytest.mark.slow
 
-STEPS = 400
+ENDLESS = ("--train.steps", "100000", "--optim.schedule", "constant", "--optim.lr", "1e-4", "--train.global_batch", "16")
+"""A run that its test ends, because how many steps pass while a process restarts depends on the machine: few, and tame, so that
+rounding does not grow with their number."""
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 @pytest.fixture
 def config(tmp_path: Path, store: Path) -> Path:
     path = tmp_path / "run.toml"
-    fields: dict[str, Any] = {"micro_batch": 1, "steps": STEPS, "save_every": 50, "eval_every": 0, "log_every": 1}
+    fields: dict[str, Any] = {"micro_batch": 1, "save_every": 50, "eval_every": 0, "log_every": 1}
     path.write_text(f"{toml(store, tp=1, **fields, **FLOAT64)}timeout_s = 600\n")
     return path
 
@@ -41,7 +43,7 @@ def start(nodes: tuple[Node, Node], config: Path, places: str, *words: str, **op
     coordinator = nodes[0].coordinate()
     wait_for([coordinator], lambda: "coordinates at" in coordinator.said())
     train = ["train", str(config), "--run.dir", str(config.parent / "run"), "--parallel.dp", str(len(places))]
-    train += ["--run.recovery", "in-step", "--run.silence_s", "3", *words]
+    train += ["--run.recovery", "in-step", "--run.silence_s", "3", *ENDLESS, *words]
     return [nodes["ab".index(p)].replica(i, nodes[0], train, **options) for i, p in enumerate(places)]
 
 
@@ -66,17 +68,18 @@ def test_processes_of_two_hosts_die_and_come_back(
         os.kill(agents[victim].workers()[0], signal.SIGKILL)
         wait_for(agents, lambda seen=seen: any(line["joined"] for line in memberships(config)[seen:]))
         wait_for_step(agents, run, memberships(config)[-1]["step"] + 1)  # it has got the weights
+    os.kill(agents[1].workers()[0], signal.SIGTERM)
     for agent in agents:
         assert agent.wait(LIMIT_S) == 0, agent.said()
-    alone = config.parent / "alone"
-    assert main(["train", str(config), "--run.dir", str(alone)]) == 0
-    assert len(losses(run)) == STEPS and losses(run) == pytest.approx(losses(alone), rel=1e-11)
+    found, alone = losses(run), config.parent / "alone"
+    assert main(["train", str(config), "--run.dir", str(alone), *ENDLESS, "--train.steps", str(len(found))]) == 0
+    assert found == pytest.approx(losses(alone), rel=1e-10)
 
 
 def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_other_comes_back(
     nodes: tuple[Node, Node], config: Path
 ) -> None:
-    agents = start(nodes, config, "ab", "--train.steps", "100000", max_restarts=3)
+    agents = start(nodes, config, "ab", max_restarts=3)
     run = config.parent / "run"
     wait_for_step(agents, run, 5)
     nodes[1].connect(False)
@@ -93,7 +96,7 @@ def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_othe
 
 def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node, Node], config: Path) -> None:
     """The store is with one replica of four."""
-    agents = start(nodes, config, "abbb", "--train.steps", "100000")
+    agents = start(nodes, config, "abbb")
     wait_for_step(agents, config.parent / "run", 5)
     nodes[1].connect(False)
     for agent in agents:
