@@ -346,7 +346,7 @@ def useful(args: argparse.Namespace, recovery: str) -> dict[str, Any]:
     while not (run.over and run.process.returncode == 0):
         time.sleep(0.1)
         now = time.monotonic() - began
-        if run.over:  # only with "restart": with in-step recovery one replica is always left
+        if run.process.poll():  # only with "restart": with in-step recovery one replica is always left
             run.process.communicate()
             run = Run(args, folder / "run", words)
         if now >= next_kill and (beats := run.workers()):

@@ -1,3 +1,74 @@
-"""BOOST: training low-rank bottleneck LLMs fast on many GPUs."""
+"""BOOST: training low-rank bottleneck LLMs fast on many GPUs.
+
+    import boost
+
+    model = boost.Model.from_pretrained("runs/demo")          # weights and tokenizer; also Hugging Face folders
+    model.generate("def main():")
+    boost.lowrank(any_model, rank=0.25, init="svd")           # swap the linears of a model for factors
+    block = boost.nn.Block(dim=512, heads=8, rank=128)         # modules for models of your own
+    boost.parallelize(decoder, mesh, layout="btp")            # the same function, sharded over TP ranks
+    boost.Trainer("run.toml", hooks=[...]).fit()              # a run, as boost train
+
+Names are imported on first use, so that `import boost` takes no time.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from boost import nn as nn
+    from boost.api.model import Model as Model
+    from boost.api.registry import register_family as register_family
+    from boost.api.sharding import parallelize as parallelize
+    from boost.api.swap import lowrank as lowrank
+    from boost.api.trainer import Trainer as Trainer
+    from boost.config import Config as Config
+    from boost.config import load as load_config
+    from boost.config.layouts import register_layout as register_layout
+    from boost.errors import BoostError as BoostError
+    from boost.train.hooks import Hook as Hook
+
+_HOMES = {
+    "BoostError": "boost.errors",
+    "Config": "boost.config",
+    "Hook": "boost.train.hooks",
+    "Model": "boost.api.model",
+    "Trainer": "boost.api.trainer",
+    "load_config": "boost.config:load",
+    "lowrank": "boost.api.swap",
+    "nn": "boost.nn:",
+    "parallelize": "boost.api.sharding",
+    "register_family": "boost.api.registry",
+    "register_layout": "boost.config.layouts",
+}
+"""Where each public name is defined, as module or module:name; an empty name is the module."""
+
+__all__ = [
+    "BoostError",
+    "Config",
+    "Hook",
+    "Model",
+    "Trainer",
+    "load_config",
+    "lowrank",
+    "nn",
+    "parallelize",
+    "register_family",
+    "register_layout",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'boost' has no attribute '{name}'")
+    module, separator, attribute = _HOMES[name].partition(":")
+    home = importlib.import_module(module)
+    found = home if separator and not attribute else getattr(home, attribute or name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

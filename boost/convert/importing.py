@@ -129,7 +129,7 @@ def import_weights(
             writer.add(f"{PREFIX}{name}", tensor)
         writer.close()
         table = factorizer.model() if factorizer else weights.model.model_dump()
-        config = _config(table, dtype_name(target), weights.context)
+        config = weights_config(table, dtype_name(target), weights.context)
         report = factorizer.report() if factorizer else None
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
@@ -213,7 +213,7 @@ def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
     }
 
 
-def _config(model: dict[str, Any], dtype: str, context: int) -> Config:
+def weights_config(model: dict[str, Any], dtype: str, context: int) -> Config:
     """A configuration for a model: one process, with a sequence length and micro-batch that fit evaluation."""
     length = min(context, MAX_SEQ_LEN)
     micro = max(1, min(8, math.floor(8 * 256 / length)))

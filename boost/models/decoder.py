@@ -14,30 +14,25 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import Context, KeysValues, KVCache, attend, make_context, rotated
+from boost.models.attention import Context, KVCache, make_context
 from boost.models.fused import FusedModule
-from boost.models.group import LinearGroup
+from boost.models.group import FusedLinearGroup, LinearGroup
 from boost.models.interface import (
     NO_RECOMPUTE,
-    Latents,
     Layout,
     Pending,
     RecomputePolicy,
-    Saved,
     Stream,
     call,
     interleave,
     local_kv_heads,
 )
-from boost.models.pointwise import gated_product
 from boost.models.sequence_share import SequenceShare
+from boost.models.sublayers import MLP, Attention
 
 
-class TransformerBlock(FusedModule):
+class TransformerBlock(Attention, MLP, FusedModule):
     """Attention and gated MLP, each: project in, do the local work, project out."""
-
-    attn_norm: Tensor
-    mlp_norm: Tensor
 
     def __init__(
         self, model: ModelConfig, layer: int, layout: Layout, policy: RecomputePolicy, layer_index: int
@@ -52,7 +47,7 @@ class TransformerBlock(FusedModule):
         for norm in ("attn_norm", "mlp_norm"):
             self.add_fused_param(norm, (Parameter(f"{prefix}.{norm}", (model.dim,), "norm"),), layout)
         shapes = architecture.groups(model, layer)
-        self.qkv, self.o, self.gate_up, self.down = (LinearGroup(model, shape, layer, layout) for shape in shapes)
+        self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
 
     def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
         """The streams of parts of a micro-batch after this block, interleaved, run under `layout.policy`."""
@@ -61,10 +56,8 @@ class TransformerBlock(FusedModule):
 
     def start(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
         """The stream after this block, up to its first collective."""
-        entered = layout.in_proj_comm(stream, self.attn_norm, self.qkv)
-        attended: Pending[Stream] = entered.then(lambda found: self._run_attention(layout, context, *found))
-        entered = attended.then(lambda stream: layout.in_proj_comm(stream, self.mlp_norm, self.gate_up))
-        after: Pending[Stream] = entered.then(lambda found: self._run_mlp(layout, *found))
+        attended = self.start_attention(layout, stream, context)
+        after: Pending[Stream] = attended.then(lambda stream: self.start_mlp(layout, stream))
         return after.then(Stream.next_block)
 
     @property
@@ -81,51 +74,10 @@ class TransformerBlock(FusedModule):
         runs = [self.start(layout, *each) for each in zip(streams, contexts, strict=True)]
         return interleave(runs, layout.lag)
 
-    def _run_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
-        if context.share is not None:
-            return self._run_shared_attention(layout, context, saved, stream)
-        found = layout.policy.attention(self._attention, layout, context, saved, context.take())
-        partial, latents, keys_values = found
-        context.leave(keys_values)
-        return layout.out_proj_comm(stream.put(latents), partial, self.o)
-
-    def _run_shared_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
-        """Of sequences shared over the context axis: attention is a segment of its own, after what crosses."""
-        q, k, v, latents = layout.policy.local(self._rotated, layout, context, saved)
-        entered = layout.enter_attention(q, k, v, context)
-        heads: Pending[Tensor] = entered.then(lambda qkv: self._attend_shared(layout, context, qkv))
-        stream = stream.put(latents)
-        return heads.then(lambda a: layout.out_proj_comm(stream, layout.out_proj_local(a, self.o), self.o))
-
-    def _attend_shared(self, layout: Layout, context: Context, qkv: tuple[Tensor, Tensor, Tensor]) -> Pending[Tensor]:
-        arguments = self.head_dim, context, self.layer_index, context.take()
-        attended, keys_values = layout.policy.attention(attend, *qkv, *arguments)
-        context.leave(keys_values)
-        return layout.leave_attention(attended, context)
-
-    def _rotated(self, layout: Layout, context: Context, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Latents]:
-        (q, k, v), latents = layout.in_proj_local(saved, self.qkv)
-        return *rotated(q, k, self.head_dim, context), v, latents
-
-    def _run_mlp(self, layout: Layout, saved: Saved, stream: Stream) -> Pending[Stream]:
-        partial, latents = layout.policy.local(self._gated_product, layout, saved)
-        return layout.out_proj_comm(stream.put(latents), partial, self.down)
-
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
         """In forward order."""
         return self.qkv, self.o, self.gate_up, self.down
-
-    def _attention(
-        self, layout: Layout, context: Context, saved: Saved, before: KeysValues
-    ) -> tuple[Tensor, Latents, KeysValues]:
-        q, k, v, latents = self._rotated(layout, context, saved)
-        attended, keys_values = attend(q, k, v, self.head_dim, context, self.layer_index, before)
-        return layout.out_proj_local(attended, self.o), latents, keys_values
-
-    def _gated_product(self, layout: Layout, saved: Saved) -> tuple[Tensor, Latents]:
-        (gate, up), latents = layout.in_proj_local(saved, self.gate_up)
-        return layout.out_proj_local(gated_product(gate, up, self.mlp_silu), self.down), latents
 
 
 class Decoder(FusedModule):

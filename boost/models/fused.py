@@ -97,7 +97,7 @@ class FusedModule(nn.Module):
         for attribute, slices in self.slices.items():
             if self._child_index[attribute] == child:
                 shard = self.shards.get(attribute)
-                yield FusedParam(getattr(self, attribute), slices, self.placements[attribute], shard)
+                yield FusedParam(self.get_parameter(attribute), slices, self.placements[attribute], shard)
 
 
 def fused_params(model: nn.Module) -> Iterator[FusedParam]:

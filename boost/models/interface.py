@@ -232,6 +232,15 @@ class Layout(Protocol):
         """The rest of the group, and its update of the residual stream."""
         ...
 
+    def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
+        """The final norm of all T tokens, [T, d], whole on every process. Each then uses its own rows of the head, so gradients of
+        the result are partial; they are summed in the backward pass."""
+        ...
+
+    def all_logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Pending[Tensor]:
+        """Differentiable logits [T, V] of all tokens, whole and equal on every process (`loss` never forms them)."""
+        ...
+
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
         """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process."""
         ...

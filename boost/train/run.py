@@ -63,6 +63,19 @@ def train_process(
 
     `restart`: with --resume auto, starts at step 0 if the checkpoints of an earlier run are missing.
     """
+    return train(config, resume, start_from, faults, restart)[1]
+
+
+def train(
+    config: Config,
+    resume: str | None,
+    start_from: str | None = None,
+    faults: Sequence[Fault] = (),
+    restart: bool = False,
+    hooks: Sequence[Hook] = (),
+) -> tuple[TrainResult | None, int]:
+    """As `train_process`, with `hooks` before the built-in ones. Returns the result (None if a signal came before the first step)
+    and the exit code."""
     remember_collectives()
     if not launch_dir():
         with contextlib.suppress(OSError):  # a stderr without a file
@@ -77,13 +90,13 @@ def train_process(
                 mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, lambda: request.name)
         except StoppedError as stop:
             print(f"stopped by {stop} in start-up, before any step; nothing is lost")
-            return 0 if request.requested else _stopped_elsewhere()
+            return None, 0 if request.requested else _stopped_elsewhere()
         lock = RunLock(config.run.dir) if mesh.is_main else contextlib.nullcontext()
         with lock, _heartbeat(mesh, config, recovery) as heartbeat:
             try:
-                result = _train(config, resume, start_from, faults, restart, mesh, recovery)
+                result = _train(config, resume, start_from, [*hooks, *_faults(faults)], restart, mesh, recovery)
             except StoppedError:  # the run ended while this replica was coming back
-                return 0
+                return None, 0
             except Exception as error:
                 if recovery is not None:
                     recovery.failed(error)
@@ -93,7 +106,11 @@ def train_process(
         if recovery is not None:
             recovery.close()
         close_mesh()
-    return _exit_code(result)
+    return result, _exit_code(result)
+
+
+def _faults(faults: Sequence[Fault]) -> list[Hook]:
+    return [FaultInjection(list(faults))] if faults else []
 
 
 def _heartbeat(mesh: Mesh, config: Config, recovery: Recovery | None) -> Heartbeat:
@@ -108,7 +125,7 @@ def _train(
     config: Config,
     resume: str | None,
     start_from: str | None,
-    faults: Sequence[Fault],
+    given: Sequence[Hook],
     restart: bool,
     mesh: Mesh,
     recovery: Recovery | None,
@@ -127,7 +144,7 @@ def _train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it at first use
         torch.use_deterministic_algorithms(True)
     candidates = resume_candidates(resume, run, fallback)
-    hooks: list[Hook] = [ConsoleHook(), MetricsHook(), *([FaultInjection(list(faults))] if faults else [])]
+    hooks: list[Hook] = [ConsoleHook(), MetricsHook(), *given]
     if recovery is not None:
         hooks = [TakesOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.put_out_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)

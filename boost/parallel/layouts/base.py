@@ -117,6 +117,27 @@ class BaseLayout:
         """RMSNorm of rows held whole."""
         return rms_norm(x_TD, gamma_D, self.model.norm_eps)
 
+    def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
+        raise NotImplementedError
+
+    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
+        """Each process computes its own part of the vocabulary."""
+        return self.head_input(x, gamma).then(
+            lambda normed_TD: cross_entropy(normed_TD, head.to(x.dtype), targets_T, self.axis)
+        )
+
+    def all_logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Pending[Tensor]:
+        """`loss`'s collectives, and an all-gather of T V/p logits; nothing more in the backward pass."""
+
+        def finish(normed_TD: Tensor) -> Tensor | Pending[Tensor]:
+            logits_TV = linear(normed_TD, head)
+            if self.size == 1:
+                return logits_TV
+            rows = self.start(GATHER_REPLICATED, logits_TV)
+            return Pending(lambda: collectives.rows_to_features(rows.wait(), self.axis))
+
+        return self.head_input(x, gamma).then(finish)
+
     def gathered_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
         """Logits over the whole vocabulary, [N, p V], from rows of the head held by each process. One all-gather."""
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
@@ -171,10 +192,9 @@ class Replicated(BaseLayout):
         rows = self.start(GATHER_REPLICATED, lookup(tokens_T, table, dtype))
         return Pending(lambda: collectives.rows_to_features(rows.wait(), self.axis))
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
-        """This process's part of the vocabulary, of the normed tokens; their partial gradients are summed backward."""
+    def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
         normed = self.start(self.to_shards, self.norm(x, gamma))
-        return Pending(lambda: cross_entropy(normed.wait(), head.to(x.dtype), targets_T, self.axis))
+        return Pending(normed.wait)
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return self.gathered_logits(self.norm(x[tokens_N], gamma), head)

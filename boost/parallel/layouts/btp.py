@@ -21,7 +21,6 @@ from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
 from boost.parallel.lookup import lookup
-from boost.parallel.loss import cross_entropy
 from boost.parallel.norms import OnlineSum, project, project_and_measure, scale, sum_of_squares
 
 
@@ -65,15 +64,10 @@ class BTP(BaseLayout):
         started = self.start(SUM_BOTH, partial, begun=self.keeps_latents_only(group))
         return self.finish_out_proj(stream, started, group, self._begin_of(group))
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
-        """All-gather of the residual once (reduce-scatter backward), then this process's part of the vocabulary."""
+    def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
+        """All-gather of the residual once (reduce-scatter backward), then the final norm of whole rows."""
         shards = self.start(GATHER, x)
-
-        def finish() -> Tensor:
-            whole = collectives.rows_to_features(shards.wait(), self.axis)
-            return cross_entropy(self.norm(whole, gamma), head.to(x.dtype), targets_T, self.axis)
-
-        return Pending(finish)
+        return Pending(lambda: self.norm(collectives.rows_to_features(shards.wait(), self.axis), gamma))
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         whole = collectives.rows_to_features(collectives.all_gather(x[tokens_N], self.axis), self.axis)

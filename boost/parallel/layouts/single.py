@@ -14,7 +14,6 @@ from boost.models.linear import linear
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
 from boost.parallel.lookup import lookup
-from boost.parallel.loss import cross_entropy
 
 
 class Single(BaseLayout):
@@ -44,15 +43,15 @@ class Single(BaseLayout):
         return group.activate_and_project(saved.tensors, saved.prev_latents)
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        return linear(hidden, group.A) if group.low_rank else group.dense_out(hidden)
+        return group.down_proj(hidden, grouped=True)[0] if group.low_rank else group.dense_out(hidden)
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         if not group.low_rank:
             return Pending(lambda: stream.add(partial))
         return self.finish_out_proj(stream, InFlight(lambda: partial), group)
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
-        return Pending(lambda: cross_entropy(self.norm(x, gamma), head.to(x.dtype), targets_T, self.axis))
+    def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
+        return Pending(lambda: self.norm(x, gamma))
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
         return linear(self.norm(x[tokens_N], gamma), head)

@@ -1,0 +1,227 @@
+"""`Model`: a language model with its tokenizer, from a preset, a checkpoint, or a Hugging Face folder."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from boost.config import Config, load
+from boost.config.architecture import Parameter, parameters
+from boost.config.families import ModelConfig
+from boost.config.load import change, from_tree, read_source
+from boost.convert.export import export, require_free
+from boost.convert.importing import CheckpointWeights, FolderWeights, weights_config
+from boost.convert.tensors import TensorWriter, dtype_name
+from boost.convert.vocabulary import read_vocabulary
+from boost.data.tokenizer import load_tokenizer
+from boost.errors import ConfigError, StorageError
+from boost.models.fused import fused_params
+from boost.models.interface import local_slice
+from boost.nn import Decoder, Spec
+from boost.train.checkpoint import find_checkpoint, open_checkpoint
+from boost.train.generate import Sampling, generate
+from boost.train.weights import PREFIX, begin_weights, finish_weights, weights_state
+
+FILE_BYTES = 5 * 10**9
+"""Largest weight file that is written."""
+
+
+class Model(nn.Module):
+    """A decoder with its tokenizer.
+
+        model = boost.Model.from_pretrained("runs/demo")
+        print(model.generate("def main():"))
+        loss = model(tokens, targets)
+
+    `decoder` is the `boost.nn.Decoder`, an ordinary module; `config` the configuration of the run or preset that it comes from.
+    """
+
+    def __init__(
+        self, decoder: Decoder, config: Config, data: Mapping[str, Any] | None = None, tokenizer: str = ""
+    ) -> None:
+        """`data`: what a checkpoint knows of its tokenizer (eos, bos, context, fingerprint); `tokenizer`: its JSON."""
+        super().__init__()
+        self.decoder, self.config = decoder, config
+        self._data, self._tokenizer_json = dict(data or {}), tokenizer
+        self._tokenizer: Any = None
+
+    @classmethod
+    def from_preset(cls, name: str, overrides: Mapping[str, Any] | None = None, **options: Any) -> "Model":
+        """A new model of a preset (`boost config` lists them), or of a TOML file, with initial weights.
+
+        `overrides`: values by dotted key, such as {"model.rank": 64}; `options`: of `boost.nn.Spec`, such as mesh, layout, dtype.
+        Raises ConfigError.
+        """
+        tree = read_source(name)
+        change(tree, overrides or {})
+        return cls.from_config(from_tree(tree), **options)
+
+    @classmethod
+    def from_config(cls, config: Config | Mapping[str, Any] | str | Path, **options: Any) -> "Model":
+        """A new model of a configuration: an object, a nested dict, or a TOML file. `options` as of `from_preset`."""
+        config = as_config(config)
+        return cls(Decoder(_spec(config.model, {"seed": config.train.seed, **options})), config)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> "Model":
+        """Weights of a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder (LLaMA, CoLA, our exports).
+
+        `options`: of `boost.nn.Spec`, such as mesh and layout, under which each process keeps its own shards; dtype defaults to
+        that of the weights. Raises BoostError.
+        """
+        weights = _open(Path(path))
+        dtype = options.pop("dtype", None) or weights.dtype()
+        dtype = torch.float32 if dtype == torch.float16 else dtype
+        spec = _spec(weights.model, {"dtype": dtype, **options})
+        decoder = Decoder(spec, initialized=False)
+        _fill(decoder, weights.read)
+        vocabulary = None
+        if weights.tokenizer is not None:
+            folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
+            vocabulary = read_vocabulary(weights.tokenizer, folder)
+        data = {
+            "tokenizer": vocabulary.fingerprint if vocabulary else None,
+            "content": None,
+            "eos": weights.eos if weights.eos is not None or vocabulary is None else vocabulary.eos,
+            "bos": weights.bos if weights.bos != weights.eos else None,
+            "context": weights.context,
+        }
+        config = weights_config(weights.model.model_dump(), dtype_name(dtype), weights.context)
+        return cls(decoder, config, data, vocabulary.json if vocabulary else "")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The `tokenizers.Tokenizer`, or None: a new model has none."""
+        if self._tokenizer is None and self._tokenizer_json:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "tokenizer.json"
+                path.write_text(self._tokenizer_json, encoding="utf-8")
+                self._tokenizer = load_tokenizer(path)
+        return self._tokenizer
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] of tokens [B, S], or with targets the mean loss in nats per token (`boost.nn.Decoder.forward`)."""
+        found: Tensor = self.decoder(tokens, targets, document_ids)
+        return found
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Any:
+        """Continues a prompt: a string gives a string, token ids give a list of ids. temperature = 0 is greedy.
+
+        `on_token` is called with each token as it is generated. Collective under TP. Raises ConfigError.
+        """
+        is_text = isinstance(prompt, str)
+        if is_text and self.tokenizer is None:
+            raise ConfigError("prompt is text, but this model has no tokenizer; pass token ids")
+        eos, bos = self._data.get("eos"), self._data.get("bos")
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids if is_text else list(prompt)
+        ids = ([bos] if is_text and bos is not None else []) + ids or ([eos] if eos is not None else [])
+        if not ids:
+            raise ConfigError("prompt is empty, and the start-of-document token of this model is unknown; pass a token")
+        if max(ids) >= self.decoder.model.vocab_size or min(ids) < 0:
+            raise ConfigError(f"prompt has token {max(ids)}; valid values: 0 to {self.decoder.model.vocab_size - 1}")
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling.check()
+        new = []
+        for token in generate(self.decoder, ids, max_tokens, sampling, eos):
+            new.append(token)
+            if on_token is not None:
+                on_token(token)
+        return self.tokenizer.decode(new) if is_text else new
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a checkpoint of weights and tokenizer, which `boost train --start-from`, `eval`, `generate`, `export` and
+        `from_pretrained` take. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
+        """
+        path, spec = Path(path), self.decoder.spec
+        is_writer = spec.tp.rank == 0
+        if is_writer:
+            require_free(path, "path")
+            temporary = begin_weights(path)
+            writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES)
+        for name, tensor in self.decoder.whole_parameters():
+            if is_writer:
+                writer.add(f"{PREFIX}{name}", tensor.cpu())
+        if is_writer:
+            try:
+                writer.close()
+                texts = [("tokenizer.json", self._tokenizer_json)] if self._tokenizer_json else []
+                data = {"tokenizer": None, "content": None, "eos": None, "bos": None, "context": None, **self._data}
+                finish_weights(temporary, path, weights_state(self._saved_config(), data), texts)
+            except OSError as error:
+                raise StorageError(f"path = '{path}' cannot be written: {error.strerror or error}") from None
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        if spec.tp.group is not None:
+            dist.barrier(group=spec.tp.group)
+        return path
+
+    def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
+        """Writes a Hugging Face folder, as `boost export`: `dtype` of the weights, and for svd whether to merge W = B A.
+
+        Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
+        """
+        path = Path(path)
+        if self.decoder.spec.tp.rank == 0:
+            require_free(path, "path")
+        scratch = path.resolve().with_name(f".{path.resolve().name}.weights")
+        shutil.rmtree(scratch, ignore_errors=True) if self.decoder.spec.tp.rank == 0 else None
+        try:
+            self.save(scratch)
+            if self.decoder.spec.tp.rank == 0:
+                export(open_checkpoint(scratch), path, dtype, merge, FILE_BYTES)
+        finally:
+            if self.decoder.spec.tp.rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
+        if self.decoder.spec.tp.group is not None:
+            dist.barrier(group=self.decoder.spec.tp.group)
+        return path
+
+    def _saved_config(self) -> Config:
+        context = int(self._data.get("context") or self.config.train.seq_len)
+        return weights_config(self.decoder.model.model_dump(), dtype_name(self.decoder.spec.dtype), context)
+
+
+def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+    """A checked configuration of an object, a nested dict, a TOML file or a preset. Raises ConfigError."""
+    if isinstance(source, Config):
+        return source
+    return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))
+
+
+def _spec(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
+    fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
+    return Spec(family=model.family, **{**fields, **options})
+
+
+def _open(path: Path) -> CheckpointWeights | FolderWeights:
+    if not path.is_dir():
+        raise ConfigError(f"path = '{path}' is no folder; name a run directory, a checkpoint, or a Hugging Face folder")
+    if (path / "config.json").is_file():
+        return FolderWeights(path)
+    return CheckpointWeights(find_checkpoint(path))
+
+
+@torch.no_grad()
+def _fill(decoder: Decoder, read: Callable[[Parameter], Tensor]) -> None:
+    """Copies whole parameters into the shards of this process, one at a time."""
+    slots: dict[str, Any] = {}
+    for fused in fused_params(decoder):
+        slots |= {each.parameter.name: (fused, each) for each in fused.slices}
+    for parameter in parameters(decoder.model):
+        fused, each = slots[parameter.name]
+        each.view(fused.parameter).copy_(local_slice(parameter, decoder.layout, read(parameter)))

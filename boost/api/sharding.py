@@ -1,0 +1,63 @@
+"""`parallelize`: shards modules of `boost.nn` over TP ranks."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from boost.errors import ConfigError
+from boost.models.fused import fused_params
+from boost.models.interface import local_slice
+from boost.nn import Block, Decoder, LowRankAttention, LowRankMLP, Spec
+
+Sharded = TypeVar("Sharded", bound=nn.Module)
+
+
+def parallelize(
+    model: Sharded, mesh: DeviceMesh | dist.ProcessGroup | None, *, layout: str | None = None, **options: Any
+) -> Sharded:
+    """The same function on the same weights, sharded over TP ranks.
+
+    Every process calls it with the same unsharded module, and gets a new module with its own shards; the given one is
+    unchanged. Data parallelism is then torch's: DDP or FSDP2 (`fully_shard`) over another dimension of the mesh.
+
+    Args:
+        model: a `Decoder`, `Block`, `LowRankAttention` or `LowRankMLP` of `boost.nn` on one process.
+        mesh: the TP ranks, as of `boost.nn.Spec`.
+        layout: such as btp or btp-sp (default: the family's usual one).
+        options: of the layout: norm, grouping, overlap; and recompute.
+
+    Raises ConfigError if the layout cannot shard these sizes over the mesh.
+    """
+    if not isinstance(model, Decoder | Block | LowRankAttention | LowRankMLP):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; only modules of boost.nn can be sharded: build your blocks from them, or use "
+            "boost.nn.functional"
+        )
+    spec = model.spec
+    if spec.tp.size > 1:
+        raise ConfigError(f"model is already sharded over {spec.tp.size} TP ranks; pass the unsharded module")
+    fields = {name: value for name, value in spec.model.model_dump(exclude_none=True).items() if name != "family"}
+    options = {"recompute": spec.recompute, **options}
+    first = next(model.parameters())
+    made = Spec(
+        family=spec.model.family, layout=layout, mesh=mesh, device=first.device, dtype=first.dtype,
+        compute_dtype=spec.compute_dtype, seed=spec.seed, **fields, **options,
+    )  # fmt: skip
+    sharded = _like(model, made)
+    whole = {each.parameter.name: each.view(fused.parameter) for fused in fused_params(model) for each in fused.slices}
+    with torch.no_grad():
+        for fused in fused_params(sharded):
+            for each in fused.slices:
+                own = local_slice(each.parameter, made.layout, whole[each.parameter.name])
+                each.view(fused.parameter).copy_(own)
+    return sharded.train(model.training)
+
+
+def _like(model: Any, spec: Spec) -> Any:
+    """A module of the same type on another mesh."""
+    if isinstance(model, Decoder):
+        return Decoder(spec, initialized=False)
+    return type(model)(spec, model.attn.layer if isinstance(model, Block) else model.layer)

@@ -1,0 +1,104 @@
+"""`lowrank`: swaps the linears of any PyTorch or transformers model for factors."""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from boost.errors import ConfigError
+from boost.nn.linear import LowRankLinear
+from boost.train.console import progress
+
+
+def lowrank(
+    module: nn.Module,
+    rank: int | float = 0.25,
+    *,
+    init: str = "svd",
+    activation: str = "none",
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+) -> nn.Module:
+    """Replaces linears inside `module` by `boost.nn.LowRankLinear`, in place, and returns it.
+
+    The output embedding and linears that share their weight with another module are left alone, unless `include` names them
+    exactly. So is a linear whose factors would have as many parameters as it has.
+
+    Args:
+        module: any model. transformers' `Conv1D` (GPT-2) counts as a linear.
+        rank: of the factors; a float is a fraction of each linear's smaller width.
+        init: "svd" approximates each weight by its truncated SVD; "random" draws new factors.
+        activation: between the factors: "none" or "silu".
+        include, exclude: patterns of module names, such as "*.mlp.*" (fnmatch).
+
+    Raises ConfigError if no linear matches, or an argument is not valid.
+    """
+    if isinstance(rank, float) and not 0 < rank <= 1:
+        raise ConfigError(
+            f"rank = {rank} is no fraction of a linear's width; nearest valid value: {min(max(rank, 0.01), 1.0)}"
+        )
+    found = list(_linears(module, include, exclude))
+    chosen = [(name, linear, r) for name, linear in found if _saves(linear, r := _rank(linear, rank))]
+    if not chosen:
+        why = "its factors would not be smaller; use a lower rank" if found else "no linear has such a name"
+        raise ConfigError(
+            f"rank = {rank}, include = {tuple(include)}: nothing to replace in {type(module).__name__}: {why}"
+        )
+    for name, linear, r in progress(chosen, "factorizing", enabled=init == "svd"):
+        parent, _, child = name.rpartition(".")
+        made = LowRankLinear.from_linear(_as_linear(linear), r, init=init, activation=activation)
+        setattr(module.get_submodule(parent), child, made)
+    return module
+
+
+def _linears(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of what may be replaced."""
+    owners: dict[int, int] = {}
+    for _, each in module.named_modules(remove_duplicate=True):
+        for parameter in each.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    output = getattr(module, "get_output_embeddings", lambda: None)()
+    inside = [name for name, each in module.named_modules() if isinstance(each, LowRankLinear)]
+    for name, each in module.named_modules():
+        if not name or not _is_linear(each) or any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        special = each is output or owners[id(each.weight)] > 1
+        if special and name not in include:
+            continue
+        if _matches(name, include) and not _matches(name, exclude):
+            yield name, each
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear whose weight is transposed; found without importing transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _as_linear(module: Any) -> nn.Linear:
+    if isinstance(module, nn.Linear):
+        return module
+    weight = module.weight.detach()
+    made = nn.Linear(*weight.shape, bias=True, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        made.weight.copy_(weight.T)
+        made.bias.copy_(module.bias)
+    return made.train(module.training)
+
+
+def _rank(linear: Any, rank: int | float) -> int:
+    return rank if isinstance(rank, int) else max(int(rank * min(linear.weight.shape)), 1)
+
+
+def _saves(linear: Any, rank: int) -> bool:
+    rows, columns = linear.weight.shape
+    return rank * (rows + columns) < rows * columns

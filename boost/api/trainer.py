@@ -1,0 +1,88 @@
+"""`Trainer`: a run from Python, with hooks."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from boost.api.model import Model, as_config
+from boost.config import Config
+from boost.data.fit import open_fitting_store
+from boost.errors import ConfigError, TrainingError
+from boost.parallel.capabilities import require_torch
+from boost.train.checkpoint import fallback_folder
+from boost.train.hooks import Hook
+from boost.train.launch import under_torchrun
+from boost.train.metrics import tracker_modules
+from boost.train.outcome import TrainResult
+from boost.train.resume import check_start, require_nothing_lost, resume_candidates
+from boost.train.run import train
+from boost.train.run_lock import require_unlocked
+from boost.train.rundir import RunDirectory
+
+
+class Trainer:
+    """Trains a configuration in this process, or as one process of torchrun. The same run as `boost train`.
+
+        class StopAtLoss(boost.Hook):
+            def after_step(self, trainer, event):
+                if event.metrics.loss < 2.0:
+                    trainer.request_stop("loss below 2.0")
+
+        result = boost.Trainer("run.toml", hooks=[StopAtLoss()]).fit()
+
+    Metrics, checkpoints and logs go to `config.run.dir`. `model()` loads what was trained.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path,
+        *,
+        hooks: Sequence[Hook] = (),
+        resume: str | None = None,
+        start_from: str | Path | None = None,
+    ) -> None:
+        """
+        Args:
+            config: a configuration, a nested dict, a TOML file, or the name of a preset.
+            hooks: called around each step on every process, before the built-in ones (`boost.Hook`).
+            resume: "auto" resumes from the latest checkpoint in run.dir, or starts if there is none; or a checkpoint.
+            start_from: a checkpoint whose weights the run begins with, at step 0.
+
+        Raises ConfigError, DataError, or CheckpointError: everything that can be checked before the first step is checked here.
+        """
+        self.config = config = as_config(config)
+        self.hooks = tuple(hooks)
+        self._resume, self._start_from = resume, None if start_from is None else str(start_from)
+        size = config.parallel.world_size
+        started = int(os.environ.get("WORLD_SIZE", "1")) if under_torchrun() else 1
+        if size != started:
+            raise ConfigError(
+                f"parallel: this mesh has {size} processes, but {started} were started; run this script with "
+                f"torchrun --nproc-per-node {size}"
+            )
+        run = RunDirectory(Path(config.run.dir))
+        require_unlocked(run.path)
+        if not run.continued_by(resume):
+            run.require_empty()
+        if resume == "auto":
+            require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), False)
+        tracker_modules(config)
+        require_torch(config.parallel)
+        store = open_fitting_store(config)
+        if self._start_from is not None:
+            check_start(self._start_from, config, store)
+
+    def fit(self) -> TrainResult:
+        """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.
+
+        Raises BoostError; TrainingError if a signal came before the first step.
+        """
+        result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
+        if result is None:
+            raise TrainingError("a signal stopped the run before its first step; nothing is lost")
+        return result
+
+    def model(self, **options: Any) -> Model:
+        """The model of the latest checkpoint of the run, on one process; `options` as of `Model.from_pretrained`."""
+        return Model.from_pretrained(self.config.run.dir, **options)

@@ -1,0 +1,76 @@
+"""BTP (arXiv 2512.12131) as functions, for a model of your own. Differentiable, and exact: the same function as on one process.
+
+A residual stream is sharded along its width: each of p TP ranks holds [..., dim / p]. A sublayer is
+
+    z = norm_down_proj(x, norm_weight, [A_q, A_k, A_v], mesh=mesh)     one all-reduce of 3 r + 1 numbers per token
+    q, k, v = (up_proj(u, B) for u, B in zip(z, [B_q, B_k, B_v]))      local: this process's heads or channels
+    ...                                                               attention over these heads
+    x = x + up_proj(down_proj(a, A_o, mesh=mesh), B_o)                 one all-reduce of r numbers per token
+
+The backward pass has the same all-reduces, of gradients of latents, and no other communication. Weights are shards: A [r, in / p],
+B [out / p, r], norm_weight [dim / p]. A replicated parameter that acts on latents, such as a bias, gets a partial gradient.
+
+Legend: D = dim / p, width of the residual stream held here; r bottleneck rank; O output width held here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from boost.errors import ConfigError
+from boost.models.kernels import inverse_rms
+from boost.models.linear import linear
+from boost.nn.spec import tp_axis
+from boost.parallel import collectives
+from boost.parallel.norms import OnlineSum, project_and_measure, rms_norm, scale
+
+TP = DeviceMesh | dist.ProcessGroup | None
+
+
+def norm_down_proj(
+    x: Tensor, norm_weight: Tensor, down_weights: Sequence[Tensor], *, eps: float = 1e-6, mesh: TP = None
+) -> list[Tensor]:
+    """A_k RMSNorm(x) of several projections of one input: online RMSNorm, one GEMM, one all-reduce in each direction.
+
+    Args:
+        x: [..., D], this process's columns.
+        norm_weight: [D].
+        down_weights: the factors A_k, [r_k, D] each.
+        eps: added to the mean square.
+        mesh: the TP ranks, as of `boost.nn.Spec`.
+
+    Returns:
+        Latents [..., r_k], complete and equal on all TP ranks.
+    """
+    axis, rows = tp_axis(mesh), x.reshape(-1, x.shape[-1])
+    weight = down_weights[0] if len(down_weights) == 1 else torch.cat(list(down_weights))
+    if axis.size == 1:
+        latents = linear(rms_norm(rows, norm_weight, eps), weight)
+    else:
+        width = axis.size * x.shape[-1]
+        measured = project_and_measure(rows, weight, norm_weight, axis)
+        u, s = OnlineSum(measured, [], axis, width, eps).wait()
+        latents = scale(u, inverse_rms(s, width, eps))
+    parts = latents.split([each.shape[0] for each in down_weights], dim=-1)
+    return [part.reshape(*x.shape[:-1], -1) for part in parts]
+
+
+def down_proj(x: Tensor, down_weight: Tensor, *, mesh: TP = None) -> Tensor:
+    """A x of heads or channels: [..., in / p], [r, in / p] -> latents [..., r], complete on all TP ranks. One all-reduce in each
+    direction."""
+    axis, u = tp_axis(mesh), linear(x, down_weight)
+    return u if axis.size == 1 else collectives.sum_both(u, axis)
+
+
+def up_proj(latents: Tensor, up_weight: Tensor, *, activation: str = "none") -> Tensor:
+    """B act(z): latents [..., r], B [O, r] -> [..., O]; activation is "none" or "silu". No communication.
+
+    Raises ConfigError for another activation.
+    """
+    if activation not in ("none", "silu"):
+        raise ConfigError(f"activation = '{activation}' is unknown; valid values: none, silu")
+    return linear(F.silu(latents) if activation == "silu" else latents, up_weight)

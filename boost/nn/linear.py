@@ -1,0 +1,120 @@
+"""`LowRankLinear`: a linear as two factors, to be used in any model."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from boost.errors import ConfigError
+from boost.models.factorize import factorize
+
+ACTIVATIONS = ("none", "silu")
+
+
+class LowRankLinear(nn.Module):
+    """y = B act(A x) + b, with A [rank, in_features], B [out_features, rank]; act is the identity (SVD) or SiLU (CoLA, arXiv
+    2502.10940).
+
+    `A` and `B` are plain `nn.Linear` modules, so that whatever looks for linears (LoRA, quantization) finds the factors. Inside
+    a sharded `boost.nn` module they hold this process's shards.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        activation: str = "none",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Raises ConfigError if the rank or the activation is not valid."""
+        super().__init__()
+        if not 1 <= rank <= min(in_features, out_features):
+            raise ConfigError(
+                f"rank = {rank} does not suit a linear of {in_features} x {out_features}; nearest valid value: "
+                f"{min(max(rank, 1), in_features, out_features)}"
+            )
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"activation = '{activation}' is unknown; valid values: {', '.join(ACTIVATIONS)}")
+        self.activation = activation
+        self.A = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
+        self.B = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.A.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self.B.out_features
+
+    @property
+    def rank(self) -> int:
+        """Width of the bottleneck."""
+        return self.A.out_features
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal factors with standard deviation rank^(-1/4) (in + out)^(-1/4) each, as in CoLA's published code; the bias is 0."""
+        std = self.rank**-0.25 * (self.in_features + self.out_features) ** -0.25
+        for factor in (self.A, self.B):
+            factor.weight.normal_(std=std)
+        if self.B.bias is not None:
+            self.B.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        u = self.A(x)
+        y: Tensor = self.B(F.silu(u) if self.activation == "silu" else u)
+        return y
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, linear: nn.Linear, rank: int, *, init: str = "svd", activation: str = "none"
+    ) -> "LowRankLinear":
+        """Factors of a dense linear, on its device and in its dtype; the bias is kept.
+
+        `init`: "svd" is the truncated SVD (Eckart-Young), with the singular values split evenly over both factors; "random" draws
+        new ones. With an activation, "svd" starts near the dense linear only where the activation is nearly linear.
+        Raises ConfigError.
+        """
+        if init not in ("svd", "random"):
+            raise ConfigError(f"init = '{init}' is unknown; valid values: svd, random")
+        weight = linear.weight
+        made = cls(
+            linear.in_features, linear.out_features, rank,
+            activation=activation, bias=linear.bias is not None, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        if init == "svd" and not weight.is_meta:
+            factors = factorize(weight.detach().cpu(), rank)
+            made.A.weight.copy_(factors.a_RI)
+            made.B.weight.copy_(factors.b_OR)
+        if linear.bias is not None:
+            made.B.bias.copy_(linear.bias)
+        return made.train(linear.training)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The dense linear W = B A, computed in fp64. Raises ConfigError with an activation, which has no dense equivalent."""
+        if self.activation != "none":
+            raise ConfigError(
+                f"activation = '{self.activation}': factors with an activation cannot be merged into one linear"
+            )
+        weight = self.A.weight
+        bias = self.B.bias
+        made = nn.Linear(
+            self.in_features, self.out_features, bias is not None, device=weight.device, dtype=weight.dtype
+        )
+        made.weight.copy_(self.B.weight.double() @ weight.double())
+        if bias is not None:
+            made.bias.copy_(bias)
+        return made.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

@@ -1,0 +1,139 @@
+"""What the modules of `boost.nn` are built from: sizes, a layout, and this process's place on a mesh."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from boost.config import Config
+from boost.config.architecture import Parameter
+from boost.config.families import ModelConfig
+from boost.config.layouts import layouts_of, local_shape
+from boost.config.load import from_tree
+from boost.config.schema import ParallelConfig
+from boost.errors import ConfigError
+from boost.models.interface import Layout
+from boost.parallel.layouts import layout_for
+from boost.parallel.mesh import Axis, Mesh
+from boost.parallel.recompute import POLICIES
+
+SIZES = ("vocab_size", "dim", "layers", "heads", "ffn_dim")
+FFN_MULTIPLE = 32
+
+
+class Spec:
+    """A validated description of a decoder and of how it is sharded. Frozen; modules share it.
+
+        spec = boost.nn.Spec(dim=512, heads=8, rank=128, layout="btp", mesh=mesh)
+        block = boost.nn.Block(spec)
+
+    Attributes: `model` (the sizes, a ModelConfig), `parallel` (the layout, a ParallelConfig), `layout` (its runtime), `tp` (the TP
+    axis), `device`, `dtype` of the weights, and `compute_dtype` of activations and GEMMs.
+    """
+
+    def __init__(
+        self,
+        *,
+        family: str = "cola",
+        layout: str | None = None,
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        recompute: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        **fields: Any,
+    ) -> None:
+        """
+        Args:
+            family: how linears are parameterized: svd, cola, lax, dense, or one that you registered.
+            layout: how they are sharded over TP (default: the family's usual one, such as btp). Without TP it has no effect.
+            mesh: the TP ranks: a DeviceMesh of one dimension, or with one named "tp", or a process group. None: one process.
+            recompute: activation checkpointing policy of every block, as `train.recompute`.
+            device: of the weights (default: the mesh's, or torch's default).
+            dtype: of the weights (default: torch's default).
+            compute_dtype: of activations and GEMMs (default: dtype).
+            seed: of the initial weights, which depend on it and on each parameter's name alone: they are the same on every mesh.
+            fields: sizes (dim, heads, kv_heads, ffn_dim, rank, layers, vocab_size, ...) and other fields of [model], and options of
+                the layout (norm, grouping, overlap). ffn_dim defaults to 8/3 dim, rank to dim / 4.
+
+        Raises ConfigError: one line with the field, its value, and the nearest valid value.
+        """
+        self.tp = tp_axis(mesh)
+        self.seed = seed
+        self.dtype = dtype or torch.get_default_dtype()
+        self.compute_dtype = compute_dtype or self.dtype
+        self.device = _device(mesh, device)
+        if recompute not in POLICIES:
+            raise ConfigError(f"recompute = '{recompute}' is not a policy; valid values: {', '.join(POLICIES)}")
+        self.recompute = recompute
+        config = _config(family, layout, self.tp.size, fields)
+        self.model: ModelConfig = config.model
+        self.parallel: ParallelConfig = config.parallel
+        axes = {"tp": self.tp}
+        self.mesh = Mesh(self.device, axes, rank=self.tp.rank, size=self.tp.size)
+        self.layout: Layout = layout_for(self.model, self.parallel, self.mesh)
+
+    @contextmanager
+    def allocation(self) -> Iterator[None]:
+        """Parameters made in this block have the specified dtype and device."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def local_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Shape of this process's shard of a parameter."""
+        return local_shape(parameter, self.layout.placement(parameter.role), self.tp.size)
+
+    def __repr__(self) -> str:
+        model, tp = self.model, f", {self.parallel.layout} over {self.tp.size} TP ranks" if self.tp.size > 1 else ""
+        rank = f", rank={model.rank}" if model.low_rank else ""
+        return f"Spec({model.title}, dim={model.dim}, heads={model.heads}, ffn_dim={model.ffn_dim}{rank}{tp})"
+
+
+def tp_axis(mesh: DeviceMesh | dist.ProcessGroup | None) -> Axis:
+    """The TP axis of a mesh. Raises ConfigError if the mesh has several dimensions and none is named "tp"."""
+    if mesh is None:
+        return Axis()
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 1:
+            names = mesh.mesh_dim_names or ()
+            if "tp" not in names:
+                raise ConfigError(f"mesh has dimensions {names}; name the one of the TP ranks 'tp', or pass it alone")
+            mesh = mesh["tp"]
+        mesh = mesh.get_group()
+    size = dist.get_world_size(mesh)
+    return Axis(dist.get_rank(mesh), size, mesh) if size > 1 else Axis()
+
+
+def _device(mesh: DeviceMesh | dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if isinstance(mesh, DeviceMesh) and mesh.device_type != "cpu":
+        return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.get_default_device()
+
+
+def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) -> Config:
+    """The checked configuration of these sizes. Training's fields keep their defaults; they do not concern modules."""
+    names = {name for name, _ in ParallelConfig.keys()}  # noqa: SIM118  a method of the class
+    parallel = {name: value for name, value in fields.items() if name in names}
+    model = {"family": family, **{name: value for name, value in fields.items() if name not in names}}
+    if fixed := sorted(
+        parallel.keys() & {"tp", "pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split"}
+    ):
+        raise ConfigError(f"{fixed[0]} = {parallel[fixed[0]]!r} is not part of a module; pass the TP ranks as mesh")
+    if isinstance(dim := model.get("dim"), int) and "ffn_dim" not in model:
+        model["ffn_dim"] = -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    found = ModelConfig.find(family)
+    if layout is None and found is not None:
+        layout = layouts_of(ModelConfig(family=family))[0]
+    chosen = {"layout": layout} if layout is not None else {}
+    return from_tree({"model": model, "parallel": {**parallel, **chosen, "tp": tp}})
