@@ -7,7 +7,21 @@ from pathlib import Path
 from boost.config.layouts import layout_names
 
 ROOT = Path(__file__).parent.parent / "boost"
-ROOMS = ("cli", "bench", "measure", "plan", "convert", "train", "data", "optim", "parallel", "models", "config")
+ROOMS = (
+    "api",
+    "cli",
+    "bench",
+    "measure",
+    "plan",
+    "convert",
+    "train",
+    "data",
+    "optim",
+    "nn",
+    "parallel",
+    "models",
+    "config",
+)
 FILES = sorted(ROOT.rglob("*.py"))
 
 

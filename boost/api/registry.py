@@ -1,6 +1,6 @@
 """`register_family`: families of linears from other packages. `register_layout` is in `boost.config.layouts`."""
 
-from typing import TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
 from boost.config.families import ModelConfig
 from boost.errors import ConfigError
@@ -20,7 +20,7 @@ def register_family(family: Family) -> Family:
 
     Raises ConfigError if the class has no name of its own.
     """
-    values = get_args(family.model_fields["family"].annotation)
+    values = get_args(cast(type[ModelConfig], family).model_fields["family"].annotation)
     if len(values) != 1 or ModelConfig.choices.get(values[0]) is not family:
         raise ConfigError(
             f"{family.__name__} does not name a family of its own; add a field such as family: Literal['my-family'] = 'my-family'"

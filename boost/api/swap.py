@@ -88,7 +88,8 @@ def _as_linear(module: Any) -> nn.Linear:
     if isinstance(module, nn.Linear):
         return module
     weight = module.weight.detach()
-    made = nn.Linear(*weight.shape, bias=True, device=weight.device, dtype=weight.dtype)
+    rows, columns = weight.shape
+    made = nn.Linear(rows, columns, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         made.weight.copy_(weight.T)
         made.bias.copy_(module.bias)

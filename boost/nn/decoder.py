@@ -19,7 +19,7 @@ from boost.models.init import initialize
 from boost.models.interface import interleave
 from boost.nn.gradients import reduce_partial_gradients
 from boost.nn.spec import Spec
-from boost.nn.sublayers import Block, add_norm, as_spec
+from boost.nn.sublayers import Block, Norm, add_norm, as_spec
 from boost.parallel import collectives
 
 
@@ -44,6 +44,11 @@ class Decoder(decoder.Decoder):
     Under a layout (`mesh`), all TP ranks call it with the same tokens; logits and losses are whole and equal on all of them, and
     gradients are complete after `backward`. Weights are a function of (seed, parameter name): the same on every mesh.
     """
+
+    embedding: Table
+    layers: nn.ModuleList
+    norm: Norm
+    lm_head: Table
 
     def __init__(self, spec: Spec | None = None, *, initialized: bool = True, **sizes: Any) -> None:
         """From a `Spec`, or from what `Spec` takes. `initialized` = False leaves the weights to be loaded. Raises ConfigError."""
@@ -71,7 +76,7 @@ class Decoder(decoder.Decoder):
     # What the decoder of a run has as fused parameters.
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]
         return self.layers
 
     @property

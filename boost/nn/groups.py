@@ -21,10 +21,11 @@ class SeparateLinears(LinearGroup):
     Grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need none.
     """
 
-    def __init__(self, spec: Spec, layer: int, shape: architecture.GroupSpec, linears: Sequence[nn.Module]) -> None:
+    def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
+        """`owner` has the linears as children q_proj, k_proj, ..."""
         model, layout = spec.model, spec.layout
         self.shape, self.low_rank, self.latent_act = shape, model.low_rank, model.latent_act
-        self.linears = tuple(linears)
+        self._owner, self._names = owner, [child_name(slot) for slot in shape.slots]
         self.latent_gate: LatentGate | None = None
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         roles = [parameter.role for parameter in shape.parameters("", "B" if self.low_rank else "W")]
@@ -36,6 +37,11 @@ class SeparateLinears(LinearGroup):
         ]
 
     @property
+    def linears(self) -> list[nn.Module]:
+        """One a slot."""
+        return [self._owner.get_submodule(name) for name in self._names]
+
+    @property
     def inner(self) -> list[nn.Module]:
         """Factors A, one a slot."""
         return [cast(LowRankLinear, linear).A for linear in self.linears]
@@ -43,7 +49,7 @@ class SeparateLinears(LinearGroup):
     @property
     def outer(self) -> list[nn.Module]:
         """Factors B, or whole linears of a dense group, one a slot."""
-        return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else list(self.linears)
+        return [cast(LowRankLinear, linear).B for linear in self.linears] if self.low_rank else self.linears
 
     @property
     def is_plain(self) -> bool:
@@ -100,10 +106,10 @@ def _weight(module: nn.Module) -> Tensor:
 
 def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architecture.GroupSpec) -> SeparateLinears:
     """Adds the linears of a group to `module` as q_proj, k_proj, ..., uninitialized, and returns the group."""
-    model, layout, made = spec.model, spec.layout, []
+    model, layout = spec.model, spec.layout
     prefix = f"layers.{layer}"
     for slot in shape.slots:
-        name = f"{slot.name.partition('.')[2]}_proj"
+        name = child_name(slot)
         if slot.rank is None:
             (weight,) = _parameters(shape, prefix, "W", slot)
             out_local, in_local = spec.local_shape(weight)
@@ -119,8 +125,12 @@ def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architectur
             module.slices[attribute] = (ParamSlice(parameter, 0, spec.local_shape(parameter)[0]),)
             module.placements[attribute] = placement
             module._child_index[attribute] = len(module._modules)
-        made.append(linear)
-    return SeparateLinears(spec, layer, shape, made)
+    return SeparateLinears(module, spec, layer, shape)
+
+
+def child_name(slot: architecture.Slot) -> str:
+    """q_proj for attn.q."""
+    return f"{slot.name.partition('.')[2]}_proj"
 
 
 def _factors(a: tuple[int, ...], b: tuple[int, ...], activation: str) -> LowRankLinear:

@@ -134,6 +134,6 @@ def _config(family: str, layout: str | None, tp: int, fields: dict[str, Any]) ->
         model["ffn_dim"] = -(-8 * dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
     found = ModelConfig.find(family)
     if layout is None and found is not None:
-        layout = layouts_of(ModelConfig(family=family))[0]
+        layout = layouts_of(ModelConfig.model_validate({"family": family}))[0]
     chosen = {"layout": layout} if layout is not None else {}
     return from_tree({"model": model, "parallel": {**parallel, **chosen, "tp": tp}})

@@ -15,6 +15,7 @@ from boost.errors import ConfigError
 from boost.models.attention import Context, make_context
 from boost.models.decoder import TransformerBlock
 from boost.models.fused import FusedModule, ParamSlice
+from boost.models.group import LinearGroup
 from boost.models.init import initialize
 from boost.models.interface import NO_RECOMPUTE, Done, Layout, Pending, Stream, interleave
 from boost.models.latent_gate import LatentGate
@@ -114,8 +115,8 @@ def finish(module: "Sublayer | Block", alone: bool) -> None:
 class LowRankAttention(Attention, Sublayer):
     """x + o(attention(q, k, v)) of q, k, v = projections of RMSNorm(x): grouped-query attention with rotary positions.
 
-    `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). Norm and residual update
-    belong to the sublayer, because layouts merge them with the projections' collectives.
+    `q_proj`, `k_proj`, `v_proj` and `o_proj` are `LowRankLinear` modules (`nn.Linear` with family = "dense"). Norm and residual
+    update belong to the sublayer, because layouts merge them with the projections' collectives.
     """
 
     def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
@@ -178,14 +179,14 @@ class Block(TransformerBlock):
         self.spec = as_spec(spec, sizes)
         self.model, self.layout = self.spec.model, self.spec.layout
         self.layer_index = layer if _index is None else _index
-        self.policy = POLICIES[self.spec.recompute]  # type: ignore[index]
+        self.policy = POLICIES[self.spec.recompute]
         self.attn = LowRankAttention(self.spec, layer, _alone=False)
         self.mlp = LowRankMLP(self.spec, layer, _alone=False)
         self.attn.layer_index = self.layer_index
         finish(self, _alone)
 
     @property
-    def groups(self) -> tuple[SeparateLinears, SeparateLinears, SeparateLinears, SeparateLinears]:
+    def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
         """In forward order."""
         return self.attn.qkv, self.attn.o, self.mlp.gate_up, self.mlp.down
 

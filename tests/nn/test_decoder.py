@@ -1,0 +1,324 @@
+"""`boost.nn.Decoder` is the decoder of a run: the same weights, loss and gradients, in modules of their own, under every layout."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import boost
+from boost.config.layouts import layouts_of
+from boost.errors import ConfigError
+from boost.models.decoder import Decoder as RunDecoder
+from boost.models.fused import fused_params
+from boost.models.init import initialize
+from boost.nn import Decoder, LowRankLinear
+from boost.parallel import collectives
+from boost.parallel.counting import CollectiveCounter
+from boost.parallel.layouts import layout_for
+from boost.parallel.mesh import Mesh
+from boost.plan.collectives import micro_batch_collectives
+from tests import references, toy
+from tests.distributed import run_distributed
+
+SIZES = {"vocab_size": 64, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 8, "dtype": torch.float64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "svd": {"rank": 8},
+    "cola": {"rank": 8},
+    "lax": {"rank": 8, "gate": "dense"},
+    "lax-tensor": {"rank": 8, "gate": "tensor", "over": "svd"},
+}
+
+
+def sizes(name: str, **more: Any) -> dict[str, Any]:
+    return {**SIZES, **FAMILIES[name], "family": name.partition("-")[0], **more}
+
+
+def data(ignored: bool = True) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), [2, 16] each; every fifth target is ignored."""
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    targets = tokens[:, 1:].clone()
+    if ignored:
+        targets.view(-1)[::5] = -100
+    return tokens[:, :-1], targets
+
+
+def gradients(model: Decoder) -> dict[str, Tensor]:
+    """Whole gradients by mathematical name. Collective."""
+    found = {}
+    for fused in fused_params(model):
+        for each in fused.slices:
+            assert fused.parameter.grad is not None, each.parameter.name
+            own = each.view(fused.parameter.grad)
+            if fused.placement.dim is not None and model.spec.tp.size > 1:
+                parts = collectives.all_gather(own, model.spec.tp).chunk(model.spec.tp.size)
+                own = torch.cat(parts, dim=fused.placement.dim)
+            found[each.parameter.name] = own.clone()
+    return found
+
+
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(float((actual[k] - expected[k]).abs().max() / expected[k].abs().max()) for k in expected)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_the_decoder_of_a_run(name: str, kv_heads: int) -> None:
+    model = Decoder(**sizes(name, kv_heads=kv_heads))
+    fused = RunDecoder(model.model, layout_for(model.model, model.spec.parallel, Mesh(toy.CPU)), torch.float64)
+    fused.to(torch.float64)
+    initialize(fused, 0)
+    ours, theirs = dict(model.whole_parameters()), toy.weights(fused)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    tokens, targets = data()
+    loss, total = model(tokens, targets), fused(tokens, targets)
+    loss.backward()
+    (total / (targets != -100).sum()).backward()
+    assert loss.item() == pytest.approx(total.item() / int((targets != -100).sum()), rel=1e-14)
+    assert worst(gradients(model), toy.gradients(fused)) <= 1e-12
+
+
+def test_logits_are_those_of_the_papers_formulas() -> None:
+    model = Decoder(**sizes("cola", kv_heads=2))
+    tokens, targets = data()
+    shape = references.Shape(8, 2, model.model.norm_eps, model.model.rope_theta)
+    expected = references.cola(dict(model.whole_parameters()), shape, tokens)
+    logits = model(tokens)
+    assert logits.shape == (2, 16, 64)
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-12)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    torch.testing.assert_close(model(tokens, targets), loss, rtol=1e-12, atol=0)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    model = Decoder(**sizes("svd"))
+    tokens, _ = data()
+    ids = (torch.arange(16) // 8).expand(2, 16).contiguous()
+    torch.testing.assert_close(model(tokens, document_ids=ids)[:, 8:], model(tokens[:, 8:]), rtol=1e-10, atol=1e-12)
+
+
+def test_parts_are_plain_modules() -> None:
+    model = Decoder(**sizes("cola"))
+    names = dict(model.named_modules())
+    assert isinstance(names["layers.1.attn.q_proj"], LowRankLinear)
+    assert type(names["layers.1.mlp.down_proj.A"]) is torch.nn.Linear
+    assert {"embedding.weight", "layers.0.attn.norm.weight", "layers.0.attn.k_proj.B.weight", "lm_head.weight"} <= {
+        name for name, _ in model.named_parameters()
+    }
+    other = Decoder(**sizes("cola", seed=1))
+    tokens, targets = data()
+    assert other(tokens, targets).item() != model(tokens, targets).item()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens, targets), model(tokens, targets))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.get_parameter("layers.0.attn.q_proj.A.weight").zero_()
+    assert torch.equal(other(tokens, targets), model(tokens, targets)), "a copy has weights of its own"
+    assert twin(tokens, targets).item() != model(tokens, targets).item(), "and uses them"
+
+
+class Doubled(torch.nn.Module):
+    """Stands in for an adapter: another module in place of a factor."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.out_features = base, base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = 2 * self.base_layer(x)
+        return doubled
+
+
+@pytest.mark.parametrize("name", ["svd", "cola", "lax", "dense"])
+@pytest.mark.parametrize("grouping", [True, False])
+def test_a_module_in_place_of_a_factor_is_called(name: str, grouping: bool) -> None:
+    tokens, targets = data()
+    expected, model = (Decoder(**sizes(name, grouping=grouping)) for _ in range(2))
+    kind = "" if name == "dense" else ".B"
+    for layer, linear in itertools.product((0, 1), ("attn.q_proj", "attn.o_proj", "mlp.up_proj", "mlp.down_proj")):
+        path = f"layers.{layer}.{linear}{kind}"
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, Doubled(model.get_submodule(path)))  # type: ignore[arg-type]
+        with torch.no_grad():
+            expected.get_parameter(f"{path}.weight").mul_(2)
+    assert model(tokens, targets).item() == pytest.approx(expected(tokens, targets).item(), rel=1e-13)
+
+
+def test_it_trains_in_a_loop_of_ones_own() -> None:
+    model = Decoder(**sizes("cola", dtype=torch.float32, compute_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens, targets = data()
+    losses = []
+    for _ in range(12):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("recompute", ["low-rank", "full-block"])
+def test_recomputation_changes_nothing(recompute: str) -> None:
+    tokens, targets = data()
+    found = []
+    for policy in ("none", recompute):
+        model = Decoder(**sizes("cola", recompute=policy))
+        model(tokens, targets).backward()
+        found.append(gradients(model))
+    assert worst(found[1], found[0]) <= 1e-13
+
+
+# Under TP.
+
+CELLS = [
+    (name, layout, size, kv_heads)
+    for name in FAMILIES
+    for layout in layouts_of(boost.nn.Spec(**sizes(name)).model)
+    for size, kv_heads in ((2, 8), (4, 2))
+]
+ON_EACH_COMMIT = [cell for i, cell in enumerate(CELLS) if i % 4 == 0]
+
+
+def under_tp(name: str, layout: str, kv_heads: int) -> dict[str, float]:
+    """Errors against one process, and how many collectives a pass issues beyond the table and the partial gradients."""
+    tokens, targets = data()
+    single, model = (
+        Decoder(**sizes(name, kv_heads=kv_heads, mesh=mesh, layout=layout)) for mesh in (None, dist.group.WORLD)
+    )
+    single(tokens, targets).backward()
+    counter = CollectiveCounter()
+    with counter:
+        loss = model(tokens, targets)
+        loss.backward()
+    partial = sum(fused.placement.partial for fused in fused_params(model))
+    parallel = {"tp": dist.get_world_size(), "layout": layout}
+    model_fields = {k: v for k, v in sizes(name, kv_heads=kv_heads).items() if k != "dtype"}
+    config = toy.toy_config(model=model_fields, parallel=parallel, train={"micro_batch": 2, "global_batch": 2})
+    table = micro_batch_collectives(config.model, config.parallel, tokens.numel(), "float64")
+    expected = gradients(single)
+    logits = single(tokens)
+    weights, whole = dict(model.whole_parameters()), dict(single.whole_parameters())
+    return {
+        "weights": 0.0 if all(torch.equal(weights[k], whole[k]) for k in whole) else 1.0,
+        "loss": abs(loss.item() / single(tokens, targets).item() - 1),
+        "gradients": worst(gradients(model), expected),
+        "logits": float((model(tokens) - logits).abs().max() / logits.abs().max()),
+        "collectives": float(abs(len(counter.collectives) - len(table) - partial)),
+    }
+
+
+def check(errors: list[dict[str, float]]) -> None:
+    for each in errors:
+        assert each["weights"] == each["collectives"] == 0, each
+        assert max(each.values()) <= 1e-10, each
+
+
+@pytest.mark.parametrize(("name", "layout", "size", "kv_heads"), ON_EACH_COMMIT)
+def test_under_a_layout_it_is_the_same_function(name: str, layout: str, size: int, kv_heads: int) -> None:
+    check(run_distributed(size, under_tp, name, layout, kv_heads))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "layout", "size", "kv_heads"), [each for each in CELLS if each not in ON_EACH_COMMIT])
+def test_under_a_layout_it_is_the_same_function_nightly(name: str, layout: str, size: int, kv_heads: int) -> None:
+    check(run_distributed(size, under_tp, name, layout, kv_heads))
+
+
+def logit_gradients(layout: str) -> float:
+    """Of a loss on logits, such as distillation's."""
+    tokens, _ = data()
+    found = []
+    for mesh in (None, dist.group.WORLD):
+        model = Decoder(**sizes("cola", mesh=mesh, layout=layout))
+        model(tokens).square().mean().backward()
+        found.append(gradients(model))
+    return worst(found[1], found[0])
+
+
+@pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
+def test_logits_have_complete_gradients(layout: str) -> None:
+    assert max(run_distributed(2, logit_gradients, layout)) <= 1e-10
+
+
+def accumulate(layout: str) -> tuple[float, int, int]:
+    """(error of two accumulated passes, collectives of a pass, of one without sums of partial gradients)."""
+    tokens, targets = data(ignored=False)
+    model, single = (Decoder(**sizes("cola", mesh=mesh, layout=layout)) for mesh in (dist.group.WORLD, None))
+    counts = []
+    with model.no_sync(), CollectiveCounter() as counter:
+        model(tokens, targets).backward()
+    counts.append(len(counter.collectives))
+    with CollectiveCounter() as counter:
+        model(tokens.flip(0), targets.flip(0)).backward()
+    counts.append(len(counter.collectives))
+    for each in (tokens, tokens.flip(0)):
+        single(each, targets if each is tokens else targets.flip(0)).backward()
+    return worst(gradients(model), gradients(single)), counts[1], counts[0]
+
+
+def test_accumulation_sums_partial_gradients_once() -> None:
+    for error, with_sums, without in run_distributed(2, accumulate, "btp-sp"):
+        assert error <= 1e-10
+        assert without < with_sums
+
+
+def shard_with_fsdp() -> float:
+    """dp 2 by torch's FSDP2 on each block, against one process with both batches."""
+    mesh = init_device_mesh("cpu", (2,))
+    single = Decoder(**sizes("cola"))
+    model = Decoder(**sizes("cola"))
+    for block in model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    tokens, targets = data(ignored=False)
+    own = slice(dist.get_rank(), dist.get_rank() + 1)
+    model(tokens[own], targets[own]).backward()
+    single(tokens, targets).backward()
+    named = dict(single.named_parameters())
+    return max(
+        float((p.grad.full_tensor() - named[n].grad).abs().max() / named[n].grad.abs().max())  # type: ignore
+        for n, p in model.named_parameters()
+    )
+
+
+def test_fsdp2_shards_it_over_replicas() -> None:
+    assert max(run_distributed(2, shard_with_fsdp)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"heads": 7}, r"model\.heads = 7"),
+        ({"rank": 0}, r"model\.rank = 0"),
+        ({"wide": 3}, r"model\.wide"),
+        ({"layout": "btq"}, r"parallel\.layout = 'btq'.*did you mean 'btp'"),
+        ({"family": "colla"}, r"model\.family = 'colla'.*did you mean 'cola'"),
+        ({"recompute": "some"}, r"recompute = 'some' is not a policy; valid values: none"),
+        ({"dp": 2}, r"dp = 2 is not part of a module"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        Decoder(**{**sizes("cola"), **wrong})
+    assert "\n" not in str(error.value)
+
+
+def refuse() -> str:
+    try:
+        Decoder(**sizes("cola", heads=8, ffn_dim=49, mesh=dist.group.WORLD))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_sizes_must_suit_the_mesh() -> None:
+    assert all("model.ffn_dim = 49" in each for each in run_distributed(2, refuse))
