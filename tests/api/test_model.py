@@ -1,0 +1,148 @@
+"""`boost.Model` and `boost.Trainer`: a run from Python, and what comes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import boost
+from boost.cli.main import main
+from boost.errors import BoostError, ConfigError
+from boost.train.hooks import StepEnd
+from tests import toy
+from tests.distributed import run_distributed
+
+SIZES = {"vocab_size": 300, "dim": 32, "ffn_dim": 48, "layers": 2, "heads": 4, "rank": 8}
+
+
+def tree(store: Path, folder: Path, **model: Any) -> dict[str, Any]:
+    return {
+        "model": {"family": "cola", **SIZES, **model},
+        "train": {"steps": 4, "seq_len": 32, "global_batch": 4, "micro_batch": 4},
+        "optim": {"lr": 3e-3},
+        "data": {"store": str(store)},
+        "run": {"dir": str(folder), "device": "cpu", "peak_tflops": 1},
+    }
+
+
+class Watch(boost.Hook):
+    """Keeps the losses."""
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.losses: list[float] = []
+        self.stop_at = stop_at
+
+    def after_step(self, trainer: Any, event: StepEnd) -> None:
+        self.losses.append(event.metrics.loss)
+        if event.metrics.step == self.stop_at:
+            trainer.request_stop("a test")
+
+
+@pytest.fixture
+def trained(store: Path, tmp_path: Path) -> boost.Trainer:
+    trainer = boost.Trainer(tree(store, tmp_path / "run"))
+    trainer.fit()
+    return trainer
+
+
+def test_a_run_with_hooks(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch()
+    result = boost.Trainer(tree(store, tmp_path / "run"), hooks=[watch]).fit()
+    assert result.position.step == len(watch.losses) == 4 and result.evaluation is not None
+    assert main(["train", str(tmp_path / "run" / "config.toml"), "--run.dir", str(tmp_path / "other")]) == 0
+    capsys.readouterr()
+    both = [boost.Model.from_pretrained(tmp_path / name) for name in ("run", "other")]
+    one, other = (dict(model.decoder.whole_parameters()) for model in both)
+    assert all(torch.equal(one[name], other[name]) for name in one), "the same run as the command's"
+
+
+def test_a_hook_stops_it_and_it_resumes(store: Path, tmp_path: Path) -> None:
+    config = tree(store, tmp_path / "run")
+    result = boost.Trainer(config, hooks=[Watch(stop_at=2)]).fit()
+    assert result.stopped_by is not None and result.position.step < 4
+    with pytest.raises(BoostError, match="--resume|not empty"):
+        boost.Trainer(config)
+    watch = Watch()
+    assert boost.Trainer(config, hooks=[watch], resume="auto").fit().position.step == 4
+    assert len(watch.losses) == 4 - result.position.step
+
+
+def test_its_model_generates_as_the_command_does(trained: boost.Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    model = trained.model()
+    words = ["--prompt", "import ", "--max-tokens", "12", "--seed", "5", "--device", "cpu"]
+    assert main(["generate", trained.config.run.dir, *words]) == 0
+    assert capsys.readouterr().out.rstrip("\n").endswith(model.generate("import ", 12, seed=5).rstrip("\n"))
+    seen: list[int] = []
+    ids = model.generate([3, 4, 5], 6, temperature=0, on_token=seen.append)
+    assert ids == seen and all(0 <= token < 300 for token in ids)
+    assert model.tokenizer.decode(model.tokenizer.encode("def f").ids) == "def f"
+
+
+def test_save_and_load_round_trips(trained: boost.Trainer, tmp_path: Path) -> None:
+    model = trained.model()
+    again = boost.Model.from_pretrained(model.save(tmp_path / "saved"))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert again.generate("x = ", 5) == model.generate("x = ", 5)
+    with pytest.raises(ConfigError, match=r"path = .*exists"):
+        model.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("family", ["cola", "svd", "dense", "lax"])
+def test_exports_load_in_transformers_and_here(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {k: v for k, v in SIZES.items() if k != "rank" or family != "dense"}
+    config = toy.toy_config("float32", model={**sizes, "family": family})
+    model = boost.Model.from_config(config)
+    folder = model.export(tmp_path / "out", merge=False)
+    tokens = torch.arange(1, 13).view(1, 12)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+    again = boost.Model.from_pretrained(folder)
+    assert again.decoder.model.family == family
+    torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-5, atol=1e-6)
+    assert not list(tmp_path.glob(".*")), "nothing is left behind"
+
+
+def test_new_models() -> None:
+    model = boost.Model.from_preset("demo", {"model.layers": 1, "model.dim": 64, "model.heads": 4, "model.rank": 16})
+    assert model.decoder.model.layers == 1 and model.decoder.model.rank == 16
+    tokens = torch.arange(8).view(1, 8)
+    assert model(tokens).shape == (1, 8, model.decoder.model.vocab_size)
+    model(tokens, tokens).backward()
+    with pytest.raises(ConfigError, match="this model has no tokenizer; pass token ids"):
+        model.generate("text")
+    with pytest.raises(ConfigError, match="no configuration file and no preset named 'dmeo'; did you mean 'demo'"):
+        boost.Model.from_preset("dmeo")
+    with pytest.raises(ConfigError, match="is no folder"):
+        boost.Model.from_pretrained("nowhere")
+
+
+def load_sharded(folder: str, out: str) -> tuple[float, list[int]]:
+    tokens = torch.arange(1, 17).view(1, 16)
+    single, model = (boost.Model.from_pretrained(folder, mesh=mesh, layout="btp") for mesh in (None, dist.group.WORLD))
+    error = float((model(tokens) - single(tokens)).abs().max())
+    new = model.generate([1, 2, 3], 4, temperature=0)
+    model.save(out)
+    model.export(f"{out}-hf")
+    again = dict(boost.Model.from_pretrained(out).decoder.whole_parameters())
+    whole = dict(single.decoder.whole_parameters())
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    return error, new
+
+
+def test_a_checkpoint_loads_under_a_layout(trained: boost.Trainer, tmp_path: Path) -> None:
+    results = run_distributed(2, load_sharded, trained.config.run.dir, str(tmp_path / "sharded"))
+    assert results[0] == results[1] and results[0][0] <= 1e-5
+    assert trained.model().generate([1, 2, 3], 4, temperature=0) == results[0][1]
+    assert (tmp_path / "sharded-hf" / "config.json").is_file()
+
+
+def test_a_mesh_needs_its_processes(store: Path, tmp_path: Path) -> None:
+    config = {**tree(store, tmp_path / "run"), "parallel": {"tp": 2}}
+    with pytest.raises(
+        ConfigError, match="this mesh has 2 processes, but 1 were started; run this script with torchrun"
+    ):
+        boost.Trainer(config)
