@@ -1,7 +1,9 @@
 """A layout of two files, registered from outside: everything that reads layouts knows it at once."""
 
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +30,13 @@ from tests.plan.toys import base, hardware
 from tests.trained import Trained, errors_of, keeps_table
 
 NAME = "btp-rsag"
+PACKAGE = Path(__file__).parents[2] / "examples" / "own_layout"
 
 
 def register() -> None:
-    from tests.parallel.rsag_spec import RSAGSpec
+    if str(PACKAGE) not in sys.path:  # processes of a pool register it too
+        sys.path.insert(0, str(PACKAGE))
+    from btp_rsag.spec import RSAGSpec
 
     if NAME not in layout_names():
         register_layout(RSAGSpec())

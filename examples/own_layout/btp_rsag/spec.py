@@ -1,4 +1,4 @@
-"""A layout of another package: `btp` whose out-projections sum by a reduce-scatter and an all-gather. Its torch-free half."""
+"""The spec of `btp-rsag`: `btp` whose out-projections are summed by a reduce-scatter and an all-gather. No torch here."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,16 +9,16 @@ from boost.config.traffic import ALL_GATHER, REDUCE_SCATTER
 
 
 class RSAGConfig(BTPConfig):
-    """btp, whose sums of out-projections go by reduce-scatter and all-gather."""
+    """btp whose out-projections are summed by a reduce-scatter and an all-gather."""
 
     layout: Literal["btp-rsag"] = "btp-rsag"
 
 
 class RSAGSpec(BTPSpec):
-    """As btp but for one sum."""
+    """btp, except for one sum."""
 
     config = RSAGConfig
-    runtime = "tests.parallel.rsag_runtime:RSAG"
+    runtime = "btp_rsag.runtime:RSAG"
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
         if context.group.side == "enter":

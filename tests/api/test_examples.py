@@ -1,0 +1,55 @@
+"""The Python examples run and show what they claim."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LIMIT_S = 600
+"""Only against hanging for ever."""
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=LIMIT_S)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize("layout", ["btp", pytest.param("btp-sp", marks=pytest.mark.nightly)])
+def test_own_loop(layout: str) -> None:
+    words = ("--steps", "21", "--dim", "64", "--layout", layout)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "own_loop.py"))
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run(*torchrun, *words))]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
+
+
+def test_lowrank_in_a_transformers_model() -> None:
+    out = run(str(EXAMPLES / "lowrank_transformers.py"))
+    sizes, losses = re.findall(r"([\d.]+)M", out), [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
+    assert float(sizes[1]) < float(sizes[0]) and sizes[1] == sizes[2]
+    assert losses[0] < losses[1] and losses[2] < losses[1], "factors cost something, and training heals it"
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "a notebook is committed without outputs"
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    out = capsys.readouterr().out
+    assert names["losses"]["cola"][-1] < names["losses"]["cola"][0]
+    assert '"step_seconds"' in out or '"seconds"' in out, "the plan"
+    assert "all-reduce" in out, "the collectives"
