@@ -6,8 +6,8 @@ once (not with ZeRO-1, whose two copies they may be), and now and then one of a 
 weights is left alive. At the end: every step is there once, losses and weights are those of a run that nobody disturbed, nothing
 is left behind.
 
-Then, at one rate of kills, useful tokens per second with in-step recovery and with a start from the latest checkpoint after each
-kill; and the time of a step with and without recovery where nothing fails, in runs that take turns. Parts that are not run keep
+Then, at several rates of kills, useful tokens per second with in-step recovery and with a restart from the latest checkpoint after
+each kill; and the time of a step with and without recovery where nothing fails, in interleaved runs. Parts that are not run keep
 what recovery.json has of them. Writes recovery.json and docs/pictures/recovery.svg.
 """
 
@@ -72,7 +72,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps of each run (default 150)")
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="mean seconds between kills (default 2)")
     parser.add_argument(
-        "--rate", type=float, default=10.0, metavar="S", help="mean seconds between kills of the last part (default 10)"
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[10.0, 5.0],
+        metavar="S",
+        help="mean seconds between kills where useful tokens are counted (default 10 and 5)",
     )
     parser.add_argument("--turns", type=int, default=8, metavar="N", help="runs with and without recovery (default 8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of moments and victims (default 0)")
@@ -87,8 +92,9 @@ def main() -> int:
         put("runs", HOSTS, soak_hosts(args))
     elif args.only in HOSTS:
         print(f"{HOSTS}: {why}")
-    for recovery in ("in-step", "restart") if args.only in "useful" else ():
-        put("useful", recovery, useful(args, recovery))
+    for rate in args.rates if args.only in "useful" else ():
+        for recovery in RECOVERIES:
+            put("useful", f"{recovery}, a kill every {rate:g} s", useful(args, recovery, rate))
     if args.only in "overhead":
         put("overhead", "dp 2, fp32", overhead(args))
     draw(known()["useful"])
@@ -333,15 +339,19 @@ def overhead(args: argparse.Namespace) -> dict[str, Any]:
     return {"ms": found, "ratio_median": statistics.median(ratios), "ratios": [round(ratio, 4) for ratio in ratios]}
 
 
-def useful(args: argparse.Namespace, recovery: str) -> dict[str, Any]:
-    """A run that loses a process every `args.rate` seconds or so, to its last step: how far it was when, and useful tokens."""
+RECOVERIES = {"in-step": "in-step recovery", "restart": "restart from the latest checkpoint"}
+"""run.recovery, and what the picture calls it."""
+
+
+def useful(args: argparse.Namespace, recovery: str, rate: float) -> dict[str, Any]:
+    """A run that loses a process every `rate` seconds on average, to its last step: its progress over time, and useful tokens."""
     folder = args.folder / f"useful-{recovery}"
     shutil.rmtree(folder, ignore_errors=True)
     chance, began = random.Random(args.seed), time.monotonic()
     words = (
         f"{MODEL} {MESHES['dp 4']} {DTYPES['fp32']} --run.recovery {recovery} --resume auto --run.dir {folder / 'run'}"
     )
-    run, next_kill = Run(args, folder / "run", words), chance.expovariate(1 / args.rate)
+    run, next_kill = Run(args, folder / "run", words), chance.expovariate(1 / rate)
     kills, path = list[float](), list[tuple[float, int, float]]()
     while not (run.over and run.process.returncode == 0):
         time.sleep(0.1)
@@ -353,37 +363,45 @@ def useful(args: argparse.Namespace, recovery: str) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chance.choice(beats).pid, signal.SIGKILL)
             kills.append(round(now, 2))
-            next_kill = now + chance.expovariate(1 / args.rate)
+            next_kill = now + chance.expovariate(1 / rate)
         done = lines(folder / "run", "step") if (folder / "run" / "metrics.jsonl").exists() else []
         if done and (not path or path[-1][1] != done[-1]["step"]):
             path.append((round(now, 2), done[-1]["step"], done[-1]["loss"]))
     run.process.communicate()
     seconds = path[-1][0]
     tokens = args.steps * TOKENS
-    return {"kills": kills, "path": path, "seconds": seconds, "tokens_per_process_second": tokens / seconds / PROCESSES}
+    return {
+        "recovery": recovery, "rate_s": rate, "kills": kills, "path": path, "seconds": seconds,
+        "tokens_per_process_second": tokens / seconds / PROCESSES,
+    }  # fmt: skip
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Steps done and loss over time, with kills marked."""
+    """Steps done and loss over time at each rate of kills, with kills marked."""
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot
 
     colors = {"in-step": "#0b6e4f", "restart": "#b23a48"}
-    names = {"in-step": "in-step recovery", "restart": "restart from the latest checkpoint"}
-    figure, (steps, loss) = pyplot.subplots(2, 1, figsize=(8, 5.5), sharex=True, layout="constrained")
-    for recovery, run in found.items():
+    rates = sorted({run["rate_s"] for run in found.values()}, reverse=True)
+    figure, axes = pyplot.subplots(
+        2, len(rates), figsize=(5.2 * len(rates), 5.5), sharex="col", layout="constrained", squeeze=False
+    )
+    for run in found.values():
+        steps, loss = axes[:, rates.index(run["rate_s"])]
+        color = colors[run["recovery"]]
         at, done, losses = zip(*run["path"], strict=True)
-        label = f"{names[recovery]}: {run['tokens_per_process_second']:,.0f} useful tokens per process and second"
-        steps.plot(at, done, color=colors[recovery], label=label)
-        loss.plot(at, losses, color=colors[recovery], linewidth=0.8)
+        speed = f"{run['tokens_per_process_second']:,.0f} useful tokens per process-second"
+        steps.plot(at, done, color=color, label=f"{RECOVERIES[run['recovery']]}\n{speed}")
+        loss.plot(at, losses, color=color, linewidth=0.8)
         heights = [max([step for when, step, _ in run["path"] if when <= kill], default=0) for kill in run["kills"]]
-        steps.plot(run["kills"], heights, "x", color=colors[recovery])
-    steps.set_ylabel("steps done")
-    steps.legend(loc="upper left", frameon=False)
-    loss.set_ylabel("loss, nats per token")
-    loss.set_xlabel("seconds (x: a process is killed)")
+        steps.plot(run["kills"], heights, "x", color=color)
+        steps.set_title(f"a process is killed (x) every {run['rate_s']:g} s on average", fontsize=10)
+        steps.legend(loc="lower right", frameon=False, fontsize=8)
+        loss.set_xlabel("seconds")
+    axes[0, 0].set_ylabel("steps done")
+    axes[1, 0].set_ylabel("loss, nats per token")
     figure.savefig(PICTURE, metadata={"Date": None})
 
 

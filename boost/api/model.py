@@ -147,10 +147,10 @@ class Model(nn.Module):
         """Writes a checkpoint of weights and tokenizer, which `boost train --start-from`, `eval`, `generate`, `export` and
         `from_pretrained` take. Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
         """
-        path, spec = Path(path), self.decoder.spec
-        is_writer = spec.tp.rank == 0
+        path, is_writer = Path(path), self.decoder.spec.tp.rank == 0
+        require_free(path, "path")  # on all ranks: none must wait for one that was refused
+        self._barrier()
         if is_writer:
-            require_free(path, "path")
             temporary = begin_weights(path)
             writer = TensorWriter(temporary / "tensors", "weights", FILE_BYTES)
         for name, tensor in self.decoder.whole_parameters():
@@ -166,8 +166,7 @@ class Model(nn.Module):
                 raise StorageError(f"path = '{path}' cannot be written: {error.strerror or error}") from None
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        if spec.tp.group is not None:
-            dist.barrier(group=spec.tp.group)
+        self._barrier()
         return path
 
     def export(self, path: str | Path, *, dtype: str | None = None, merge: bool = True) -> Path:
@@ -175,21 +174,25 @@ class Model(nn.Module):
 
         Collective under TP; rank 0 writes. Raises ConfigError if the folder exists, StorageError.
         """
-        path = Path(path)
-        if self.decoder.spec.tp.rank == 0:
-            require_free(path, "path")
+        path, is_writer = Path(path), self.decoder.spec.tp.rank == 0
         scratch = path.resolve().with_name(f".{path.resolve().name}.weights")
-        shutil.rmtree(scratch, ignore_errors=True) if self.decoder.spec.tp.rank == 0 else None
-        try:
-            self.save(scratch)
-            if self.decoder.spec.tp.rank == 0:
+        require_free(path, "path")
+        if is_writer:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self._barrier()
+        self.save(scratch)
+        if is_writer:
+            try:
                 export(open_checkpoint(scratch), path, dtype, merge, FILE_BYTES)
-        finally:
-            if self.decoder.spec.tp.rank == 0:
+            finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-        if self.decoder.spec.tp.group is not None:
-            dist.barrier(group=self.decoder.spec.tp.group)
+        self._barrier()
         return path
+
+    def _barrier(self) -> None:
+        """Waits for the other TP ranks: nobody reads what rank 0 has not written."""
+        if (group := self.decoder.spec.tp.group) is not None:
+            dist.barrier(group=group)
 
     def _saved_config(self) -> Config:
         context = int(self._data.get("context") or self.config.train.seq_len)

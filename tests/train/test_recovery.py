@@ -10,6 +10,7 @@ import pytest
 
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StorageError, TrainingError
+from boost.parallel.counting import CollectiveCounter
 from boost.parallel.members import place_of
 from boost.parallel.membership import Member
 from boost.parallel.recoverable import PeersLostError
@@ -234,6 +235,36 @@ def test_without_a_fault_it_is_the_same_run_to_the_last_bit(store: Path, tmp_pat
     plain = trained(tmp_path / "restart", store, *words)[-1]
     found = trained(tmp_path / "in-step", store, *words, "--run.recovery", "in-step")[-1]
     assert [line["loss"] for line in of("step", found)] == [line["loss"] for line in of("step", plain)]
+
+
+def counts_collectives(folder: str, config: Config, *rest: Any) -> int:
+    """Trains; writes how many collectives of which kind and size this process issued."""
+    counter, usual = CollectiveCounter(), Trainer.fit
+
+    def fit(self: Trainer) -> Any:
+        with counter:
+            return usual(self)
+
+    Trainer.fit = fit  # type: ignore[method-assign]
+    code = train_process(config, *rest)
+    seen = sorted([each.kind, each.dtype, each.elements] for each in counter.collectives)
+    Path(folder, f"collectives{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    return code
+
+
+@pytest.mark.slow
+def test_without_a_fault_it_issues_no_other_collectives(store: Path, tmp_path: Path) -> None:
+    seen = {}
+    for recovery in ("restart", "in-step"):
+        folder = tmp_path / recovery
+        folder.mkdir()
+        config = make_config(store, folder / "run", parallel={"dp": 2}, train={"steps": 4, "global_batch": 4})
+        config = config.model_copy(update={"run": config.run.model_copy(update={"recovery": recovery})})
+        replicas = Replicas(((0,), (1,)), restarts=0) if recovery == "in-step" else None
+        work = (str(folder), config, None)
+        assert launch(counts_collectives, work, 2, tmp_path / "logs", holds_signals=True, replicas=replicas) == 0
+        seen[recovery] = [json.loads((folder / f"collectives{rank}.json").read_text()) for rank in range(2)]
+    assert seen["in-step"] == seen["restart"] and len(seen["restart"][0]) >= 8, "gradients and statistics of 4 steps"
 
 
 @pytest.mark.slow
