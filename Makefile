@@ -80,12 +80,12 @@ guards: setup
 # Kills and resumes the demo 200 times: half an hour.
 soak: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/python benchmarks/soak.py data/stdlib runs/soak
+	$(BIN)/python -m benchmarks.soak data/stdlib runs/soak
 
 # Kills processes of runs with in-step recovery, 50 times each: 40 minutes.
 recovery: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/python benchmarks/recovery.py data/stdlib runs/recovery
+	$(BIN)/python -m benchmarks.recovery data/stdlib runs/recovery
 
 check: setup
 	$(BIN)/ruff check .
@@ -102,17 +102,17 @@ RECOMPUTE := --batches 4 8 --rounds 41 --model.vocab_size 512 --model.dim 512 --
 
 curves: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/boost bench curves demo --tp 2 $(CURVES) --train.steps 200
+	$(BIN)/python -m benchmarks curves demo --tp 2 $(CURVES) --train.steps 200
 
 perplexity: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/boost bench perplexity demo --tp 2 $(CURVES) --train.steps 150
+	$(BIN)/python -m benchmarks perplexity demo --tp 2 $(CURVES) --train.steps 150
 
 recompute: setup
-	$(BIN)/boost bench recompute demo --tp 2 $(RECOMPUTE)
+	$(BIN)/python -m benchmarks recompute demo --tp 2 $(RECOMPUTE)
 
 fit: setup
-	$(BIN)/boost bench fit boost-7b --tp 4 --memory-gb 80
+	$(BIN)/python -m benchmarks fit boost-7b --tp 4 --memory-gb 80
 
 # Twenty sweep runs and fifteen comparison runs, each on one core.
 FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
@@ -120,7 +120,7 @@ FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --mode
 
 families: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
-	$(BIN)/boost bench families demo $(FAMILIES)
+	$(BIN)/python -m benchmarks families demo $(FAMILIES)
 
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
@@ -129,14 +129,14 @@ validate: setup
 # One at a time: concurrent runs would slow each other down. Predictions for GPUs come last.
 bench: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml
-	$(BIN)/boost bench steps --hardware runs/local.toml
-	$(BIN)/boost bench parts
-	for name in ideal single gemms traffic grouping norms; do $(BIN)/boost bench $$name || exit 1; done
+	$(BIN)/python -m benchmarks steps --hardware runs/local.toml
+	$(BIN)/python -m benchmarks parts
+	for name in ideal single gemms traffic grouping norms; do $(BIN)/python -m benchmarks $$name || exit 1; done
 	$(MAKE) recompute perplexity report
 
 report: setup
-	$(BIN)/boost bench modeled
-	$(BIN)/boost bench report
+	$(BIN)/python -m benchmarks modeled
+	$(BIN)/python -m benchmarks report
 
 clean:
 	rm -rf .venv .venv-ci build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Bare collectives of 2, 4 and 8 processes over a wire, each process in a network namespace of its own on one bridge.
 
-    python benchmarks/collectives.py [--mbit 300] [--processes 2 4 8]        # root, iproute2
+    python -m benchmarks.collectives [--mbit 300] [--processes 2 4 8]        # root, iproute2
 
 What a process sends is limited to the rate (a token bucket of 128 kB). Prints milliseconds, medians of five, and the fraction of
 the wire: the time of the bytes that one process sends, at that rate, over the time taken.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from boost.bench.traffic import ISSUE
+from benchmarks.experiments.traffic import ISSUE
 from boost.config import load
 from boost.parallel.mesh import close_mesh, open_mesh
 
@@ -92,7 +92,7 @@ def main() -> int:
         with hosts(count, args.mbit) as names:
             common = {"WORLD_SIZE": str(count), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
             common |= {"MASTER_ADDR": "10.214.7.1", "MASTER_PORT": "29400", "GLOO_SOCKET_IFNAME": WIRE}
-            command = [sys.executable, __file__, "--mbit", str(args.mbit)]
+            command = [sys.executable, "-m", "benchmarks.collectives", "--mbit", str(args.mbit)]
             started = [
                 subprocess.Popen(["ip", "netns", "exec", name, *command], env=os.environ | common | {"RANK": str(rank)})
                 for rank, name in enumerate(names)

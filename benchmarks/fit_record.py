@@ -1,7 +1,7 @@
 """Fits what software stacks reach to the fitted half of the public record: the numbers of boost/plan/stacks.toml, FlashAttention-1
 and stragglers in the profiles.
 
-    python benchmarks/fit_record.py
+    python -m benchmarks.fit_record
 
 Prints each number as a multiple of what the package has (1.00: nothing to change) and the error before and after. Least mean
 absolute error of the log of predicted over measured seconds, by coordinate descent; deterministic, about two minutes.

@@ -1,4 +1,4 @@
-"""Kills processes of a run with in-step recovery, over and over: `python benchmarks/recovery.py STORE FOLDER [--kills 50]`.
+"""Kills processes of a run with in-step recovery, over and over: `python -m benchmarks.recovery STORE FOLDER [--kills 50]`.
 
 A small model on four processes, dp 4, dp 2 x tp 2 and dp 4 with ZeRO-1, in fp64 and fp32, that evaluates and saves often; and dp 4
 across two network namespaces, where root may make some. At random moments a random process gets SIGKILL, now and then two at
@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.experiments.hosts import Host, two_hosts, why_no_hosts
 from boost.config import load
-from boost.measure.hosts import Host, two_hosts, why_no_hosts
 from boost.parallel.membership import Coordinator, Decision
 from boost.train.checkpoint import complete_checkpoints, open_checkpoint
 from boost.train.console import progress

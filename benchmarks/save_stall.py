@@ -1,4 +1,4 @@
-"""How long a save stalls training, in the foreground and in the background: `python benchmarks/save_stall.py FOLDER`.
+"""How long a save stalls training, in the foreground and in the background: `python -m benchmarks.save_stall FOLDER`.
 
 A model with about 340 MB of weights and AdamW moments on one CPU process. Wall time and, since machines are shared, CPU time of the
 training thread. The folder should be on the file system of the checkpoints; what is written there is removed.

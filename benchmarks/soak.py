@@ -1,4 +1,4 @@
-"""Kills and resumes one run, over and over: `python benchmarks/soak.py STORE FOLDER [--kills 200]`.
+"""Kills and resumes one run, over and over: `python -m benchmarks.soak STORE FOLDER [--kills 200]`.
 
 The demo, with a checkpoint every few steps and an evaluation now and then, on two processes. Again and again, at a random moment of
 its life, one of its processes, its launcher or all of them at once get SIGKILL (now and then a signal that asks it to save and

@@ -26,10 +26,11 @@ settings.load_profile("boost")
 
 
 LONGEST_FIRST = (
-    "train/test_nodes.py", "train/test_rehearsal.py", "bench/test_wire.py", "parallel/test_overlap.py", "parallel/test_layouts.py",
-    "parallel/test_late.py", "parallel/test_compile.py", "parallel/test_context_axis.py", "train/test_three_dimensions.py",
-    "optim/test_factors.py", "parallel/test_working.py", "train/test_checkpoint.py", "bench/test_recompute.py",
-    "bench/test_curves.py",
+    "train/test_nodes.py", "train/test_rehearsal.py", "benchmarks/experiments/test_wire.py", "parallel/test_overlap.py",
+    "parallel/test_layouts.py", "parallel/test_late.py",
+    "parallel/test_compile.py", "parallel/test_context_axis.py", "train/test_three_dimensions.py",
+    "optim/test_factors.py", "parallel/test_working.py", "train/test_checkpoint.py", "benchmarks/experiments/test_recompute.py",
+    "benchmarks/experiments/test_curves.py",
 )  # fmt: skip
 """Files that take half a minute or more: workers that get one of them last would keep the others waiting."""
 

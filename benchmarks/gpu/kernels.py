@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def main() -> int:
             kernels.use(backend)
             with torch.no_grad():
                 result = KERNELS[name](*arguments)
-                row[f"{backend}_s"] = seconds(lambda n=name, a=arguments: KERNELS[n](*a), device)
+                row[f"{backend}_s"] = seconds(partial(KERNELS[name], *arguments), device)
         kernels.use("eager")
         results = result if isinstance(result, tuple) else (result,)
         read = KERNELS[name].reads * sum(x.nbytes for x in arguments if isinstance(x, Tensor))

@@ -23,7 +23,7 @@ def premultiplied(device: torch.device) -> str:
     """What PREMUL_SUM(1.0) makes of ones in bf16."""
     x = torch.ones(8, dtype=torch.bfloat16, device=device)
     try:
-        dist.all_reduce(x, op=dist._make_nccl_premul_sum(1.0))  # type: ignore[attr-defined]
+        dist.all_reduce(x, op=dist._make_nccl_premul_sum(1.0))
     except (AttributeError, RuntimeError, ValueError) as error:
         return f"refused: {str(error).splitlines()[0]}"
     return "right" if bool((x == 1).all()) else f"WRONG: ones become {float(x[0])}"

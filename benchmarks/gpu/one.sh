@@ -25,8 +25,8 @@ for compile in none kernels blocks; do
         --out "$OUT/shares-$compile.json" --traces "$OUT/traces-$compile"
 done
 piece 06-kernels $PYTHON benchmarks/gpu/kernels.py --device "$DEVICE" --out "$OUT/kernels.json"
-piece 07-single $BOOST bench single "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/single"
-piece 08-recompute $BOOST bench recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
+piece 07-single $PYTHON -m benchmarks single "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/single"
+piece 08-recompute $PYTHON -m benchmarks recompute "${model[@]}" "${on[@]}" --rounds "$rounds" --out "$OUT/recompute"
 piece 09-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc 1 --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
 if [ ${#steps[@]} -gt 0 ]; then
     piece 10-validate $BOOST plan validate --measure --hardware "$OUT/profile.toml" --out "$OUT/validation"

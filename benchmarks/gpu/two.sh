@@ -26,6 +26,6 @@ piece 03-faults $BOOST verify --nproc "$NPROC" --only runs --out "$OUT/runs.json
 piece 04-calibrate $BOOST plan calibrate --device "$DEVICE" --nproc "$NPROC" --out "$OUT/profile.toml" ${quick[@]+"${quick[@]}"}
 piece 05-step $BOOST verify --nproc "$NPROC" --only step --gpu "$OUT/profile.toml" --out "$OUT/step.json" "${on[@]}" --parallel.tp="$NPROC"
 if [ "$DEVICE" = cuda ]; then
-    piece 06-steps $BOOST bench steps --tp "$NPROC" --hardware "$OUT/profile.toml" --rounds "$rounds" --out "$OUT/steps"
+    piece 06-steps $PYTHON -m benchmarks steps --tp "$NPROC" --hardware "$OUT/profile.toml" --rounds "$rounds" --out "$OUT/steps"
 fi
 finish

@@ -1,55 +1,33 @@
-"""`boost bench`: experiments, each with its result as JSON and as a table or picture."""
+"""`boost bench`: `python -m benchmarks`, the evaluation, which is next to the package in a checkout and is not installed."""
 
 import argparse
-import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
-EXPERIMENTS = (
-    "steps",
-    "parts",
-    "single",
-    "ideal",
-    "gemms",
-    "traffic",
-    "wire",
-    "grouping",
-    "norms",
-    "recompute",
-    "fit",
-    "curves",
-    "perplexity",
-    "families",
-    "modeled",
-    "report",
-    "compare",
-)
-"""In the order of the help. Each is a file, bench_NAME.py, with `add_parser` and `run`."""
+from boost.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench",
-        help="rerun the paper's evaluation: individual experiments, and one page of all results",
-        description="Runs an experiment and writes its results, with tables and figures, to benchmarks/results.",
-        epilog="examples:\n"
-        "  boost bench steps                                      a training step by layout, family and size\n"
-        "  boost bench parts                                      one optimization added at a time\n"
-        "  boost bench gemms --tps 1 4                            a block's products by layout; traffic, grouping, norms likewise\n"
-        "  boost bench recompute demo --batches 4 8 --train.seq_len 512\n"
-        "  boost bench fit boost-7b --tp 4 --memory-gb 80\n"
-        "  boost bench curves demo --tp 4 --train.steps 50 --out /tmp/curves\n"
-        "  boost bench perplexity demo --tp 2 --seeds 0 1 2       final perplexity of every layout\n"
-        "  boost bench families --sweep 1e-3 3e-3 1e-2            dense, svd, cola, lax, loro; three seeds each\n"
-        "  boost bench report                                     all results as one page, benchmarks/report.html\n"
-        "  boost bench compare old/recompute.json benchmarks/results/recompute.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "bench", help="rerun the paper's evaluation (in a checkout)", add_help=False
     )
-    experiments = parser.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
-    for name in EXPERIMENTS:
-        command = importlib.import_module(f"boost.cli.bench_{name.replace('-', '_')}")
-        command.add_parser(experiments).set_defaults(run_experiment=command.run)
+    parser.set_defaults(takes_overrides=True)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.run_experiment(args))
+    """Passes all words on. Raises ConfigError outside a checkout."""
+    for root in (Path(__file__).parents[2], Path.cwd()):
+        if (root / "benchmarks" / "commands.py").is_file() and str(root) not in sys.path:
+            sys.path.append(str(root))
+    try:
+        from benchmarks.commands import main
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("benchmarks"):
+            raise
+        raise ConfigError(
+            "boost bench needs a checkout, because the evaluation is not part of the installed package: "
+            "git clone BOOST's repository and run 'boost bench' in it"
+        ) from None
+    return main([*args.overrides, *["--debug"] * args.debug])

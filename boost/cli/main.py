@@ -36,14 +36,20 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
-    args, unknown = parser.parse_known_args(joined(words))
+    return run_command(build_parser(), joined(words), overrides)
+
+
+def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> int:
+    """Runs what `parser`'s subcommand sets as `run` and returns its exit code; an error is one line on stderr."""
+    args, unknown = parser.parse_known_args(words)
     try:
         if not getattr(args, "takes_overrides", False) and overrides + unknown:
             parser.error(
-                printable(f"unrecognized arguments: {' '.join(overrides + unknown)} (see boost {args.command} --help)")
+                printable(
+                    f"unrecognized arguments: {' '.join(overrides + unknown)} (see {parser.prog} {args.command} --help)"
+                )
             )
-        args.overrides = overrides + unknown
+        args.overrides = unknown + overrides  # `boost bench` passes them on: the experiment's name must come first
         return args.run(args) or 0
     except BoostError as error:
         if args.debug:

@@ -1,13 +1,13 @@
 """`boost plan validate`: the performance model against what was measured."""
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.errors import ConfigError
+from boost.measure.drawing import needs_matplotlib
 
 if TYPE_CHECKING:
     from boost.measure.results import Facts
@@ -49,8 +49,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if args.hardware is not None and not args.measure:
         raise ConfigError(f"--hardware = '{args.hardware}' is used only with --measure; add it")
-    if (args.measure or args.write) and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+    if args.measure or args.write:
+        needs_matplotlib()
 
     if args.record:
         return _record(args)

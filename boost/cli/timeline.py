@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from boost.cli.bench_common import needs_matplotlib
+    from boost.measure.drawing import needs_matplotlib
     from boost.measure.timeline import draw, read_step, recorded, rows
 
     out = args.out or args.run_dir / "profile" / "timeline.svg"

@@ -1,7 +1,10 @@
 """Figures of experiments: common matplotlib setup, imported lazily."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
+
+from boost.errors import ConfigError
 
 
 def pyplot() -> Any:
@@ -13,6 +16,12 @@ def pyplot() -> Any:
     from matplotlib import pyplot as found
 
     return found
+
+
+def needs_matplotlib() -> None:
+    """Raises ConfigError if matplotlib is missing, before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
 
 
 def tidy(axis: Any) -> None:

@@ -9,8 +9,8 @@ What was timed stands in the numbers, wherever an experiment likes, with the sec
 
 That is a row: `seconds` is a list of numbers, or lists by name. What it is called and of what size it is say the words, truth
 values and whole numbers beside `seconds` and in the objects around it. Other numbers are what was found: those with a fraction,
-and whole ones under a key that ends in a unit (`boost.bench.compare.COUNTED`). `boost bench compare` finds all rows, and pairs
-those of two results that are called the same and are of the same size.
+and whole ones under a key that ends in a unit (`benchmarks.experiments.compare.COUNTED`). `python -m benchmarks compare` finds all
+rows, and pairs those of two results that are called the same and are of the same size.
 """
 
 import json
@@ -49,11 +49,11 @@ def read(path: Path, experiment: str | None = None) -> Facts:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a result of boost bench") from None
+        raise ConfigError(f"{path}: {error.strerror}; name a result of an experiment") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error}); name a result of boost bench") from None
+        raise ConfigError(f"{path}: not JSON ({error}); name a result of an experiment") from None
     if not isinstance(facts, dict) or not {"experiment", "environment"} <= facts.keys():
-        raise ConfigError(f"{path}: not a result of boost bench; name another file")
+        raise ConfigError(f"{path}: not a result of an experiment; name another file")
     if experiment is not None and facts["experiment"] != experiment:
         raise ConfigError(f"{path}: a result of '{facts['experiment']}', not of '{experiment}'; name another file")
     return facts

@@ -157,8 +157,16 @@ def environment(config: Config) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": config.parallel.world_size,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [*_program(Path(sys.argv[0])), *sys.argv[1:]],
     }
+
+
+def _program(script: Path) -> list[str]:
+    """`script`, the file that runs, as typed: ['boost'], or ['python', '-m', 'boost.cli.main'] for a module of a package."""
+    module, folder = script.stem, script.parent
+    while (folder / "__init__.py").is_file():
+        module, folder = f"{folder.name}.{module}", folder.parent
+    return ["python", "-m", module.removesuffix(".__main__")] if "." in module else [script.name]
 
 
 def git_state() -> dict[str, Any] | None:
@@ -171,7 +179,8 @@ def git_state() -> dict[str, Any] | None:
     if top is None or Path(top).resolve() != package.parent or not (package.parent / "pyproject.toml").is_file():
         return None
     # Results of experiments are not code.
-    status = _git(package.parent, "status", "--porcelain", "--", ".", ":!benchmarks")
+    results = (":!benchmarks/results", ":!benchmarks/*.json", ":!benchmarks/*.html")
+    status = _git(package.parent, "status", "--porcelain", "--", ".", *results)
     return {"commit": _git(package, "rev-parse", "--verify", "--quiet", "HEAD"), "dirty": status != ""}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.bench.goals import target_of
+from benchmarks.experiments.goals import target_of
 from boost.cli.main import main
 from boost.measure import record as measured
 from boost.measure.document import Table

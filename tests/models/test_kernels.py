@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.bench.computed import seven
+from benchmarks.experiments.computed import seven
 from boost.config.schema import Config
 from boost.models import kernels
 from boost.models.kernels import BACKENDS, KERNELS, Kernel, using

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from boost.bench.computed import step_bytes
+from benchmarks.experiments.computed import step_bytes
 from boost.config import load
 from boost.config.traffic import BUCKET_BYTES, Collective, bucket_bytes, bucket_lengths
 from boost.plan.collectives import micro_batch_collectives, step_collectives

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from boost.measure.hosts import Host, two_hosts
+from benchmarks.experiments.hosts import Host, two_hosts
 from boost.train.metrics import read_metrics
 
 PORT = 29400

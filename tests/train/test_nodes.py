@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.experiments.hosts import why_no_hosts
 from boost.cli.main import main
 from boost.config import load
 from boost.config.architecture import parameter_count
-from boost.measure.hosts import why_no_hosts
 from boost.train.checkpoint import complete_checkpoints
 from boost.train.metrics import read_metrics
 from tests.train.commands import toml

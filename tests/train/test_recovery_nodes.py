@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.experiments.hosts import why_no_hosts
 from boost.cli.main import main
-from boost.measure.hosts import why_no_hosts
 from boost.train.metrics import read_metrics
 from tests.train.commands import toml
 from tests.train.nodes import FLOAT64, LIMIT_S, Agent, Node, losses, two_nodes, wait_for, wait_for_step

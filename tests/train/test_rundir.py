@@ -1,6 +1,7 @@
 import json
 import logging
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,25 @@ def test_environment_says_versions_hardware_and_command_but_no_host(tmp_path: Pa
     assert isinstance(environment["command"], list)
     assert "hostname" not in environment
     assert len(platform.node()) < 6 or platform.node() not in text
+
+
+@pytest.mark.parametrize(
+    ("script", "program"),
+    [
+        ("bin/boost", ["boost"]),
+        ("package/cli/main.py", ["python", "-m", "package.cli.main"]),
+        ("package/__main__.py", ["python", "-m", "package"]),
+        ("script.py", ["script.py"]),
+    ],
+)
+def test_the_command_can_be_typed_again(
+    script: str, program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package" / "cli").mkdir(parents=True)
+    for init in ("package/__init__.py", "package/cli/__init__.py"):
+        (tmp_path / init).touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / script), "steps", "--tp", "2"])
+    assert rundir.environment(make_config(tmp_path))["command"] == [*program, "steps", "--tp", "2"]
 
 
 @pytest.mark.parametrize("leftover", ["metrics.jsonl", "checkpoints/step-10"])
@@ -145,6 +165,12 @@ def test_git_state_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.M
     assert state is not None
     assert len(state["commit"]) == 40
     assert state["dirty"] is False
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    for result in ("results/steps.json", "report.html", "soak.json"):
+        (tmp_path / "benchmarks" / result).touch()
+    assert rundir.git_state() == state
+    (tmp_path / "benchmarks" / "steps.py").touch()
+    assert rundir.git_state() == state | {"dirty": True}
 
 
 def test_a_repository_around_an_installed_boost_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

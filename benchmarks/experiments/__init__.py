@@ -1,0 +1,1 @@
+"""The code of the experiments and of the report."""

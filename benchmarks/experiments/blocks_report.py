@@ -1,0 +1,131 @@
+"""Presentation of single-block experiments: table cells, bars with their spread, the paper's numbers next to ours."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.experiments.contest import Ratio, ratio, spread
+from boost.measure import drawing
+from boost.measure.document import Table
+from boost.measure.results import Facts
+from boost.plan.hardware import load_hardware
+from boost.plan.published import Compared, Comparison
+
+PROFILE = "a100-80g"
+"""Hardware of the paper."""
+
+MODELED = f"modeled, {PROFILE}:"
+"""Heading of predictions for the paper's own size and hardware."""
+
+
+@dataclass(frozen=True)
+class RangeBar:
+    """One bar: a height and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def comparison() -> Comparison:
+    """The paper and our predictions, on the paper's hardware."""
+    return Comparison(load_hardware(PROFILE))
+
+
+def as_facts(compared: Iterable[Compared]) -> list[Facts]:
+    """Published and predicted numbers, for a result."""
+    keys = ("table", "what", "published", "predicted", "unit")
+    return [{key: getattr(each, key) for key in keys} for each in compared]
+
+
+def compared_table(caption: str, rows: Iterable[Facts]) -> Table:
+    """The paper's numbers next to our predictions of the same runs."""
+    cells = [(f"{row['what']}", row["unit"], f"{row['published']:g}", f"{row['predicted']:.4g}") for row in rows]
+    return Table(caption, ("what", "unit", "paper:", MODELED), tuple(cells))
+
+
+def shape_words(facts: Facts) -> str:
+    """A description of the block and its configuration."""
+    model, train = facts["config"]["model"], facts["config"]["train"]
+    return (
+        f"A block of {model['family']}, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {model['heads']} heads; "
+        f"sequences of {train['seq_len']} tokens, {train['compute_dtype']}"
+    )
+
+
+def turns_words(facts: Facts) -> str:
+    """A description of the number of rounds."""
+    return (
+        f"measured: medians of {facts['rounds']} interleaved rounds, in brackets quartiles of times and 95 % bootstrap "
+        "intervals of ratios"
+    )
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Median (quartiles)."""
+    found = spread(seconds)
+    return _with_spread(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+
+
+def times(over: Sequence[float], under: Sequence[float]) -> str:
+    """Ratio of two times, with its interval."""
+    found = ratio(over, under)
+    return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"
+
+
+def percent(found: Ratio) -> str:
+    """A fraction in percent, with its interval."""
+    return f"{100 * found.value:.0f} ({100 * found.low:.0f} to {100 * found.high:.0f})"
+
+
+def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:
+    """Differences within the same rounds."""
+    return [a - b for a, b in zip(more, less, strict=True)]
+
+
+def ms_bar(seconds: Sequence[float]) -> RangeBar:
+    """Milliseconds: median and quartiles."""
+    found = spread(seconds)
+    return RangeBar(1e3 * found.median, 1e3 * found.low, 1e3 * found.high)
+
+
+def middle(seconds: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(seconds)
+
+
+def _with_spread(value: float, low: float, high: float) -> str:
+    digits = 1 if max(abs(value), abs(high)) >= 10 else 2 if max(abs(value), abs(high)) >= 1 else 3
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def draw_bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, RangeBar]]], unit: str) -> None:
+    """Panels side by side, by title; in each, by name of a series, bars by name of their group. Whiskers: `RangeBar`."""
+    pyplot = drawing.pyplot()
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), squeeze=False)
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    colors = pyplot.get_cmap("tab10")
+    for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
+        groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
+        held = {group: [name for name, bars in series.items() if group in bars] for group in groups}
+        width = 0.8 / max(len(names_here) for names_here in held.values())
+        for name, bars in series.items():
+            places = [groups.index(g) + (held[g].index(name) - (len(held[g]) - 1) / 2) * width for g in bars]
+            values = [bar.value for bar in bars.values()]
+            # An interval of a skewed sample may leave out its median; a whisker has no negative length.
+            below = [max(bar.value - bar.low, 0.0) for bar in bars.values()]
+            above = [max(bar.high - bar.value, 0.0) for bar in bars.values()]
+            axis.bar(
+                places, values, width, yerr=[below, above], capsize=2, error_kw={"linewidth": 0.8}, label=name,
+                color=colors(names.index(name)),
+            )  # fmt: skip
+        axis.set_xticks(range(len(groups)), groups)
+        axis.set(title=title, ylabel=unit)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.2, axis="y")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors(i), label=name) for i, name in enumerate(names)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    drawing.write(figure, path)

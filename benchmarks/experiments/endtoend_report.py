@@ -1,0 +1,275 @@
+"""Report of the end-to-end experiment: step times, speed-ups next to the paper's, and the goals."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.contest import Ratio, in_words
+from benchmarks.experiments.endtoend import (
+    BOUND,
+    BTP,
+    BTP_SP,
+    FAMILIES,
+    MEGATRON,
+    MEGATRON_SP,
+    PUBLISHED,
+    SHARES,
+    VANILLA,
+    WEAK_SCALING,
+)
+from benchmarks.experiments.side_by_side import in_ms, names, seconds_of, shape_of, spread_of, times
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
+from boost.plan import published
+
+BYTES = 0.50
+"""The goal."""
+
+LEAST_WIDTH = 1024
+"""d from which on they are meant."""
+
+
+def section(facts: Facts) -> Section:
+    """All tables and figures."""
+    intro = (
+        "Whole optimizer steps (forward, backward, gradient reduction, clipping, AdamW) on random tokens; contenders are "
+        f"interleaved in one run of {facts['rounds']} rounds. Times are medians with quartiles, ratios medians of ratios within "
+        "a round with 95 % bootstrap intervals, above 1 if the contender of the row is faster. Bytes sent by one process are "
+        "counted at the dispatcher; peak memory is that of its tensors, without the allocator's rounding. "
+        "MB = 10^6 bytes. Models have fewer blocks than the paper's, and proportionally smaller vocabularies. Its steps have "
+        "16,384 tokens: with fewer tokens, communication once per step weighs more (under btp-sp the all-reduce of the outer "
+        "factors' gradients: the difference between the two columns of bytes)."
+    )
+    left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
+    figures = (
+        Figure("steps", "Step time by contender; lines are quartiles, hatched parts are modeled", _drawn(_bars, facts)),
+        Figure("steps-speedups", "Speed-ups next to the paper's; lines are 95 % intervals", _drawn(_speedups, facts)),
+    )
+    return Section(
+        "End-to-end step time",
+        (
+            intro,
+            figures[0],
+            *map(_group_table, facts["groups"]),
+            figures[1],
+            _speedup_table(facts),
+            *map(_family_table, _of(facts, FAMILIES)),
+            *left_out,
+        ),
+    )
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Rows of the Performance table of the goals."""
+    cut = [group for group in _of(facts, WEAK_SCALING) if group["tp"] > 1]
+    wide = [group for group in cut if _dim(group) >= LEAST_WIDTH and group["tp"] == 2]
+    found = list(map(_bytes_goal, _in(wide, "bfloat16")))
+    both = [*cut, *_of(facts, BOUND)]
+    if both:
+        found.append(_never_slower(both))
+    return found
+
+
+def _bytes_goal(group: Facts) -> Goal:
+    ours, theirs = _row(group, BTP_SP), _row(group, BTP)
+    inside, whole = (ours[key] / theirs[key] for key in ("sent_in_blocks", "sent_bytes"))
+    remark = f"of the blocks; {whole:.2f} x of all bytes of a step, including embedding, head and gradient all-reduces"
+    found = f"{inside:.3f} x"
+    return Goal(
+        "btp-sp against btp, bytes", f"{BYTES:.2f}x", shape_of(group), found, inside <= BYTES, "counted", remark
+    )
+
+
+def _never_slower(groups: Sequence[Facts]) -> Goal:
+    found = [(times(group, BTP, BTP_SP), group) for group in groups]
+    value, worst = min(found, key=lambda each: each[0].value)
+    met = all(each.low >= 1 for each, _ in found)
+    where = f"the worst of {len(groups)} groups: {worst['name']}; {shape_of(worst)}"
+    return Goal("btp-sp against btp, time, same run", "never slower", where, f"{in_words(value)} x", met)
+
+
+def best(group: Facts) -> str:
+    """Of btp and btp-sp, the one with the shorter median step."""
+    return min((BTP, BTP_SP), key=lambda name: statistics.median(seconds_of(group, name)))
+
+
+def _of(facts: Facts, *purposes: str) -> list[Facts]:
+    return [group for group in facts["groups"] if group["purpose"] in purposes]
+
+
+def _in(groups: Sequence[Facts], dtype: str) -> list[Facts]:
+    return [group for group in groups if group["dtype"] == dtype]
+
+
+def _dim(group: Facts) -> int:
+    dim: int = next(row["config"]["model"]["dim"] for row in group["rows"] if "config" in row)
+    return dim
+
+
+def _row(group: Facts, name: str) -> Facts:
+    row: Facts = next(row for row in group["rows"] if row["name"] == name)
+    return row
+
+
+def _group_table(group: Facts) -> Table:
+    has = names(group)
+    bases = [
+        name
+        for name in (
+            VANILLA,
+            MEGATRON_SP,
+            "dense",
+            f"cola: {PUBLISHED}",
+            MEGATRON if group["purpose"] == FAMILIES else "",
+        )
+        if name in has
+    ]
+    shared = ["computed ms, measured:", "collectives ms, modeled:"] if group["share"] else []
+    headings = [
+        "contender",
+        "parameters, M:",
+        *shared,
+        f"step ms{', of both' if shared else ', measured'}:",
+        "tokens/s:",
+    ]
+    headings += [f"against {base}:" for base in bases]
+    headings += ["sent MB, counted:", "sent in blocks:", "peak MB, measured:"]
+    priced = f" Collective times modeled with: {group['priced_by']}." if group["share"] else ""
+    skipped = "".join(f" {name} was skipped: {why}." for name, why in group["skipped"].items())
+    caption = f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}{skipped}"
+    return Table(caption, tuple(headings), tuple(_cells(group, row, bases) for row in group["rows"]))
+
+
+def _cells(group: Facts, row: Facts, bases: Sequence[str]) -> tuple[str, ...]:
+    name, taken = row["name"], spread_of(group, row["name"])
+    cells = [name, f"{row['parameters'] / 1e6:.1f}" if "parameters" in row else ""]
+    if group["share"]:
+        cells += [f"{1e3 * statistics.median(row['seconds']):.0f}", f"{1e3 * group['waits_s'][name]:.1f}"]
+    cells += [in_ms(taken), f"{group['tokens'] / taken.median:,.0f}"]
+    cells += ["1" if base == name else in_words(times(group, base, name)) for base in bases]
+    keys = ("sent_bytes", "sent_in_blocks", "peak_bytes")
+    return *cells, *(f"{row[key] / 1e6:.1f}" if key in row else "" for key in keys)
+
+
+def _paper(tp: int) -> published.PublishedRow | None:
+    return next((row for row in published.STEPS if (row.tp, row.pp) == (tp, 1)), None)
+
+
+def _pairs(group: Facts) -> Iterator[tuple[str, Ratio, float | None]]:
+    """(comparison, our ratio, the paper's) of one group."""
+    paper, has = _paper(group["tp"]), names(group)
+    theirs = {way: paper.seconds[way] / paper.seconds["BOOST"] for way in published.WAYS} if paper else {}
+    if group["tp"] == 1:
+        yield "cola against dense", times(group, "dense", "cola"), theirs.get("full-rank")
+        return
+    first = best(group)
+    for words, over, under, paper_ratio in (
+        (f"{BTP} against {PUBLISHED}", PUBLISHED, BTP, theirs.get("vanilla")),
+        (f"{BTP} against {MEGATRON}", MEGATRON, BTP, theirs.get("full-rank")),
+        (f"{first} (best) against {VANILLA} (strong)", VANILLA, first, None),
+        (f"{first} (best) against {MEGATRON_SP}", MEGATRON_SP, first, None),
+        (f"{BTP_SP} against {BTP}", BTP, BTP_SP, None),
+        *((f"{first} (best) against {peer}", peer, first, None) for peer in _peers(group)),
+    ):
+        if over in has and under in has:
+            yield words, times(group, over, under), paper_ratio
+
+
+def _peers(group: Facts) -> list[str]:
+    return [row["name"] for row in group["rows"] if row.get("peer")]
+
+
+def _compared(facts: Facts) -> list[tuple[Facts, str, Ratio, float | None]]:
+    groups = _of(facts, WEAK_SCALING, BOUND, SHARES)
+    return [(group, *pair) for group in groups for pair in _pairs(group)]
+
+
+def _speedup_table(facts: Facts) -> Table:
+    rows = []
+    for group, words, found, paper_ratio in _compared(facts):
+        paper = _paper(group["tp"])
+        size = f" ({paper.size}, TP {paper.tp})" if paper and paper_ratio else ""
+        kind = "computation measured, collectives modeled" if group["share"] else "measured"
+        rows.append((group["name"], words, in_words(found), kind, f"{paper_ratio:.2f}{size}" if paper_ratio else ""))
+    caption = (
+        "Speed-ups next to the paper's. The paper's are on A100 GPUs (batch 4, 4096 tokens, bf16), over its own full-rank and "
+        "vanilla baselines. Ours are over these, and over the strongest forms of both."
+    )
+    return Table(caption, ("group", "what", "ours, times:", "kind", "paper, times:"), tuple(rows))
+
+
+def _family_table(group: Facts) -> Table:
+    full = next(row for row in published.STEPS if row.size == "7B").seconds["full-rank"]
+    rows = []
+    for family, (boost, vanilla) in published.FAMILIES.items():
+        ours = f"{family}: {BTP}"
+        pairs = ((f"{family}: {PUBLISHED}", vanilla / boost), (MEGATRON, full / boost))
+        rows.append(
+            (
+                family,
+                *(x for over, paper_ratio in pairs for x in (in_words(times(group, over, ours)), f"{paper_ratio:.2f}")),
+            )
+        )
+    headings = ("family", "btp against vanilla, published:", "paper:", "against megatron:", "paper :")
+    caption = f"By architecture, measured: {shape_of(group)}. The paper's numbers are for its 7B at TP 4 on A100."
+    return Table(caption, headings, tuple(rows))
+
+
+def _drawn(draw: Callable[[Facts, Any], None], facts: Facts) -> Callable[[Path], None]:
+    def into(path: Path) -> None:
+        pyplot = drawing.pyplot()
+
+        draw(facts, pyplot)
+        pyplot.gcf().tight_layout()
+        drawing.write(pyplot.gcf(), path)
+
+    return into
+
+
+def _bars(facts: Facts, pyplot: Any) -> None:
+    """One panel per group, one bar per contender."""
+    groups = facts["groups"]
+    heights = [0.9 + 0.28 * len(group["rows"]) for group in groups]
+    _, axes = pyplot.subplots(
+        len(groups), 1, figsize=(8, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for axis, group in zip(axes[:, 0], groups, strict=True):
+        found = names(group)
+        spreads = [spread_of(group, name) for name in found]
+        waits = [group.get("waits_s", {}).get(name, 0.0) for name in found]
+        middle = [1e3 * each.median for each in spreads]
+        error = [
+            [1e3 * (s.median - s.low) for s in spreads],
+            [1e3 * (s.high - s.median) for s in spreads],
+        ]
+        colors = ["#5b8db8" if name.endswith((BTP, BTP_SP, "cola", "svd", "lax")) else "#b0b0b0" for name in found]
+        axis.barh(found, [m - 1e3 * w for m, w in zip(middle, waits, strict=True)], color=colors)
+        axis.barh(found, [1e3 * w for w in waits], left=[m - 1e3 * w for m, w in zip(middle, waits, strict=True)],
+                  color="white", edgecolor=colors, hatch="///")  # fmt: skip
+        axis.errorbar(middle, found, xerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        axis.invert_yaxis()
+        axis.set(title=group["name"], xlabel="ms per step", xlim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def _speedups(facts: Facts, pyplot: Any) -> None:
+    """One line per ratio, with the paper's if available."""
+    rows = _compared(facts)
+    labels = [f"{words}\n{group['name']}" for group, words, _, _ in rows]
+    _, axis = pyplot.subplots(figsize=(8, 1 + 0.42 * len(rows)))
+    for y, (_, _, found, paper_ratio) in enumerate(rows):
+        axis.errorbar(
+            found.value, y, xerr=[[found.value - found.low], [found.high - found.value]], fmt="o", color="#5b8db8",
+            capsize=3, label="ours" if y == 0 else None,
+        )  # fmt: skip
+        if paper_ratio:
+            axis.plot(paper_ratio, y, "D", markerfacecolor="none", color="black", label=None if y else "paper")
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+    axis.invert_yaxis()
+    axis.set(xlabel="speed-up", xlim=(0, None))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.2)
+    axis.legend(fontsize=8, frameon=False)

@@ -1,0 +1,378 @@
+"""The families side by side: the same shape, tokens, order of the data and schedule, several seeds each, on one machine.
+
+Peak learning rates differ between methods in every paper, so each contender chooses its own in a small sweep on a separate
+seed. Every run is one process with one thread, so concurrent runs affect nothing but the time; step times are therefore
+measured separately, with all contenders interleaved. Finished runs are saved: the same command resumes.
+"""
+
+import functools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.contest import take_turns
+from benchmarks.experiments.curves import at_start, heldout
+from benchmarks.experiments.families_report import goals, section
+from boost.config import Config
+from boost.config.architecture import flops_per_token, parameter_count
+from boost.config.load import change_family, from_tree
+from boost.config.schema import Family
+from boost.data.fit import open_fitting_store
+from boost.errors import ConfigError, TrainingError
+from boost.measure.results import Facts, as_markdown, facts_of, save_section
+from boost.optim.schedule import learning_rate
+from boost.parallel.mesh import Mesh, choose_device
+from boost.train.evaluate import Evaluation
+from boost.train.loop import Trainer
+from boost.train.rundir import git_state, storage_errors
+
+__all__ = [
+    "CONTENDERS",
+    "USUAL",
+    "FamilyVariant",
+    "FamilyExperiment",
+    "Task",
+    "FamilyRun",
+    "compare",
+    "configuration",
+    "goals",
+    "section",
+]
+
+
+@dataclass(frozen=True)
+class FamilyVariant:
+    """A variant of model and optimizer, as changes to a configuration."""
+
+    linear: str
+    family: Family
+    model: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+
+
+# LORO as published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
+LORO = {"name": "loro", "eps": 1e-6, "weight_decay": 0.0, "clip": 0.0, "schedule": "cosine-restarts"}
+EXACT_STEPS = 8
+"""Exact steps of a LORO run. Published runs make 20 (60M) to 500 (1B), 500 and 200 steps apart; a run of some hundred steps
+cannot have both so many and so far apart, and Adam needs tens of steps behind each, since its moments are cleared."""
+RESTART_WARMUP = 5
+"""Steps of warm-up after each, as published."""
+
+CONTENDERS = {
+    "dense": FamilyVariant("W x", "dense"),
+    "svd": FamilyVariant("B (A x)", "svd"),
+    "cola": FamilyVariant("B silu(A x)", "cola"),
+    "lax": FamilyVariant("B silu(LN(A x + h before))", "lax", {"over": "cola", "gate": "identity"}),
+    "loro": FamilyVariant("B (A x), LORO", "svd", optim=LORO),
+    "svd-spectral": FamilyVariant("B (A x), spectral start", "svd", {"factor_init": "spectral"}),
+    "lax-svd": FamilyVariant("B LN(A x + h before)", "lax", {"over": "svd", "gate": "identity"}),
+    "lax-tensor": FamilyVariant("B silu(LN(A x + R h C))", "lax", {"over": "cola", "gate": "tensor"}),
+    "lax-dense": FamilyVariant("B silu(LN(A x + G h + g))", "lax", {"over": "cola", "gate": "dense"}),
+}
+USUAL = ("dense", "svd", "cola", "lax", "loro")
+
+
+@dataclass(frozen=True)
+class FamilyExperiment:
+    """What is compared, and how."""
+
+    contenders: tuple[str, ...]
+    seeds: tuple[int, ...]
+    sweep: tuple[float, ...]
+    """Peak learning rates to choose from; empty: optim.lr for all."""
+    sweep_seed: int
+    sweep_steps: int
+    rounds: int
+    """Of the timing."""
+    jobs: int
+    """Runs at once."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training run."""
+
+    contender: str
+    seed: int
+    lr: float
+    config: Config
+
+
+@dataclass(frozen=True)
+class FamilyRun:
+    """The result of one training run."""
+
+    contender: str
+    seed: int
+    lr: float
+    losses: list[float]
+    """Of every step whose loss was finite."""
+    heldout: list[tuple[int, float]]
+    """(step, held-out loss) of the evaluations on the way."""
+    loss: float | None
+    """On all held-out text after the last step, nats per token; None: it diverged."""
+    bits_per_byte: float | None
+    seconds: float
+    """Of this run, which shared the machine with others: not the cost of a step."""
+    git: dict[str, Any] | None
+
+
+def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -> Config:
+    """The run of `config` as a contender on one process. Raises ConfigError if the configuration is invalid.
+
+    If the length differs, warm-up keeps the same fraction of it.
+    """
+    contender, tree = CONTENDERS[name], config.model_dump()
+    if config.optim.name != "adamw":
+        raise ConfigError(
+            f"optim.name = '{config.optim.name}' is a contender by itself; give families a configuration with 'adamw'"
+        )
+    change_family(tree["model"], contender.family, contender.model.get("over", "cola"))
+    if tree["model"].get("rank") is None:
+        tree["model"].pop("rank", None)
+    tree["model"] |= contender.model
+    warmup = round(config.optim.warmup_steps * steps / config.train.steps)
+    tree["optim"] |= {**contender.optim, "lr": lr, "warmup_steps": warmup}
+    if contender.optim.get("name") == "loro":
+        every = max(steps // EXACT_STEPS, 1)
+        tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
+    tree["train"] |= {"seed": seed, "steps": steps, "recompute": "none", "recompute_every": 1}
+    tree["parallel"] = {}
+    return from_tree(tree)
+
+
+def train(task: Task) -> FamilyRun:
+    """Trains and evaluates. A run whose loss is no longer finite ends there and has no held-out loss."""
+    config, begun = task.config, time.perf_counter()
+    trainer = _trainer(config)
+    steps, every = config.train.steps, config.train.eval_every
+    losses: list[float] = []
+    on_the_way: list[tuple[int, float]] = []
+    last: Evaluation | None = None
+    try:
+        for step in range(steps):
+            stats = trainer.step(learning_rate(config.optim, step, steps))
+            if math.isfinite(stats.loss):
+                losses.append(round(stats.loss, 5))
+            if every and (step + 1) % every == 0 and step + 1 < steps:
+                on_the_way.append((step + 1, round(heldout(trainer, config.train.eval_tokens or None).loss, 5)))
+        last = heldout(trainer)
+    except TrainingError:
+        pass  # several consecutive steps were not finite: reported as no held-out loss
+    sound = last is not None and math.isfinite(last.loss)
+    return FamilyRun(
+        task.contender, task.seed, task.lr, losses, on_the_way,
+        last.loss if last and sound else None, last.bits_per_byte if last and sound else None,
+        round(time.perf_counter() - begun, 1), git_state(),
+    )  # fmt: skip
+
+
+def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
+    """The experiment: the sweep, the runs, the timing. Writes `out`.json (after each run), .md and .svg.
+
+    Raises ConfigError if `out` holds results of other settings, TrainingError if a process of a run is lost.
+    """
+    facts = _begin(config, plan, out)
+    run = functools.partial(_run_all, facts=facts, out=out, plan=plan)
+    steps = config.train.steps
+    swept = [
+        Task(name, plan.sweep_seed, lr, configuration(config, name, plan.sweep_seed, lr, plan.sweep_steps))
+        for lr in plan.sweep
+        for name in plan.contenders
+    ]
+    run(swept, "sweep")
+    rates = {name: best_rate(facts["sweep"], name) if plan.sweep else config.optim.lr for name in plan.contenders}
+    tasks = [
+        Task(name, seed, rates[name], configuration(config, name, seed, rates[name], steps))
+        for place, seed in enumerate(plan.seeds)
+        for name in _rotated(plan.contenders, place)
+    ]
+    run(tasks, "runs")
+    facts["contenders"] = {task.contender: _describe(task, plan) for task in tasks}
+    facts["seeds"] = list(plan.seeds)
+    if set(facts["timing"].get("seconds", {})) != set(plan.contenders) or facts["timing"]["rounds"] != plan.rounds:
+        alone = {task.contender: task.config for task in tasks}
+        facts["timing"] = {"rounds": plan.rounds, "seconds": time_steps(alone, plan.rounds)}
+    facts["complete"] = True
+    save_section(out, facts, section(facts))
+    print(as_markdown(facts, section(facts)))
+    return 0
+
+
+def best_rate(sweep: Iterable[Facts], contender: str) -> float:
+    """The learning rate with the lowest held-out loss. Raises TrainingError if all runs diverged."""
+    sound = [(row["loss"], row["lr"]) for row in sweep if row["contender"] == contender and row["loss"] is not None]
+    if not sound:
+        raise TrainingError(f"{contender} diverged at every learning rate of --sweep; try lower ones")
+    return float(min(sound)[1])
+
+
+def time_steps(configs: dict[str, Config], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of optimizer steps, contenders interleaved: {"usual": [...], "exact": [...]} of each, in order of rounds.
+
+    LORO's exact steps are rare and slow, and are listed separately; there are at least `rounds` // 8 of them.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the runs; and where others work too, threads that wait for each other time those
+    trainers = {name: _trainer(_with_frequent_exact_steps(config, rounds)) for name, config in configs.items()}
+    kinds: dict[str, list[str]] = {name: [] for name in configs}
+    calls = {name: functools.partial(_step, trainer, kinds[name]) for name, trainer in trainers.items()}
+    turns = take_turns(calls, next(iter(trainers.values())).mesh, rounds)
+    torch.set_num_threads(usual)
+    return {
+        name: {
+            kind: [s for s, of in zip(seconds, kinds[name][-rounds:], strict=True) if of == kind]
+            for kind in ("usual", "exact")
+        }
+        for name, seconds in turns.seconds.items()
+    }
+
+
+def _step(trainer: Trainer, kinds: list[str]) -> list[Tensor]:
+    """One optimizer step, whose kind is recorded: its loss and a weight."""
+    every = trainer.config.optim.exact_every
+    kinds.append("exact" if every and (trainer.position.step + 1) % every == 0 else "usual")
+    stats = trainer.step(trainer.config.optim.lr / 100)
+    return [torch.tensor(stats.loss), trainer.fused_params[0].tensor]
+
+
+def _with_frequent_exact_steps(config: Config, rounds: int) -> Config:
+    every = config.optim.exact_every
+    if not every:
+        return config
+    tree = config.model_dump()
+    every = max(min(every, rounds // 4), 2)
+    tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
+    return from_tree(tree)
+
+
+def _trainer(config: Config) -> Trainer:
+    return at_start(config, Mesh(choose_device(config.run.device)))
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
+    by %= len(names)
+    return [*names[by:], *names[:by]]
+
+
+def _describe(task: Task, plan: FamilyExperiment) -> Facts:
+    contender, config = CONTENDERS[task.contender], task.config
+    return {
+        **asdict(contender),
+        "lr": task.lr,
+        "at_edge": len(plan.sweep) > 1 and task.lr in (min(plan.sweep), max(plan.sweep)),
+        "exact_every": config.optim.exact_every,
+        "parameters": parameter_count(config.model),
+        "flops_per_token": flops_per_token(config.model, config.train.seq_len),
+    }
+
+
+def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
+    """Empty results, or those of an earlier call with the same settings."""
+    store = open_fitting_store(config)
+    # Where things lie makes no difference, and what lies there is asked for below.
+    described = config.model_dump(exclude={"run": True, "parallel": True, "data": {"store"}})
+    settings = json.loads(
+        json.dumps(
+            {
+                "config": described,
+                "tokenizer": store.fingerprint,
+                "text": [store.content(split) for split in ("train", "heldout")],
+                "device": choose_device(config.run.device).type,
+                "torch": str(torch.__version__),
+                "sweep": [plan.sweep, plan.sweep_seed, plan.sweep_steps],
+                "contenders": {name: asdict(contender) for name, contender in CONTENDERS.items()},
+                "exact_steps": EXACT_STEPS,
+            }
+        )
+    )
+    fresh = facts_of("families", config, settings=settings, sweep=[], runs=[], timing={}, complete=False)
+    try:
+        kept = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return fresh
+    except ValueError:
+        raise ConfigError(
+            f"--out = '{out}': {out.with_suffix('.json')} is not JSON; remove it or choose another --out"
+        ) from None
+    before = kept.get("settings", {}) if isinstance(kept, dict) else {}
+    if (different := next(_differences(before, settings), None)) is not None:
+        raise ConfigError(
+            f"--out = '{out}' holds results of other settings: {different}; go on with those, choose another --out, "
+            f"or remove {out.with_suffix('.json')}"
+        )
+    return {**fresh, **{name: kept[name] for name in ("sweep", "runs", "timing")}}
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """'config.train.steps is 300 there and 400 here' for each setting that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif before != now:
+        yield f"{name} is {json.dumps(before)} there and {json.dumps(now)} here"
+
+
+def _run_all(tasks: Sequence[Task], kind: str, *, facts: Facts, out: Path, plan: FamilyExperiment) -> None:
+    """Trains what is missing in facts[kind], and saves each result as it arrives."""
+    done = {_key(row) for row in facts[kind]}
+    waiting = [task for task in tasks if _key(asdict(task)) not in done]
+    for number, trained in enumerate(each_trained(waiting, min(plan.jobs, len(waiting))), start=1):
+        facts[kind].append(asdict(trained))
+        _keep(out, facts)
+        outcome = "diverged" if trained.loss is None else f"held-out loss {trained.loss:.4f}"
+        print(
+            f"{kind} {number}/{len(waiting)}: {trained.contender}, seed {trained.seed}, lr {trained.lr:g}: {outcome}, "
+            f"{trained.seconds:.0f} s",
+            flush=True,
+        )
+
+
+def _key(row: Facts) -> tuple[str, int, float]:
+    return row["contender"], row["seed"], row["lr"]
+
+
+def _keep(out: Path, facts: Facts) -> None:
+    """Writes the results so far, atomically."""
+    with storage_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_suffix(".json.partial")
+        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        os.replace(partial, out.with_suffix(".json"))
+
+
+def each_trained(tasks: Sequence[Task], jobs: int, work: Callable[[Task], FamilyRun] = train) -> Iterator[FamilyRun]:
+    """Results as they arrive, from `jobs` processes with one thread each. Raises TrainingError if one of them is lost."""
+    if not tasks:
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet_single_thread) as pool:
+        futures: list[Future[FamilyRun]] = [pool.submit(work, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise TrainingError(
+                "a process died during a run (killed, or out of memory); finished runs are kept: run the "
+                "command again, with fewer --jobs if memory is short"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _quiet_single_thread() -> None:
+    """Initializes a pool process: one thread, because threads would change sums, and no output, which the parent prints."""
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -1,0 +1,140 @@
+"""What `python -m benchmarks ideal` found, as a table, a figure and a goal."""
+
+from pathlib import Path
+
+from benchmarks.experiments.contest import Ratio, in_words, ratio, spread
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
+
+LAYOUTS = ("btp-sp", "btp", "vanilla", "megatron-sp")
+JUDGED = ("btp-sp", "btp")
+ALONE, WIRE = "alone, ", "wire, "
+"""What the names of contenders begin with: the step of a family on one process, the collectives of a layout."""
+LEAST = 0.93
+"""The goal: of the ideal."""
+
+
+def section(facts: Facts) -> Section:
+    """A table and a figure."""
+    return Section(
+        f"TP={facts['tp']} against the ideal",
+        (
+            f"The ideal is the single-process step time divided by {facts['tp']}, plus the step's collectives in isolation. "
+            f"{_where(facts)}. Medians of {facts['rounds']} interleaved rounds, quartiles in brackets; the ratio to the ideal is "
+            "the median within rounds, with its 95 % bootstrap interval. Whole training steps.",
+            _table(facts),
+            Figure("ideal-parts", f"Where the time of a TP={facts['tp']} step goes", lambda path: draw(facts, path)),
+        ),
+    )
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """The row of the table of goals that is answered here: of the better of our layouts."""
+    found = {layout: efficiency(facts, layout) for layout in JUDGED}
+    best = max(each.low for each in found.values())
+    return [
+        Goal(
+            f"TP={facts['tp']} against the ideal (a {facts['tp']}th of the TP=1 compute + measured wire time of its bytes)"
+            if facts["tp"] != 2
+            else "TP=2 against the ideal (half of the TP=1 compute + measured wire time of its bytes)",
+            f">= {LEAST:.2f} of ideal",
+            _where(facts),
+            ", ".join(f"{layout} {in_words(each)}" for layout, each in found.items()),
+            best >= LEAST,
+        )
+    ]
+
+
+def ideal(facts: Facts, layout: str) -> list[float]:
+    """Seconds of the ideal step, by round."""
+    return [compute + wire for compute, wire in zip(_compute(facts, layout), _wire(facts, layout), strict=True)]
+
+
+def efficiency(facts: Facts, layout: str) -> Ratio:
+    """The ideal over the step."""
+    return ratio(ideal(facts, layout), facts["turns"]["seconds"][layout])
+
+
+def _compute(facts: Facts, layout: str) -> list[float]:
+    """This process's share of the step of one process, by round."""
+    return [s / facts["tp"] for s in facts["turns"]["seconds"][ALONE + facts["families"][layout]]]
+
+
+def _wire(facts: Facts, layout: str) -> list[float]:
+    seconds: list[float] = facts["turns"]["seconds"][WIRE + layout]
+    return seconds
+
+
+def _rest(facts: Facts, layout: str) -> list[float]:
+    steps = facts["turns"]["seconds"][layout]
+    return [step - best for step, best in zip(steps, ideal(facts, layout), strict=True)]
+
+
+def _table(facts: Facts) -> Table:
+    rows = [
+        (
+            layout,
+            facts["families"][layout],
+            _ms(facts["turns"]["seconds"][layout]),
+            _ms(_compute(facts, layout)),
+            _ms(_wire(facts, layout)),
+            _ms(_rest(facts, layout)),
+            str(len(facts["collectives"][layout])),
+            f"{facts['sent_bytes'][layout] / 1e6:.1f}",
+            in_words(efficiency(facts, layout)),
+        )
+        for layout in LAYOUTS
+    ]
+    headings = (
+        "layout",
+        "family",
+        "step, ms:",
+        f"1/{facts['tp']} of TP=1, ms:",
+        "wire, ms:",
+        "the rest, ms:",
+        "collectives:",
+    )
+    return Table(
+        "Breakdown of the step time. Times are measured; collectives and bytes (MB = 10^6 bytes sent by one process) are counted.",
+        (*headings, "sent, MB:", "of ideal:"),
+        tuple(rows),
+    )
+
+
+def _where(facts: Facts) -> str:
+    model, train = facts["config"]["model"], facts["config"]["train"]
+    return (
+        f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, {model['heads']} heads, r {model['rank']}, V "
+        f"{model['vocab_size']}, {train['global_batch']} x {train['seq_len']} tokens in micro-batches of {train['micro_batch']}, "
+        f"{train['compute_dtype']}, {facts['tp']} processes, {facts['device']}"
+    )
+
+
+def _ms(seconds: list[float]) -> str:
+    found = spread(seconds)
+    return f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f} to {1e3 * found.high:.0f})"
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """A bar a layout: compute, wire, and what is above the ideal (or a mark where the step is below it)."""
+    pyplot = drawing.pyplot()
+
+    figure, axis = pyplot.subplots(figsize=(7, 4))
+    places, bottom = range(len(LAYOUTS)), [0.0] * len(LAYOUTS)
+    parts = ((f"1/{facts['tp']} of TP=1", _compute, "#4c78a8"), ("wire", _wire, "#f58518"))
+    for label, part, color in parts:
+        heights = [1e3 * spread(part(facts, layout)).median for layout in LAYOUTS]
+        axis.bar(places, heights, bottom=bottom, label=label, color=color, width=0.6)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    steps = [spread(facts["turns"]["seconds"][layout]) for layout in LAYOUTS]
+    errors = [[1e3 * (s.median - s.low) for s in steps], [1e3 * (s.high - s.median) for s in steps]]
+    axis.errorbar(
+        places, [1e3 * s.median for s in steps], yerr=errors, fmt="_", markersize=30, color="black", capsize=4, label="step"
+    )  # fmt: skip
+    axis.set_xticks(places, [f"{layout}\n{facts['families'][layout]}" for layout in LAYOUTS])
+    axis.set_ylabel("ms")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    drawing.write(figure, path)

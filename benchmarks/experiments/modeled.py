@@ -1,0 +1,324 @@
+"""The paper's evaluation, predicted by the performance model: GPU step times, and speed-ups of the best low-rank layout.
+
+Every number here is modeled. Runs are configured as in `boost.plan.published`: bf16 weights and activations, sequences of 4096
+tokens, no recomputation. In addition to the paper's three systems there are stronger ones: `vanilla` with sharded heads and
+channels, `megatron-sp`, and `btp-sp`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.experiments import computed
+from boost.config import load
+from boost.config.schema import Config
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of, save_section
+from boost.measure.validate import PAPERS_HARDWARE
+from boost.plan.hardware import load_hardware
+from boost.plan.peak import peak
+from boost.plan.published import SEQUENCES, STEPS, TOKENS, Comparison, PublishedRow, Way, configuration
+from boost.plan.timing import Predictor
+
+HARDWARE = ("a100-80g-8", "h100-80g", "h200-141g")
+"""Profiles of 8-GPU nodes, for the goals."""
+
+STRONG: dict[str, tuple[Way, tuple[str, ...]]] = {
+    "megatron-sp": ("full-rank", ("--parallel.layout=megatron-sp", "--parallel.grouping=true")),
+    "vanilla": ("vanilla", ("--parallel.vanilla=strong", "--parallel.grouping=true")),
+    "btp": ("BOOST", ()),
+    "btp-sp": ("BOOST", ("--parallel.layout=btp-sp",)),
+}
+"""The strongest form of each layout: the paper's system that it starts from, and overrides."""
+
+LOW_RANK = ("btp", "btp-sp")
+WIDTHS = (4, 8)
+"""TP of the 7B."""
+
+LARGE_GPUS, LARGE_LAYERS = 32, 48
+"""The 40B of the paper's talk has no published shape; ours is the 30B with more blocks."""
+
+LARGE_SEQUENCES = (4, 32)
+"""Sequences per step of the 40B: as in the paper, and enough to fill the pipeline."""
+
+STRONGER = {"vanilla": "strong vanilla"}
+"""Names of baselines that differ from the published form."""
+
+AGAINST = {"vanilla": 2.3, "megatron-sp": 1.95}
+"""Target speed-up of the best low-rank layout over each baseline."""
+
+
+@dataclass(frozen=True)
+class Modeled:
+    """Steps of one model on one mesh, by layout."""
+
+    hardware: str
+    size: str
+    tp: int
+    pp: int
+    sequences: int
+    """Of a step."""
+    micro_batch: int
+    seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+    """Peak memory, the maximum over processes."""
+    usable_bytes: int
+    """Of a device."""
+
+
+def predicted(hardware: str, row: PublishedRow, micro_batch: int, more: Sequence[str] = ()) -> Modeled:
+    """Steps of `row` under every layout of STRONG. `more`: overrides."""
+    profile = load_hardware(hardware)
+    predictor = Predictor(profile)
+    configs = {name: configuration(way, row, micro_batch, [*own, *more]) for name, (way, own) in STRONG.items()}
+    some, steps = configs["btp"].train, {name: predictor.predict(config) for name, config in configs.items()}
+    return Modeled(
+        hardware, row.size, row.tp, row.pp, some.global_batch, some.micro_batch,
+        {name: step.seconds for name, step in steps.items()},
+        {name: _worst_peak(config) for name, config in configs.items()},
+        profile.usable_bytes,
+    )  # fmt: skip
+
+
+def model(hardware: Sequence[str]) -> Facts:
+    """All predictions on these profiles, as a result. Raises ConfigError for an unknown profile."""
+    seven, thirty = STEPS[2], STEPS[4]
+    # Batch 4 in one micro-batch: fewer and larger collectives, and it fits without recomputation.
+    scaled = [predicted(name, PublishedRow(seven.size, tp, 1, {}), SEQUENCES) for name in hardware for tp in WIDTHS]
+    large = []
+    for name in hardware:
+        for tp in WIDTHS:
+            row = PublishedRow("40B", tp, LARGE_GPUS // tp, {})
+            large += [
+                _large(name, PublishedRow(thirty.size, row.tp, row.pp, {}), sequences) for sequences in LARGE_SEQUENCES
+            ]
+    paper = Comparison(load_hardware(PAPERS_HARDWARE))
+    return facts_of(
+        "modeled",
+        load("boost-7b"),
+        titles={name: load_hardware(name).title for name in (PAPERS_HARDWARE, *hardware)},
+        paper=[
+            {
+                **asdict(step.row),
+                "published": step.row.seconds,
+                "modeled": step.seconds,
+                "strong": predicted(PAPERS_HARDWARE, step.row, 1).seconds if step.row.tp > 1 else None,
+            }
+            for step in paper.steps()
+        ],
+        scaled=[asdict(each) for each in scaled],
+        large=[asdict(each) for each in large],
+        computed=computed.compute(),
+    )
+
+
+def run(hardware: Sequence[str], out: Path) -> int:
+    """The experiment: writes `out`.json, .md and its figures."""
+    facts = model(hardware)
+    save_section(out, facts, section(facts))
+    for goal in goals(facts):
+        print(f"{goal.what}: {goal.found} ({goal.where}, {goal.kind}; {goal.figure})")
+    print(f"{out}.json written")
+    return 0
+
+
+def best(seconds: dict[str, float]) -> str:
+    """The fastest of the low-rank layouts."""
+    return min(LOW_RANK, key=lambda name: seconds[name])
+
+
+def gain(seconds: dict[str, float], over: str) -> float:
+    """Speed-up of the best low-rank layout over another layout."""
+    return seconds[over] / seconds[best(seconds)]
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Of the figures that need no run."""
+    return computed.goals(facts["computed"])
+
+
+def section(facts: Facts) -> Section:
+    """Tables and figures."""
+    return Section(
+        "The paper's evaluation, modeled on GPUs",
+        (
+            "Predictions of the performance model; nothing here was measured. Runs are configured as in the paper: bf16 "
+            f"weights and activations, sequences of {TOKENS} tokens, no recomputation. The published form of a layout has the "
+            "extra collectives of the paper's code; plain `vanilla` is the strong form with sharded heads and channels. At TP 1 "
+            "all layouts are the same.",
+            _paper_table(facts),
+            Figure("modeled-steps", _STEPS_CAPTION, partial(_draw_steps, facts)),
+            _gains_table(facts),
+            _scaled_table(facts),
+            Figure("modeled-gains", _GAINS_CAPTION, partial(_draw_gains, facts)),
+            _large_table(facts),
+            computed.table(facts["computed"]),
+        ),
+    )
+
+
+_STEPS_CAPTION = "Step time of the paper's five sizes: bars are modeled, diamonds are published."
+_GAINS_CAPTION = (
+    "Speed-up of the best low-rank layout over strong vanilla and megatron-sp, 7B, modeled; lines are the goals."
+)
+
+
+def _paper_table(facts: Facts) -> Table:
+    rows = []
+    for row in facts["paper"]:
+        cells = [row["size"], f"{row['tp']} x {row['pp']}"]
+        for way in ("full-rank", "vanilla", "BOOST"):
+            cells += [f"{row['published'][way]:.2f}", f"{row['modeled'][way]:.2f}"]
+        strong = row["strong"]
+        rows.append((*cells, *(f"{strong[name]:.2f}" if strong else "-" for name in STRONG)))
+    headings = ["size", "TP x PP"]
+    for way in ("full-rank", "vanilla", "BOOST"):
+        headings += [f"{way}, paper:", f"{way}, published form:"]
+    return Table(
+        f"Step time in seconds, modeled: {SEQUENCES} sequences in micro-batches of one on the paper's hardware "
+        f"({facts['titles'][PAPERS_HARDWARE]}).",
+        (*headings, *(f"{name}:" for name in STRONG)),
+        tuple(rows),
+    )
+
+
+def _gains_table(facts: Facts) -> Table:
+    rows = []
+    for row in facts["paper"]:
+        published, ours, strong = row["published"], row["modeled"], row["strong"]
+        cells = [row["size"]]
+        for way in ("vanilla", "full-rank"):
+            cells += [f"{each[way] / each['BOOST']:.2f}" for each in (published, ours)]
+        of_best = [best(strong), *(f"{gain(strong, over):.2f}" for over in AGAINST)] if strong else ["-"] * 3
+        rows.append((*cells, *of_best))
+    return Table(
+        "Speed-ups of the same steps, modeled: published BOOST over published baselines, then the best low-rank "
+        "layout over the strongest baselines.",
+        (
+            "size",
+            "over vanilla, paper:",
+            "over vanilla, published form:",
+            "over full-rank, paper:",
+            "over full-rank, published form:",
+            "best low-rank layout",
+            "over strong vanilla:",
+            "over megatron-sp:",
+        ),
+        tuple(rows),
+    )
+
+
+def _scaled_table(facts: Facts) -> Table:
+    rows = [(row["hardware"], str(row["tp"]), *_cells(row)) for row in facts["scaled"]]
+    first = facts["scaled"][0]
+    return Table(
+        f"7B on one node, modeled: step time in ms for {first['sequences']} sequences in one micro-batch, and speed-up of the best "
+        f"low-rank layout. {_memory_words(facts['scaled'])}",
+        ("hardware", "TP:", *_HEADINGS),
+        tuple(rows),
+    )
+
+
+def _large_table(facts: Facts) -> Table:
+    rows = [
+        (row["hardware"], f"{row['tp']} x {row['pp']}", str(row["sequences"]), *_cells(row)) for row in facts["large"]
+    ]
+    return Table(
+        f"40B (the 30B's shape with {LARGE_LAYERS} blocks) on {LARGE_GPUS} GPUs, modeled: step time in ms with micro-batches "
+        f"of one; 1F1B, or gpipe with fewer micro-batches than stages. {_memory_words(facts['large'])}",
+        ("hardware", "TP x PP", "sequences:", *_HEADINGS),
+        tuple(rows),
+    )
+
+
+_HEADINGS = (
+    *(f"{name} ms:" for name in STRONG),
+    "best low-rank layout",
+    "over strong vanilla:",
+    "over megatron-sp:",
+)
+
+
+def _cells(row: Facts) -> list[str]:
+    seconds = row["seconds"]
+    times = [f"{1e3 * seconds[name]:,.0f}" for name in STRONG]
+    return [*times, best(seconds), *(f"{gain(seconds, over):.2f}" for over in AGAINST)]
+
+
+def _memory_words(rows: Sequence[Facts]) -> str:
+    """Whether all of them fit, or which do not."""
+    short = [
+        f"{name} on {row['hardware']}, {row['tp']} x {row['pp']}, {row['sequences']} sequences"
+        for row in rows
+        for name, needed in row["peak_bytes"].items()
+        if needed > row["usable_bytes"]
+    ]
+    if short:
+        return f"Not all of them fit into memory: {'; '.join(short)}."
+    fullest = max(needed / row["usable_bytes"] for row in rows for needed in row["peak_bytes"].values())
+    return f"All of them fit into memory (at most {fullest:.0%} used)."
+
+
+def _large(hardware: str, row: PublishedRow, sequences: int) -> Modeled:
+    schedule = "1f1b" if sequences >= row.pp else "gpipe"
+    more = [
+        f"--model.layers={LARGE_LAYERS}",
+        f"--train.global_batch={sequences}",
+        f"--parallel.schedule={schedule}",
+    ]
+    found = asdict(predicted(hardware, row, 1, more))
+    return Modeled(**found | {"size": "40B"})
+
+
+def _worst_peak(config: Config) -> int:
+    return max(peak(config, rank).total for rank in range(config.parallel.pp))
+
+
+def _draw_steps(facts: Facts, path: Path) -> None:
+    pyplot = drawing.pyplot()
+    figure, axis = pyplot.subplots(figsize=(8.4, 3.8))
+    colors = pyplot.get_cmap("tab10")
+    ways = {"full-rank": ("modeled", 7), "vanilla": ("modeled", 1), "BOOST": ("modeled", 0), "btp-sp": ("strong", 2)}
+    width = 0.8 / len(ways)
+    for number, (way, (kind, color)) in enumerate(ways.items()):
+        places = [place + (number - 1.5) * width for place in range(len(facts["paper"]))]
+        ours = [row[kind][way] if row[kind] else float("nan") for row in facts["paper"]]
+        label = way if kind == "strong" else f"{way}, published form"
+        axis.bar(places, ours, 0.9 * width, label=label, color=colors(color), alpha=0.85)
+        if kind == "modeled":
+            theirs = [row["published"][way] for row in facts["paper"]]
+            words = "published" if number == 0 else None
+            axis.plot(places, theirs, "D", color="black", markersize=4, linestyle="none", label=words)
+    axis.set_xticks(
+        range(len(facts["paper"])),
+        [f"{row['size']}\nTP {row['tp']}, PP {row['pp']}" for row in facts["paper"]],
+    )
+    axis.set_ylabel("seconds per step")
+    axis.legend(fontsize=8, frameon=False)
+    drawing.tidy(axis)
+    axis.grid(visible=False, axis="x")
+    figure.tight_layout()
+    drawing.write(figure, path)
+
+
+def _draw_gains(facts: Facts, path: Path) -> None:
+    pyplot = drawing.pyplot()
+    figure, axes = pyplot.subplots(1, len(AGAINST), figsize=(8.4, 3.2), sharey=True)
+    rows = facts["scaled"]
+    for axis, (over, least) in zip(axes, AGAINST.items(), strict=True):
+        gains = [gain(row["seconds"], over) for row in rows]
+        colors = [pyplot.get_cmap("tab10")(0 if row["tp"] == WIDTHS[0] else 2) for row in rows]
+        axis.barh(range(len(rows)), gains, 0.7, color=colors, alpha=0.85)
+        for place, value in enumerate(gains):
+            axis.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        axis.axvline(least, color="black", linewidth=1, linestyle="--")
+        axis.axvline(1, color="gray", linewidth=0.8)
+        axis.set(title=f"over {STRONGER.get(over, over)}", xlabel="speed-up", xlim=(0, 1.15 * max(gains)))
+        drawing.tidy(axis)
+        axis.grid(visible=False, axis="y")
+    axes[0].set_yticks(range(len(rows)), [f"{row['hardware']}, TP {row['tp']}" for row in rows])
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    drawing.write(figure, path)

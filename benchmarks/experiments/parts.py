@@ -1,0 +1,209 @@
+"""Ablation: from the dense model under megatron-sp to btp-sp, adding one optimization at a time, in one run.
+
+Then the time and memory of recomputation: full blocks, as usual, and low-rank, which needs no re-communication.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.contest import Ratio, in_words, ratio
+from benchmarks.experiments.endtoend import Machine, cut_flags, size_flags
+from benchmarks.experiments.side_by_side import TimingGroup, in_ms, run_groups, seconds_of, shape_of, spread_of
+from boost.config import load
+from boost.config.schema import DType
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts, facts_of, save_section
+
+LADDER = "ladder"
+"""Purpose of the groups."""
+
+
+@dataclass(frozen=True)
+class AblationStep:
+    """A configuration, and what it adds to the previous one."""
+
+    name: str
+    added: str
+    """In words."""
+    parallel: dict[str, Any]
+    train: dict[str, Any] = field(default_factory=dict)
+    family: str = "cola"
+
+
+_BTP = {"layout": "btp", "norm": "online", "grouping": True}
+
+LAYOUTS = (
+    AblationStep("dense, megatron-sp", "the full-rank model, token-sharded", {"layout": "megatron-sp"}, family="dense"),
+    AblationStep(
+        "vanilla, published",
+        "low-rank factors sharded along r; attention and gated product replicated on every process, linears ungrouped",
+        {"layout": "vanilla", "vanilla": "published", "grouping": False},
+    ),
+    AblationStep("vanilla, strong", "attention and gated product sharded, linears grouped", {"layout": "vanilla"}),
+    AblationStep(
+        "btp, sync, ungrouped",
+        "sharded along d and f: collectives at the bottleneck",
+        {**_BTP, "norm": "sync", "grouping": False},
+    ),
+    AblationStep(
+        "btp, sync, grouped", "one GEMM and one collective for q,k,v and for gate,up", {**_BTP, "norm": "sync"}
+    ),
+    AblationStep("btp, online", "RMSNorm's statistic all-reduced with the latents", _BTP),
+    AblationStep(
+        "btp-sp",
+        "token-sharded residual stream: collectives of one phase, no norm across processes",
+        {"layout": "btp-sp"},
+    ),
+)
+"""Each step adds one thing; 'vanilla, published' is the paper's form, so the next step undoes two."""
+
+COMPILED = AblationStep("btp-sp, compiled", "torch.compile of every block", {"layout": "btp-sp"}, {"compile": True})
+
+RECOMPUTED = (
+    AblationStep(
+        "btp-sp, full-block",
+        "full blocks recomputed, including collectives",
+        {"layout": "btp-sp"},
+        {"recompute": "full-block"},
+    ),
+    AblationStep(
+        "btp-sp, low-rank",
+        "only operations after the latents recomputed: no re-communication",
+        {"layout": "btp-sp"},
+        {"recompute": "low-rank"},
+    ),
+)
+
+
+def ablation_steps(compiled: bool) -> tuple[AblationStep, ...]:
+    """All of them, in order."""
+    return (*LAYOUTS, *((COMPILED,) if compiled else ()), *RECOMPUTED)
+
+
+def ladder(
+    machine: Machine, tp: int, dtype: DType, compiled: bool, overrides: Sequence[str], source: str, share: bool = False
+) -> TimingGroup:
+    """All rungs as one group. Raises ConfigError."""
+    found = {}
+    for ablation in ablation_steps(compiled):
+        words = size_flags(machine.device, tp, dtype, ablation.family)
+        words += cut_flags(ablation.parallel, tp)
+        words += [f"--train.{key}={str(value).lower()}" for key, value in ablation.train.items()]
+        found[ablation.name] = load(source, [*words, *overrides])
+    return TimingGroup(f"{f'share of TP {tp}' if share else f'TP {tp}'}, {dtype}", LADDER, found, share)
+
+
+def groups(
+    machine: Machine,
+    dtypes: Sequence[DType],
+    shares: Sequence[int],
+    compiled: bool,
+    overrides: Sequence[str],
+    source: str,
+) -> list[TimingGroup]:
+    """The ladder in each dtype on all processes, and as shares of other TP sizes in the first one. Raises ConfigError."""
+    whole = [ladder(machine, machine.tp, dtype, compiled, overrides, source) for dtype in dtypes if machine.tp > 1]
+    return whole + [ladder(machine, tp, dtypes[0], compiled, overrides, source, share=True) for tp in shares]
+
+
+def parts(machine: Machine, found: Sequence[TimingGroup], rounds: int, out: Path) -> int:
+    """The experiment. Writes `out`.json, .md and its figures."""
+    measured, left_out = run_groups(found, rounds, machine.hardware)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    config = next(iter(found[0].contenders.values()))
+    added = {ablation.name: ablation.added for ablation in ablation_steps(compiled=True)}
+    facts = facts_of("parts", config, rounds=rounds, groups=measured, left_out=left_out, added=added)
+    save_section(out, facts, section(facts))
+    print(out.with_suffix(".md").read_text(encoding="utf-8"))
+    return 0
+
+
+def section(facts: Facts) -> Section:
+    """A table and a figure a group."""
+    intro = (
+        "Whole optimizer steps; every row adds one thing to the previous row, and the rows of a table are interleaved in a run of "
+        f"{facts['rounds']} rounds. Times are medians with quartiles; ratios are medians of ratios within a round with 95 % "
+        "bootstrap intervals, above 1 where the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
+    )
+    left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
+    shown: list[Table | Figure] = []
+    for number, group in enumerate(facts["groups"]):
+        caption = f"{group['name']}: each bar runs from the previous step to this one; lines are quartiles"
+        shown += [
+            Figure(f"parts{f'-{number}' if number else ''}", caption, _drawn(group)),
+            _table(group, facts["added"]),
+        ]
+    return Section("Ablation: one optimization at a time", (intro, *shown, *left_out))
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """None: the end-to-end experiment answers those."""
+    return []
+
+
+def before_each(group: Facts) -> list[tuple[str, Ratio, Ratio]]:
+    """(rung, times as fast as the one before, times as fast as the first)."""
+    found = [(row["name"], seconds_of(group, row["name"])) for row in group["rows"]]
+    before = [found[0], *found]
+    return [
+        (name, ratio(earlier, taken), ratio(found[0][1], taken))
+        for (_, earlier), (name, taken) in zip(before, found, strict=False)
+    ]
+
+
+def _table(group: Facts, added: dict[str, str]) -> Table:
+    share = group["share"]
+    rows = []
+    for row, (name, to_before, to_first) in zip(group["rows"], before_each(group), strict=True):
+        modeled = [f"{1e3 * group['waits_s'][name]:.1f}"] if share else []
+        cells = [name, added[name], in_ms(spread_of(group, name)), *modeled]
+        cells += ["", ""] if row is group["rows"][0] else [in_words(to_before), in_words(to_first)]
+        rows.append((*cells, f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 1e6:.1f}"))
+    headings = ["configuration", "what it adds", f"step ms, {'computation measured' if share else 'measured'}:"]
+    headings += ["collectives ms, modeled:"] if share else []
+    headings += ["speed-up over previous:", "speed-up over first:", "sent MB, counted:", "peak MB, measured:"]
+    priced = f" Collective times modeled with: {group['priced_by']}." if share else ""
+    return Table(f"{group['name']}: {shape_of(group)}, on {group['device']}.{priced}", tuple(headings), tuple(rows))
+
+
+def _drawn(group: Facts) -> Callable[[Path], None]:
+    """A waterfall: where each rung begins, and what it takes off or adds."""
+
+    def draw(path: Path) -> None:
+        pyplot = drawing.pyplot()
+
+        labels = [row["name"] for row in group["rows"]]
+        spreads = [spread_of(group, name) for name in labels]
+        middle = [1e3 * each.median for each in spreads]
+        figure, (axis, memory) = pyplot.subplots(
+            2, 1, figsize=(9, 6.5), sharex=True, gridspec_kw={"height_ratios": [2, 1]}
+        )
+        axis.bar(0, middle[0], color="#b0b0b0")
+        for x in range(1, len(middle)):
+            change = middle[x] - middle[x - 1]
+            axis.bar(x, change, bottom=middle[x - 1], color="#5b8db8" if change < 0 else "#d98a5b")
+            axis.plot([x - 1, x + 0.4], [middle[x - 1]] * 2, color="black", linewidth=0.6)
+        error = [
+            [1e3 * (s.median - s.low) for s in spreads],
+            [1e3 * (s.high - s.median) for s in spreads],
+        ]
+        axis.errorbar(range(len(middle)), middle, yerr=error, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+        for x, value in enumerate(middle):
+            axis.annotate(f"{middle[0] / value:.2f}x", (x, max(value, middle[max(x - 1, 0)])), (0, 4),
+                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+        axis.set(ylabel="ms per step", title=group["name"])
+        memory.bar(labels, [row["peak_bytes"] / 1e6 for row in group["rows"]], color="#8a8a8a")
+        memory.set(ylabel="peak MB")
+        memory.tick_params(axis="x", rotation=30)
+        for each in (axis, memory):
+            each.spines[["top", "right"]].set_visible(False)
+            each.grid(axis="y", alpha=0.2)
+        figure.tight_layout()
+        drawing.write(figure, path)
+
+    return draw

@@ -1,0 +1,356 @@
+"""Activation checkpointing, measured: the memory that each policy saves, and the time it adds (the paper's Table 3).
+
+One model per layout and batch; its policy changes from step to step, so all policies are timed in one interleaved run
+on the same weights. Added time is the difference to policy `none` in the same round.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.contest import Call, Ratio, bootstrap, take_turns
+from benchmarks.experiments.curves import contenders
+from boost.config import Config
+from boost.config.layouts import layout_spec
+from boost.config.load import change_family, from_tree
+from boost.config.schema import Family, RecomputeName
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.memory import measure_step
+from boost.measure.results import Facts, as_markdown, facts_of, machine, save_section
+from boost.models.decoder import Decoder, TransformerBlock
+from boost.models.init import initialize
+from boost.parallel.mesh import Mesh, close_mesh, open_mesh
+from boost.parallel.recompute import POLICIES
+from boost.plan.memory import memory
+from boost.plan.published import SAVED_PER_ADDED
+from boost.train.console import progress
+from boost.train.model import build_decoder
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One policy of one layout, at one batch, on one process."""
+
+    layout: str
+    batch: int
+    """Sequences of the micro-batch."""
+    policy: RecomputeName
+    kept_bytes: int
+    """Measured between forward and backward pass."""
+    predicted_bytes: int
+    saved_bytes: int
+    """Saved relative to policy none."""
+    seconds: list[float]
+    """Forward and backward pass of a micro-batch, of every round."""
+    step_s: float
+    """Their median."""
+    added_s: float
+    """Added relative to policy none in the same round, median."""
+    added_quartiles_s: tuple[float, float]
+    saved_per_added: float
+    """Bytes per second; 0 for policy none, and if no added time is measurable."""
+    against_full_block: float
+    """saved_per_added over that of full-block, the same layout and batch; 0 for policy none, and where one is not seen."""
+    against_full_block_interval: tuple[float, float | None] | None
+    """Its bootstrap interval over rounds; None above: without end, for in some draws no added time is seen. None where there is
+    nothing to compare."""
+
+
+def variants(config: Config, batches: Sequence[int]) -> Iterator[tuple[str, Config]]:
+    """(name, configuration) of every layout that carries a low-rank or dense model, at every batch.
+
+    With one process there is one layout, `single`. Raises ConfigError if the configuration is invalid.
+    """
+    families: list[Family] = [config.model.family, "dense"] if config.model.low_rank else ["dense"]
+    for family in families:
+        choices = [(c.name, dict(c.parallel)) for c in contenders(family) if c.parallel.get("grouping", True)]
+        if config.parallel.tp == 1:
+            choices = [("single, dense" if family == "dense" else "single", {})]
+        for name, parallel in choices:
+            for batch in batches:
+                tree = config.model_dump()
+                change_family(tree["model"], family)
+                tree["parallel"] = {**parallel, "tp": config.parallel.tp}
+                tree["train"] |= {
+                    "micro_batch": batch,
+                    "global_batch": batch,
+                    "recompute": "none",
+                    "recompute_every": 1,
+                }
+                yield name, from_tree(tree)
+
+
+def policies(config: Config) -> list[RecomputeName]:
+    """The policies of a configuration's layout, none first and full-block last."""
+    if not config.model.low_rank:
+        return ["none", "full-block"]
+    sharded: list[RecomputeName] = ["low-rank-sharded"] if layout_spec(config.parallel.layout).gathers_latents else []
+    return ["none", "low-rank", "low-rank+attention-output", *sharded, "full-block"]
+
+
+def with_policy(config: Config, policy: RecomputeName) -> Config:
+    """The configuration under another policy."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"recompute": policy})})
+
+
+def time_variant(name: str, config: Config, mesh: Mesh, rounds: int) -> list[Timed]:
+    """Every policy of one layout and batch, in `rounds` interleaved rounds."""
+    decoder = build_decoder(config, mesh)
+    initialize(decoder, config.train.seed)
+    batch = _tokens(config, mesh)
+    kept = {}
+    for policy in policies(config):
+        _choose(decoder, policy)
+        kept[policy] = sum(measure_step(decoder, config, batch, mesh).activations.values())
+    calls: dict[str, Call] = {policy: functools.partial(_pass, decoder, policy, batch) for policy in kept}
+    turns = take_turns(calls, mesh, rounds, words=f"{name}, batch {config.train.micro_batch}")
+    return _rows(name, config, kept, {policy: turns.seconds[policy] for policy in kept})
+
+
+def recompute_process(config: Config, batches: Sequence[int], rounds: int, out: Path) -> int:
+    """One process of the experiment. The main one writes `out`.json, .md and .svg."""
+    mesh = open_mesh(config.parallel, config.run.device, config.run.timeout_s)
+    work = list(variants(config, batches))
+    rows = [
+        row
+        for name, variant in progress(work, "layouts and batches", enabled=mesh.is_main)
+        for row in time_variant(name, variant, mesh, rounds)
+    ]
+    if mesh.is_main:
+        facts = facts_of("recompute", config, rounds=rounds, rows=[asdict(row) for row in rows])
+        save_section(out, facts, section(facts))
+        print(as_markdown(facts, section(facts)))
+    mesh.barrier()
+    close_mesh()
+    return 0
+
+
+def _choose(decoder: Decoder, policy: RecomputeName) -> None:
+    for block in decoder.blocks:
+        cast(TransformerBlock, block).policy = POLICIES[policy]
+
+
+def _tokens(config: Config, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    shape = (config.train.micro_batch, config.train.seq_len + 1)
+    generator = torch.Generator().manual_seed(config.train.seed)
+    tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator).to(mesh.device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _pass(decoder: Decoder, policy: RecomputeName, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """A forward and a backward pass under a policy: the loss and a gradient."""
+    _choose(decoder, policy)
+    decoder.zero_grad(set_to_none=True)
+    loss: Tensor = decoder(*batch)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in itertools.islice(decoder.parameters(), 1) if p.grad is not None)]
+
+
+def _rows(
+    name: str, config: Config, kept: Mapping[RecomputeName, int], seconds: Mapping[RecomputeName, list[float]]
+) -> list[Timed]:
+    result = []
+    for policy, times in seconds.items():
+        added = [ours - none for ours, none in zip(times, seconds["none"], strict=True)]
+        low, middle, high = statistics.quantiles(added, n=4, method="inclusive")
+        saved = kept["none"] - kept[policy]
+        against = against_full_block(kept, seconds, policy)
+        result.append(
+            Timed(
+                layout=name,
+                batch=config.train.micro_batch,
+                policy=policy,
+                kept_bytes=kept[policy],
+                predicted_bytes=memory(with_policy(config, policy)).activations,
+                saved_bytes=saved,
+                seconds=times,
+                step_s=statistics.median(times),
+                added_s=middle,
+                added_quartiles_s=(low, high),
+                saved_per_added=saved / middle if middle > 0 else 0.0,
+                against_full_block=_seen(against) if policy != "full-block" else float(middle > 0),
+                against_full_block_interval=_interval(against),
+            )
+        )
+    return result
+
+
+def _seen(ratio: Ratio | None) -> float:
+    return ratio.value if ratio and math.isfinite(ratio.value) else 0.0
+
+
+def _interval(ratio: Ratio | None) -> tuple[float, float | None] | None:
+    return None if ratio is None else (ratio.low, ratio.high if math.isfinite(ratio.high) else None)
+
+
+def against_full_block(
+    kept: Mapping[RecomputeName, int], seconds: Mapping[RecomputeName, Sequence[float]], policy: RecomputeName
+) -> Ratio | None:
+    """Memory saved per added time over that of full-block, resampled by rounds; None for policies none and full-block.
+
+    Added time is a median of small differences. Where it is not above 0 in a draw, the quotient is infinite; where that of
+    full-block is not, nothing can be claimed, and it is 0.
+    """
+    if policy in ("none", "full-block"):
+        return None
+    saved = (kept["none"] - kept[policy]) / (kept["none"] - kept["full-block"])
+
+    def quotient(none: np.ndarray, ours: np.ndarray, full: np.ndarray) -> np.ndarray:
+        added, added_full = (np.median(each - none, axis=-1) for each in (ours, full))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: np.ndarray = np.where(added > 0, saved * added_full / added, np.inf)
+        return np.where(added_full > 0, found, 0.0)
+
+    return bootstrap(quotient, seconds["none"], seconds[policy], seconds["full-block"])
+
+
+def section(facts: Facts) -> Section:
+    """Memory saved and time added by every policy, next to the paper's numbers, and a figure."""
+    config = facts["config"]
+    model, train = config["model"], config["train"]
+    words = (
+        f"{model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, r {model['rank']}, {train['seq_len']} tokens a "
+        f"sequence, {train['compute_dtype']}, TP {config['parallel']['tp']}. Medians of {facts['rounds']} interleaved rounds, "
+        "quartiles in brackets, ratios with their 95 % bootstrap interval over rounds; forward and backward pass of a "
+        "micro-batch, bytes of one process (MB = 10^6), dense next to low-rank of the same d and f. Added time is the difference "
+        "to policy `none` in the same round."
+    )
+    headings: tuple[str, ...] = (
+        "layout",
+        "batch:",
+        "policy",
+        "kept MB:",
+        "predicted:",
+        "step ms:",
+        "added ms:",
+        "saved MB:",
+        "MB/ms:",
+    )
+    parts: list[str | Table | Figure] = [
+        words,
+        Table(
+            "Measured; saved activations are counted, next to the prediction of the memory model.",
+            (*headings, "x full-block:"),
+            tuple(map(_cells, facts["rows"])),
+        ),
+    ]
+    beside = [_beside_paper(batch, rows) for batch, rows in _headline(facts).items() if batch in SAVED_PER_ADDED]
+    if beside:
+        caption = (
+            "Next to the paper's numbers, for a 7B on A100s with a baseline that it calls vanilla: compare the ratios. Ours is "
+            "measured, `low-rank` against `full-block`."
+        )
+        headings = ("batch:", "low-rank MB/ms:", "full-block MB/ms:", "ratio:", "paper, low-rank MB/ms:")
+        parts.append(Table(caption, (*headings, "paper, vanilla MB/ms:", "paper, ratio:"), tuple(beside)))
+    caption = "Memory saved over time added, one panel per batch: a steeper line is a better trade-off."
+    parts.append(Figure("recompute", caption, lambda path: draw(facts, path)))
+    return Section("Memory saved per added time, by layout and recomputation policy", tuple(parts))
+
+
+GOAL, LEAST = 1.7, 1.4
+"""Least memory saved per added time of low-rank checkpointing, over that of full-block recomputation; least lower end of its
+interval."""
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """Low-rank checkpointing under BOOST's layout, at every batch."""
+    config, found = facts["config"], _headline(facts)
+    ratios = {batch: of_batch["low-rank"]["against_full_block"] for batch, of_batch in found.items()}
+    lows = [(of_batch["low-rank"].get("against_full_block_interval") or [0.0])[0] for of_batch in found.values()]
+    met = bool(ratios) and min(ratios.values()) >= GOAL and min(lows) > LEAST
+    layout = next((of_batch["low-rank"]["layout"] for of_batch in found.values()), "")
+    where = (
+        f"`{layout}`, TP {config['parallel']['tp']}, d {config['model']['dim']}, {config['train']['seq_len']} tokens, "
+        f"{config['train']['compute_dtype']}; {machine(facts['environment'])}"
+    )
+    summary = "; ".join(f"batch {batch}: {_ratio_words(of_batch['low-rank'])}" for batch, of_batch in found.items())
+    remark = ""
+    if ratios and not met:
+        short = ", ".join(str(batch) for batch, ratio in ratios.items() if ratio < GOAL)
+        remark = f"Below it at batch {short}. " if short else ""
+        remark += "The paper's own figures are 1.70 and 1.56."
+    return [
+        Goal(
+            "low-rank checkpointing, memory saved per added time",
+            f">= {GOAL}x of full-block, its interval above {LEAST}",
+            where,
+            summary,
+            met if ratios else None,
+            remark=remark,
+        )
+    ]
+
+
+def _headline(facts: Facts) -> dict[int, dict[str, Facts]]:
+    """Rows of BOOST's layout (of one process, where there is but one) by batch and policy."""
+    chosen = next((row["layout"] for row in facts["rows"] if row["policy"] == "low-rank"), None)
+    result: dict[int, dict[str, Facts]] = {}
+    for row in facts["rows"]:
+        if row["layout"] == chosen:
+            result.setdefault(row["batch"], {})[row["policy"]] = row
+    return result
+
+
+def _beside_paper(batch: int, rows: Mapping[str, Facts]) -> tuple[str, ...]:
+    low_rank, vanilla = SAVED_PER_ADDED[batch]
+    ours = [f"{rows[policy]['saved_per_added'] / 1e9:.2f}" for policy in ("low-rank", "full-block")]
+    theirs = (f"{low_rank:g}", f"{vanilla:g}", f"{low_rank / vanilla:.2f}")
+    return (str(batch), *ours, _ratio_words(rows["low-rank"]), *theirs)
+
+
+def _ratio_words(row: Facts) -> str:
+    """Ratio of saved per added to that of full-block. Old results have no interval."""
+    words = f"{row['against_full_block']:.2f}" if row["against_full_block"] else "not seen"
+    if interval := row.get("against_full_block_interval"):
+        low, high = interval
+        words += f" ({low:.2f} to {high:.2f})" if high is not None else f" ({low:.2f} or more)"
+    return words
+
+
+def _cells(row: Facts) -> tuple[str, ...]:
+    low, high = (1e3 * q for q in row["added_quartiles_s"])
+    cells: tuple[str, ...] = (row["layout"], str(row["batch"]), row["policy"])
+    cells += (f"{row['kept_bytes'] / 1e6:.1f}", f"{row['predicted_bytes'] / 1e6:.1f}", f"{1e3 * row['step_s']:.0f}")
+    if row["policy"] == "none":
+        return (*cells, "", "", "", "")
+    cells += (f"{1e3 * row['added_s']:.0f} ({low:.0f} to {high:.0f})", f"{row['saved_bytes'] / 1e6:.1f}")
+    return (*cells, f"{row['saved_per_added'] / 1e9:.2f}", _ratio_words(row))
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """Memory saved over time added, one panel per batch."""
+    pyplot = drawing.pyplot()
+    rows = [row for row in facts["rows"] if row["policy"] != "none"]
+    batches = sorted({row["batch"] for row in rows})
+    layouts, names = list(dict.fromkeys(r["layout"] for r in rows)), list(dict.fromkeys(r["policy"] for r in rows))
+    figure, axes = pyplot.subplots(1, len(batches), figsize=(5.5 * len(batches), 4.5), squeeze=False)
+    colors = pyplot.get_cmap("tab10")
+    for axis, batch in zip(axes[0], batches, strict=True):
+        for row in rows:
+            if row["batch"] != batch:
+                continue
+            x, y = 1e3 * row["added_s"], row["saved_bytes"] / 1e6
+            spread = [[x - 1e3 * row["added_quartiles_s"][0]], [1e3 * row["added_quartiles_s"][1] - x]]
+            axis.errorbar(
+                x, y, xerr=spread, marker="osD^v"[names.index(row["policy"])], markersize=7, linewidth=0.8,
+                color=colors(layouts.index(row["layout"])),
+            )  # fmt: skip
+        axis.set(xlim=(0, None), ylim=(0, None), title=f"batch {batch}", xlabel="added time, ms", ylabel="saved, MB")
+        drawing.tidy(axis)
+    marks = [pyplot.Line2D([], [], color=colors(i), linewidth=3, label=name) for i, name in enumerate(layouts)]
+    marks += [
+        pyplot.Line2D([], [], color="black", marker="osD^v"[i], linewidth=0, label=n) for i, n in enumerate(names)
+    ]
+    figure.legend(handles=marks, loc="outside right center", fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 0.78, 1))
+    drawing.write(figure, path)

@@ -1,0 +1,231 @@
+"""Whole optimizer steps of several configurations, interleaved in one run, with their communication, memory and size.
+
+A group is one run, on processes that `launch` starts or on those of torchrun. A share is single-rank emulation: the work of one
+TP process, with communication modeled.
+"""
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.experiments.contest import Call, Ratio, Spread, ratio, spread, take_turns
+from boost.config import Config
+from boost.config.architecture import groups as linears
+from boost.config.architecture import parameter_count
+from boost.config.schema import ParallelConfig
+from boost.config.traffic import Collective
+from boost.errors import MeasurementError
+from boost.measure.results import Facts
+from boost.measure.shares import without_the_others
+from boost.measure.steps import Stepper, largest, look_at
+from boost.parallel.mesh import Mesh, choose_device, close_mesh, open_mesh, world_size
+from boost.plan.collectives import step_collectives
+from boost.plan.hardware import Hardware
+from boost.plan.prediction import exposed_collectives
+from boost.plan.timing import Predictor
+from boost.train.launch import launch, under_torchrun
+from boost.train.rundir import available_cores
+
+
+@dataclass(frozen=True)
+class TimingGroup:
+    """Contenders that are timed together. Their configurations have one device, and one TP size, which is the whole mesh."""
+
+    name: str
+    """Of no other group."""
+    purpose: str
+    """What it is for, by which a report finds it."""
+    contenders: dict[str, Config]
+    """By name, in the order of the table."""
+    share: bool = False
+    """Measured on one process alone."""
+    peers: bool = False
+    """Whether what a user would otherwise pick takes part: other libraries, where they are installed."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Of each contender, but for its layout."""
+        return next(iter(self.contenders.values())).parallel
+
+    @property
+    def processes(self) -> int:
+        """To be started."""
+        return 1 if self.share else self.parallel.world_size
+
+
+def run_groups(
+    groups: Sequence[TimingGroup], rounds: int, hardware: Hardware | None = None
+) -> tuple[list[Facts], list[str]]:
+    """(measurements of each group, skipped groups with reasons). `hardware` models the collectives of emulated ranks.
+
+    Under torchrun all its processes take part, in groups of their number. Raises MeasurementError (`contest.take_turns`).
+    """
+    threads = threads_each(groups)
+    if not under_torchrun():
+        return [_launched(group, rounds, threads, hardware) for group in groups], []
+    ours = [group for group in groups if not group.share and group.processes == world_size()]
+    left_out = [f"{group.name}: torchrun has started {world_size()} processes" for group in groups if group not in ours]
+    measured = [_measure(group, rounds, threads, hardware) for group in ours]
+    close_mesh()
+    return measured, left_out
+
+
+def threads_each(groups: Iterable[TimingGroup]) -> int:
+    """Threads per process, the same in every group: cores / processes, unless the user has set OMP_NUM_THREADS."""
+    configured = os.environ.get("OMP_NUM_THREADS")
+    return int(configured) if configured else max(available_cores() // max(group.processes for group in groups), 1)
+
+
+def _launched(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
+    with tempfile.TemporaryDirectory(prefix="boost-bench-") as folder:
+        out = Path(folder) / "group.json"
+        code = launch(_measure_into, (group, rounds, threads, hardware, out), group.processes, log_dir=None)
+        if code:
+            raise SystemExit(code)
+        measured: Facts = json.loads(out.read_text(encoding="utf-8"))
+        return measured
+
+
+def _measure_into(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None, out: Path) -> int:
+    measured = _measure(group, rounds, threads, hardware)
+    if os.environ.get("RANK", "0") == "0":
+        out.write_text(json.dumps(measured), encoding="utf-8")
+    close_mesh()
+    return 0
+
+
+def _measure(group: TimingGroup, rounds: int, threads: int, hardware: Hardware | None) -> Facts:
+    torch.set_num_threads(threads)
+    run = next(iter(group.contenders.values())).run
+    if not group.share:
+        return measure_group(group, open_mesh(group.parallel, run.device, run.timeout_s), rounds)
+    assert hardware is not None, "single-rank emulation needs a hardware profile"
+    with without_the_others(group.parallel, choose_device(run.device)) as mesh:
+        return measure_group(group, mesh, rounds) | {"priced_by": hardware.title} | _prices(group, hardware)
+
+
+def measure_group(group: TimingGroup, mesh: Mesh, rounds: int) -> Facts:
+    """One process of a group. Sizes and bytes are of the busiest process; seconds from when all begin to when all are done."""
+    steppers, rows = {}, {}
+    for name, config in group.contenders.items():
+        steppers[name] = Stepper(config, mesh)
+        steppers[name].step()  # what is made once is there when memory is looked at
+        rows[name] = _row(name, steppers[name])
+    calls: dict[str, Call] = {name: stepper.step for name, stepper in steppers.items()}
+    others, skipped = _peers(group, mesh)
+    turns = take_turns(calls | others, mesh, rounds, words=group.name)
+    rows |= {name: {"name": name, "peer": True} for name in others}
+    config = next(iter(group.contenders.values()))
+    return {
+        "name": group.name,
+        "purpose": group.purpose,
+        "share": group.share,
+        "tp": config.parallel.tp,
+        "processes": group.processes,
+        "threads": torch.get_num_threads(),
+        "device": mesh.device.type,
+        "dtype": config.train.compute_dtype,
+        "tokens": config.train.global_batch * config.train.seq_len,
+        "rows": [row | {"seconds": turns.seconds[name], "repeats": turns.repeats[name]} for name, row in rows.items()],
+        "skipped": skipped,
+        "probe_s": turns.probe_s,
+    }
+
+
+def _peers(group: TimingGroup, mesh: Mesh) -> tuple[dict[str, Call], dict[str, str]]:
+    """(steps of other libraries, why others are not there), each by name."""
+    if not group.peers:
+        return {}, {}
+    from benchmarks.experiments.peers import peers
+
+    return peers(next(config for config in group.contenders.values() if config.model.low_rank), mesh)
+
+
+def _row(name: str, stepper: Stepper) -> Facts:
+    config, seen = stepper.config, look_at(stepper)
+    return {
+        "name": name,
+        "family": config.model.family,
+        "layout": config.parallel.layout,
+        "config": {part: getattr(config, part).model_dump() for part in ("model", "parallel", "train")},
+        "parameters": parameter_count(config.model),
+        "peak_bytes": int(largest(seen.peak_bytes, stepper.mesh)),
+        "sent_bytes": int(largest(seen.sent_bytes, stepper.mesh)),
+        "sent_in_blocks": sent_in_blocks(config, seen.collectives),
+        "collectives": dict(Counter(each.kind for each in seen.collectives)),
+    }
+
+
+def sent_in_blocks(config: Config, counted: Sequence[Collective]) -> int:
+    """Bytes that one process sends inside blocks, without embedding, head, gradients and step stats.
+
+    Counted collectives have no names: these come from the collective table of this configuration. Raises MeasurementError
+    if the two differ.
+    """
+    table = list(step_collectives(config, 0))
+    if Counter(map(_seen_as, counted)) != Counter(map(_seen_as, table)):
+        raise MeasurementError(
+            f"{config.parallel.layout} issued collectives that differ from the collective table: a bug in BOOST"
+        )
+    places = {group.name for group in linears(config.model, 0)}
+    return sum(each.sent_bytes for each in table if each.place in places and each.phase != "step")
+
+
+def _seen_as(collective: Collective) -> tuple[str, int, str, int]:
+    return collective.kind, collective.elements, collective.dtype, collective.processes
+
+
+def _prices(group: TimingGroup, hardware: Hardware) -> Facts:
+    """Modeled seconds of a step that each contender waits for its collectives, by name."""
+    predictor = Predictor(hardware)
+    waits = {name: exposed_collectives(predictor.predict(config)) for name, config in group.contenders.items()}
+    return {"waits_s": waits}
+
+
+def seconds_of(group: Facts, name: str) -> list[float]:
+    """Seconds of a contender's step in each round; for an emulated rank including the modeled time of its collectives."""
+    row = next(row for row in group["rows"] if row["name"] == name)
+    waits: float = group.get("waits_s", {}).get(name, 0.0)
+    return [taken + waits for taken in row["seconds"]]
+
+
+def times(group: Facts, over: str, under: str) -> Ratio:
+    """Ratio of the first contender's step time to the second's."""
+    return ratio(seconds_of(group, over), seconds_of(group, under))
+
+
+def names(group: Facts) -> list[str]:
+    """Of its contenders."""
+    return [row["name"] for row in group["rows"]]
+
+
+def spread_of(group: Facts, name: str) -> Spread:
+    """Median and quartiles of a contender's step."""
+    return spread(seconds_of(group, name))
+
+
+def in_ms(found: Spread) -> str:
+    """Median with its quartiles."""
+    digits = 1 if found.median < 0.1 else 0
+    return f"{1e3 * found.median:.{digits}f} ({1e3 * found.low:.{digits}f} to {1e3 * found.high:.{digits}f})"
+
+
+def shape_of(group: Facts) -> str:
+    """Exact dimensions of a group in words."""
+    rows = [row for row in group["rows"] if "config" in row]
+    model, train = rows[0]["config"]["model"], rows[0]["config"]["train"]
+    ranks = (row["config"]["model"].get("rank") for row in rows)  # a dense model has none
+    rank = next((rank for rank in ranks if rank), None)
+    count = train["global_batch"] // train["micro_batch"]
+    micro = f"{count} micro-batch{'es' if count > 1 else ''} of {train['micro_batch']} x {train['seq_len']} tokens"
+    return (
+        f"d {model['dim']}, f {model['ffn_dim']}, r {rank}, {model['layers']} block{'s' if model['layers'] > 1 else ''}, "
+        f"{model['heads']} heads, V {model['vocab_size']}; {micro}; compute in {train['compute_dtype']}, weights in "
+        f"{train['param_dtype']}; TP {group['tp']}, {group['threads']} thread(s) a process"
+    )

@@ -1,0 +1,134 @@
+"""One process: do low-rank FLOP savings become time savings, and what does the layout machinery cost?
+
+Each comparison of whole training steps is one interleaved run: first the families and a large GEMM, which is the machine's
+ceiling; then, for each family, ours and the same model in plain PyTorch modules. Comparisons are separate because not all
+models fit on one GPU at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.contest import Call, take_turns
+from benchmarks.experiments.peers import peers
+from benchmarks.experiments.plain import plain_step
+from benchmarks.experiments.single_report import GEMM, goals, section
+from boost.config import Config, load
+from boost.config.architecture import flops_per_token, parameter_count
+from boost.config.load import change_family, from_tree
+from boost.config.schema import Family
+from boost.measure.results import Facts, facts_of, save_section
+from boost.measure.steps import Stepper
+from boost.parallel.mesh import Mesh, choose_device
+
+__all__ = ["goals", "section", "single"]
+
+FAMILIES: tuple[Family, ...] = ("dense", "cola", "svd", "lax")
+PLAIN: tuple[Family, ...] = ("dense", "cola", "svd")
+"""Of which there are plain modules."""
+GEMM_WIDTH = {"cpu": 2048, "cuda": 8192}
+"""Rows, columns and depth of the product that is the ceiling."""
+LEAST_S = 0.02
+"""A sample repeats the product for so long."""
+
+_CPU = ["--run.device=cpu", "--model.vocab_size=4096", "--train.seq_len=256"]
+_CPU += ["--train.micro_batch=4", "--train.global_batch=4"]
+_SIZES = {
+    "cpu": {
+        "d 512": ("demo", [*_CPU, "--model.dim=512", "--model.ffn_dim=1376", "--model.layers=4", "--model.heads=8"]),
+        "d 1024": ("demo", [*_CPU, "--model.dim=1024", "--model.ffn_dim=2736", "--model.layers=2", "--model.heads=16"]),
+    },
+    "cuda": {"1B": ("boost-1b", ["--run.device=cuda"])},
+}
+
+
+def sizes(name: str | None, overrides: Sequence[str]) -> dict[str, Config]:
+    """The configuration asked for, or the usual ones of this kind of device. Raises ConfigError."""
+    one = ["--parallel.tp=1", "--parallel.dp=1", "--parallel.pp=1"]
+    if name is not None:
+        return {name: load(name, [*overrides, *one])}
+    device = choose_device(load("demo", [*overrides, *one]).run.device).type
+    found = {}
+    for size, (preset, flags) in _SIZES[device].items():
+        rank = [] if device == "cuda" else [f"--model.rank={int(size.split()[1]) // 4}"]
+        found[size] = load(preset, [*flags, *rank, *overrides, *one])
+    return found
+
+
+def of_family(config: Config, family: Family) -> Config:
+    """The same shape in another family, on one process, without recomputation. Raises ConfigError."""
+    tree = config.model_dump()
+    change_family(tree["model"], family)
+    if family != "dense" and tree["model"].get("rank") is None:
+        tree["model"].pop("rank", None)
+    tree["parallel"] = {}
+    tree["train"] |= {"recompute": "none", "recompute_every": 1}
+    return from_tree(tree)
+
+
+def our_step(config: Config, mesh: Mesh) -> Call:
+    """A whole step of our model. Returns the gradient of the last weight."""
+    stepper = Stepper(config, mesh)
+
+    def step() -> list[Tensor]:
+        stepper.step()
+        gradient = stepper.fused_params[-1].tensor.grad
+        assert gradient is not None
+        return [gradient]
+
+    return step
+
+
+def matrix_product(width: int, dtype: torch.dtype, device: torch.device) -> Call:
+    """A square product of `width`, 2 width^3 operations."""
+    a, b = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
+    return lambda: [torch.mm(a, b)]
+
+
+def measure(configs: dict[str, Config], rounds: int) -> list[Facts]:
+    """Every comparison for every size, on this process."""
+    return [_measure(name, config, rounds) for name, config in configs.items()]
+
+
+def _measure(name: str, config: Config, rounds: int) -> Facts:
+    mesh = Mesh(choose_device(config.run.device))
+    by_family = {family: of_family(config, family) for family in FAMILIES}
+    train, width = config.train, GEMM_WIDTH[mesh.device.type]
+    calls: dict[str, Call] = {family: our_step(each, mesh) for family, each in by_family.items()}
+    theirs, reasons = peers(by_family["dense"], mesh)
+    calls |= theirs
+    calls[GEMM] = matrix_product(width, getattr(torch, train.compute_dtype), mesh.device)
+    contests = {"families": asdict(take_turns(calls, mesh, rounds, least_s=LEAST_S, words=name))}
+    calls.clear()
+    theirs.clear()
+    for family in PLAIN:
+        pair: dict[str, Call] = {
+            "ours": our_step(by_family[family], mesh),
+            "plain": plain_step(by_family[family], mesh.device),
+        }
+        contests[family] = asdict(take_turns(pair, mesh, rounds, words=f"{name}, {family}"))
+        pair.clear()
+    return {
+        "size": name,
+        "device": mesh.device.type,
+        "models": {family: each.model.model_dump() for family, each in by_family.items()},
+        "train": train.model_dump(),
+        "tokens": train.global_batch * train.seq_len,
+        "flops_per_token": {f: flops_per_token(each.model, train.seq_len) for f, each in by_family.items()},
+        "parameters": {family: parameter_count(each.model) for family, each in by_family.items()},
+        "gemm": {"width": width, "flops": 2 * width**3, "dtype": train.compute_dtype},
+        "contests": contests,
+        "left_out": reasons,
+    }
+
+
+def single(configs: dict[str, Config], rounds: int, out: Path) -> int:
+    """The experiment, in this process. Writes `out`.json, .md and the figures."""
+    measured: list[dict[str, Any]] = measure(configs, rounds)
+    facts = facts_of("single", next(iter(configs.values())), rounds=rounds, sizes=measured)
+    save_section(out, facts, section(facts))
+    return 0

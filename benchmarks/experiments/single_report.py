@@ -1,0 +1,193 @@
+"""Report of `python -m benchmarks single`: tables, a figure and goals."""
+
+from pathlib import Path
+
+from benchmarks.experiments.contest import Ratio, in_words, ratio, spread
+from boost.measure import drawing
+from boost.measure.document import Figure, Goal, Section, Table
+from boost.measure.results import Facts
+
+LOW_RANK = ("cola", "svd", "lax")
+GEMM = "matrix product"
+"""The contender that is the ceiling."""
+LEAST_SHARE, LEAST_SHARE_WIDE, WIDE = 0.85, 0.90, 1024
+"""Goals: tokens/s over operations, and from which d on the second."""
+MOST_OVERHEAD, LEAST_MFU = 1.0, 0.5
+"""Goals: our time over that of plain modules; share of the measured ceiling."""
+
+
+def section(facts: Facts) -> Section:
+    """Tables and a figure."""
+    return Section(
+        "One process: low-rank against dense, and ours against plain PyTorch modules",
+        (
+            f"Whole training steps: forward and backward pass, clipping, AdamW. Medians of {facts['rounds']} interleaved "
+            "rounds, quartiles in brackets; ratios are medians of the ratio within a round, with 95 % bootstrap intervals. "
+            "Times are measured; FLOPs per token (6 per weight plus attention, without the embedding) are computed by formula.",
+            *(_families(size) for size in facts["sizes"]),
+            _overhead(facts),
+            *(f"{s['size']}: left out: {name} ({why})." for s in facts["sizes"] for name, why in s["left_out"].items()),
+            Figure("single-share", "Speed-up over dense next to the ratio of FLOPs", lambda path: draw(facts, path)),
+        ),
+    )
+
+
+def goals(facts: Facts) -> list[Goal]:
+    """The goals that this experiment answers."""
+    shares = {f"{size['size']} {family}": share(size, family) for size in facts["sizes"] for family in LOW_RANK}
+    least = {
+        f"{size['size']} {family}": LEAST_SHARE_WIDE if size["models"][family]["dim"] >= WIDE else LEAST_SHARE
+        for size in facts["sizes"]
+        for family in LOW_RANK
+    }
+    overheads = {
+        f"{size['size']} {family}": overhead(size, family)
+        for size in facts["sizes"]
+        for family in size["contests"]
+        if family != "families"
+    }
+    where = "; ".join(_where(size) for size in facts["sizes"])
+    return [
+        Goal(
+            "low-rank at TP=1 against dense, tokens/s",
+            f">= {LEAST_SHARE_WIDE:.2f} x the FLOP ratio at d {WIDE}, {LEAST_SHARE} x below",
+            where,
+            _list(shares),
+            all(found.low >= least[name] for name, found in shares.items()),
+        ),
+        Goal(
+            "layout machinery at TP=1 against plain PyTorch modules",
+            f"<= {MOST_OVERHEAD:.2f}x the time",
+            where,
+            _list(overheads),
+            all(found.high <= MOST_OVERHEAD for found in overheads.values()),
+        ),
+        _mfu_goal(facts),
+    ]
+
+
+def _mfu_goal(facts: Facts) -> Goal:
+    what, figure = "low-rank MFU, 1B, bf16, one GPU", ">= 50 % of the measured GEMM ceiling"
+    judged = [s for s in facts["sizes"] if s["device"] == "cuda" and s["gemm"]["dtype"] == "bfloat16"]
+    if not judged:
+        found = "; ".join(f"{s['size']} {_percent(ceiling(s, 'cola'))}" for s in facts["sizes"])
+        return Goal(
+            what, figure, "", "", None, remark=f"needs a GPU and bf16; cola on this machine, of its ceiling: {found}"
+        )
+    shares = {f"{s['size']} {family}": ceiling(s, family) for s in judged for family in LOW_RANK}
+    met = all(found.value >= LEAST_MFU for found in shares.values())
+    summary = ", ".join(f"{name} {_percent(found)}" for name, found in shares.items())
+    return Goal(what, figure, "; ".join(_where(s) for s in judged), summary, met)
+
+
+def share(size: Facts, family: str) -> Ratio:
+    """Tokens/s over those of dense, divided by the ratio of operations."""
+    scale = flop_ratio(size, family)
+    found = speedup(size, family)
+    return Ratio(found.value / scale, found.low / scale, found.high / scale)
+
+
+def speedup(size: Facts, name: str) -> Ratio:
+    """Tokens/s over those of our dense model."""
+    seconds = size["contests"]["families"]["seconds"]
+    return ratio(seconds["dense"], seconds[name])
+
+
+def flop_ratio(size: Facts, family: str) -> float:
+    """Operations of the dense model over those of a family."""
+    return float(size["flops_per_token"]["dense"] / size["flops_per_token"][family])
+
+
+def overhead(size: Facts, family: str) -> Ratio:
+    """Our time over that of plain modules."""
+    seconds = size["contests"][family]["seconds"]
+    return ratio(seconds["ours"], seconds["plain"])
+
+
+def ceiling(size: Facts, name: str) -> Ratio:
+    """Operations a second of a training step over those of the large matrix product. Peers are dense."""
+    seconds, flops = size["contests"]["families"]["seconds"], size["flops_per_token"]
+    work = flops.get(name, flops["dense"]) * size["tokens"]
+    return ratio([work * s for s in seconds[GEMM]], [size["gemm"]["flops"] * s for s in seconds[name]])
+
+
+def _families(size: Facts) -> Table:
+    seconds, tokens = size["contests"]["families"]["seconds"], size["tokens"]
+    rows = []
+    for name, times in seconds.items():
+        if name == GEMM:
+            continue
+        family = name if name in size["flops_per_token"] else "dense"
+        found, peer = spread(times), family != name
+        cells = [name, f"{size['parameters'][family] / 1e6:.1f}", f"{size['flops_per_token'][family] / 1e6:.0f}"]
+        cells += [
+            f"{1e3 * found.median:.0f} ({1e3 * found.low:.0f} to {1e3 * found.high:.0f})",
+            f"{tokens / found.median:.0f}",
+            in_words(speedup(size, name)),
+            f"{flop_ratio(size, family):.2f}",
+            "" if peer or name == "dense" else in_words(share(size, name)),
+            _percent(ceiling(size, name)),
+        ]
+        rows.append(tuple(cells))
+    product = spread(seconds[GEMM])
+    gemm = size["gemm"]
+    caption = (
+        f"{_where(size)}. The ceiling is a product of {gemm['width']} x {gemm['width']} x {gemm['width']} in {gemm['dtype']}, "
+        f"{gemm['flops'] / product.median / 1e12:.3g} TFLOP/s, in the same rounds. Measured."
+    )
+    headings = ("model", "parameters, M:", "MFLOP per token:", "step, ms:", "tokens/s:", "x dense:", "FLOP ratio:")
+    return Table(caption, (*headings, "fraction of it:", "of ceiling:"), tuple(rows))
+
+
+def _overhead(facts: Facts) -> Table:
+    rows = []
+    for size in facts["sizes"]:
+        for family, turns in size["contests"].items():
+            if family == "families":
+                continue
+            ours, plain = (spread(turns["seconds"][name]) for name in ("ours", "plain"))
+            cells = (f"{1e3 * x.median:.0f} ({1e3 * x.low:.0f} to {1e3 * x.high:.0f})" for x in (ours, plain))
+            rows.append((size["size"], family, *cells, in_words(overhead(size, family))))
+    caption = (
+        "Our step against that of the same model in plain PyTorch modules (linears with the same input merged, as in ours), with "
+        "the same weights. Measured."
+    )
+    return Table(caption, ("size", "family", "ours, ms:", "plain, ms:", "ours / plain:"), tuple(rows))
+
+
+def _where(size: Facts) -> str:
+    model, train = size["models"]["cola"], size["train"]
+    return (
+        f"{size['size']}: {model['layers']} blocks, d {model['dim']}, f {model['ffn_dim']}, {model['heads']} heads, r "
+        f"{model['rank']}, V {model['vocab_size']}, {train['global_batch']} x {train['seq_len']} tokens, "
+        f"{train['compute_dtype']}, {size['device']}"
+    )
+
+
+def _list(found: dict[str, Ratio]) -> str:
+    return ", ".join(f"{name} {in_words(each)}" for name, each in found.items())
+
+
+def _percent(found: Ratio) -> str:
+    return f"{100 * found.value:.0f} % ({100 * found.low:.0f} to {100 * found.high:.0f})"
+
+
+def draw(facts: Facts, path: Path) -> None:
+    """A bar for each family and size: the speed-up over dense, and a mark at the ratio of operations."""
+    pyplot = drawing.pyplot()
+
+    names = [(size, family) for size in facts["sizes"] for family in LOW_RANK]
+    found = [speedup(size, family) for size, family in names]
+    figure, axis = pyplot.subplots(figsize=(1.2 * len(names) + 1.5, 4))
+    errors = [[each.value - each.low for each in found], [each.high - each.value for each in found]]
+    places = range(len(names))
+    axis.bar(places, [each.value for each in found], yerr=errors, capsize=3, color="#4c78a8", label="measured")
+    ratios = [flop_ratio(size, family) for size, family in names]
+    axis.scatter(places, ratios, marker="_", s=900, color="black", label="ratio of FLOPs", zorder=3)
+    axis.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xticks(places, [f"{family}\n{size['size']}" for size, family in names])
+    axis.set_ylabel("tokens/s over dense")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    drawing.write(figure, path)

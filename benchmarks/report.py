@@ -1,0 +1,68 @@
+"""`python -m benchmarks report`: all results as one page."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.commands import main
+from boost.errors import ConfigError
+from boost.measure.drawing import needs_matplotlib
+
+
+def add_parser(experiments: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = experiments.add_parser(
+        "report",
+        help="one HTML page of all results, and their figures as SVG and PNG",
+        description="Makes one self-contained HTML page of all results: the project's goals with what was found, what was\n"
+        "measured where, then every table and figure next to the paper's numbers. Figures are also written next to the results.",
+        epilog="examples:\n"
+        "  python -m benchmarks report\n"
+        "  python -m benchmarks report --check                             check that the page is up to date\n"
+        "  python -m benchmarks report --results benchmarks/results --results from-the-gpu --out /tmp/report.html",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="results in DIR and in the folders directly below it; may be repeated (default benchmarks/results)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/report.html"),
+        metavar="FILE",
+        help="the page (default benchmarks/report.html)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if the page or a figure is out of date",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    needs_matplotlib()
+    if importlib.util.find_spec("jinja2") is None:
+        raise ConfigError("the page needs jinja2, which is not installed: pip install -e '.[bench]'")
+
+    from benchmarks.experiments import report
+
+    results = report.read_results(args.results or [Path("benchmarks/results")])
+    made = report.make(results, args.out, png=not args.check)
+    if args.check:
+        outdated = report.stale(made, args.out)
+        for path in outdated:
+            print(f"{path} is out of date; run 'python -m benchmarks report'", file=sys.stderr)
+        return int(bool(outdated))
+    report.write(made, args.out)
+    print(f"{args.out}: {len(results)} results; {len(made.pictures)} pictures next to them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(["report", *sys.argv[1:]]))

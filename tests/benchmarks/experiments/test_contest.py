@@ -1,0 +1,127 @@
+"""Contenders are timed in turns; ratios are of the same round; zeros and too few rounds are refused."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.experiments import contest
+from benchmarks.experiments.contest import LEAST_ROUNDS, WARM_UP, ratio, ratio_of_runs, refuse_zeros, spread, take_turns
+from boost.errors import MeasurementError
+from boost.parallel.mesh import Mesh
+from tests import toy
+from tests.distributed import run_distributed
+
+ONE = Mesh(toy.CPU)
+
+
+def note(log: list[str], name: str) -> contest.Call:
+    def call() -> list[Tensor]:
+        log.append(name)
+        return [torch.ones(1)]
+
+    return call
+
+
+def test_every_round_times_each_once_and_begins_with_another_one() -> None:
+    log: list[str] = []
+    turns = take_turns({name: note(log, name) for name in "abc"}, ONE, LEAST_ROUNDS)
+    log = log[3 * WARM_UP :]
+    rounds = [log[3 * i : 3 * i + 3] for i in range(LEAST_ROUNDS)]
+    assert rounds[:4] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert len(log) == 3 * LEAST_ROUNDS
+    assert all(len(times) == LEAST_ROUNDS and min(times) > 0 for times in turns.seconds.values())
+    assert len(turns.probe_s) == LEAST_ROUNDS and min(turns.probe_s) > 0
+
+
+def test_what_is_short_is_repeated_within_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = 0.0, []
+
+    def call() -> list[Tensor]:
+        nonlocal now
+        now += 2**-12
+        log.append("a")
+        return [torch.ones(1)]
+
+    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: now))
+    turns = take_turns({"a": call}, ONE, LEAST_ROUNDS, least_s=2**-9)
+    assert turns.repeats["a"] == 8
+    assert len(log) == WARM_UP + LEAST_ROUNDS * 8
+    assert turns.seconds["a"] == [2**-12] * LEAST_ROUNDS  # of one repetition
+
+
+def two_processes() -> tuple[dict[str, int], float]:
+    mesh = toy.mesh(tp=2)
+
+    def call() -> list[Tensor]:
+        time.sleep(0.05 * mesh.rank)
+        return [torch.ones(1)]
+
+    turns = take_turns({"a": call}, mesh, LEAST_ROUNDS, least_s=0.1)
+    return turns.repeats, max(turns.seconds["a"])
+
+
+def test_the_slowest_process_counts_and_all_repeat_equally_often() -> None:
+    (repeats, seconds), (theirs, _) = run_distributed(2, two_processes)
+    assert repeats == theirs
+    # Process 0 does nothing, and waits for process 1. It may see less than the whole wait where the system lets it look at
+    # the clock late: not in every round, and not by half.
+    assert seconds >= 0.025
+
+
+@pytest.mark.parametrize(
+    ("computed", "said"),
+    [
+        ([torch.ones(2), torch.zeros(2)], "only zeros"),
+        ([torch.tensor([1.0, torch.nan])], "non-finite"),
+        ([], "returned no results"),
+    ],
+)
+def test_a_time_of_nothing_is_refused(computed: list[Tensor], said: str) -> None:
+    with pytest.raises(MeasurementError, match=f"mine .*{said}"):
+        take_turns({"mine": lambda: computed}, ONE, LEAST_ROUNDS)
+    refuse_zeros("mine", [torch.tensor([0.0, 1.0])])
+
+
+def test_too_few_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least 7"):
+        take_turns({"a": note([], "a")}, ONE, LEAST_ROUNDS - 1)
+
+
+def test_a_ratio_is_of_the_same_round() -> None:
+    """The machine is ten times slower in half of the rounds; the ratio does not see it."""
+    slow = np.array([1.0, 10.0, 1.0, 10.0, 1.0, 10.0, 1.0])
+    found = ratio(2 * slow, slow)
+    assert (found.value, found.low, found.high) == (2, 2, 2)
+    with pytest.raises(ValueError, match="same rounds"):
+        ratio([1.0] * 7, [1.0] * 8)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """Of noisy rounds: in 200 runs the true ratio, 1.3, is inside about 95 times of 100."""
+    rng = np.random.default_rng(1)
+    inside, widths = 0, []
+    for _ in range(200):
+        under = rng.lognormal(0, 0.1, 25)
+        found = ratio(1.3 * under * rng.lognormal(0, 0.05, 25), under)
+        inside += found.low <= 1.3 <= found.high
+        widths.append(found.high - found.low)
+    assert 0.88 <= inside / 200 <= 0.995
+    assert 0.02 < np.median(widths) < 0.2
+
+
+def test_a_ratio_of_two_runs_knows_no_pairs() -> None:
+    """Rounds that were slow in both are no help: the interval is as wide as both runs together, whatever their order."""
+    slow = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0]
+    found, shuffled = ratio_of_runs(slow, slow), ratio_of_runs(sorted(slow), slow)
+    assert found.value == shuffled.value == 1
+    assert found.low < 0.5 and found.high > 2
+    assert ratio_of_runs([2.0] * 7, [1.0] * 9) == contest.Ratio(2, 2, 2)
+
+
+def test_spread() -> None:
+    found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (found.low, found.median, found.high, found.rounds) == (2, 3, 4, 5)

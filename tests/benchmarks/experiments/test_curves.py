@@ -1,0 +1,106 @@
+"""Every layout follows one process over 200 steps; the experiment says so, or says which does not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.experiments import curves
+from boost.config import Config
+from boost.config.schema import Family
+from boost.errors import ConfigError
+from boost.train.loop import Trainer
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def make_config(store: Path, run: Path, steps: int) -> Config:
+    return toy.toy_config(
+        model={"vocab_size": 300, "layers": 1},
+        # At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps.
+        optim={"lr": 3e-3, "warmup_steps": 3},
+        train={"steps": steps, "seq_len": 32, "micro_batch": 4, "global_batch": 4},
+        data={"store": str(store)},
+        run={"dir": str(run), "device": "cpu"},
+    )
+
+
+def followed(family: Family, dtype: str) -> list[curves.LayoutVariant]:
+    """In float32 every layout once; its switches differ in float64 as much."""
+    each = {c.parallel["layout"]: c for c in reversed(curves.contenders(family))}
+    return list(each.values()) if dtype == "float32" else list(curves.contenders(family))
+
+
+def all_losses(config: Config, family: Family, dtype: str) -> dict[str, list[float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = followed(family, dtype)
+        patch.setattr(curves, "contenders", lambda _: chosen)
+        return curves.all_losses(config, family, dtype, toy.mesh(tp=2), 2)
+
+
+def _commit_or_night() -> list[Any]:
+    """The first 40 steps of one family in float64 on each commit, whose limit is the sharper one; all 200 of all by night."""
+    cells = [(family, dtype, 200) for family in ("cola", "dense") for dtype in curves.LIMITS]
+    return [("cola", "float64", 40), *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in cells)]
+
+
+@pytest.mark.parametrize(("family", "dtype", "steps"), _commit_or_night())
+def test_all_layouts_lie_on_each_other(store: Path, tmp_path: Path, family: Family, dtype: str, steps: int) -> None:
+    main, other = run_distributed(2, all_losses, make_config(store, tmp_path, steps), family, dtype)
+    assert main == other, "processes of one mesh see one loss"
+    assert set(main) == {"single", *(contender.name for contender in followed(family, dtype))}
+    worst = curves.worst_difference(main)
+    assert max(worst.values()) <= curves.LIMITS[dtype], worst
+    assert main["single"][-1] < main["single"][0] - (1.5 if steps == 200 else 0.5), (
+        "a model that does not learn proves nothing"
+    )
+
+
+def run_experiment(config: Config, out: Path) -> tuple[int, str]:
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(curves, "open_mesh", lambda *_: toy.mesh(tp=2))
+        patch.setattr(curves, "close_mesh", lambda: None)
+        if "drifting" in out.name:
+            usual = curves.losses
+
+            def drifting(trainer: Trainer) -> list[float]:
+                factor = 1.01 if trainer.config.parallel.layout == "btp-sp" else 1
+                return [loss * factor for loss in usual(trainer)]
+
+            patch.setattr(curves, "losses", drifting)
+        return curves.curves_process(config, ["cola"], out), said.getvalue()
+
+
+def test_the_experiment_leaves_numbers_and_a_picture(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, 3)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 2})})
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (code, said), (_, silence) = run_distributed(2, run_experiment, config, tmp_path / "out" / "c")
+    assert (code, silence) == (0, "")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"], (
+        "a run there is left alone"
+    )
+    assert said.count("btp-sp") == 2
+    facts: dict[str, Any] = json.loads((tmp_path / "out" / "c.json").read_text())
+    assert set(facts["losses"]) == set(facts["worst_relative_difference"]) == {"float64", "float32"}
+    assert len(facts["losses"]["float32"]["cola"]["vanilla"]) == 3
+    assert "| cola | btp-sp |" in (tmp_path / "out" / "c.md").read_text()
+    assert (tmp_path / "out" / "curves.svg").read_text().startswith("<?xml")
+
+
+def test_a_layout_that_drifts_is_named(store: Path, tmp_path: Path) -> None:
+    config = make_config(store, tmp_path, 2)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 2})})
+    (code, said), _ = run_distributed(2, run_experiment, config, tmp_path / "drifting")
+    assert code == 1
+    assert [line.split()[1] for line in said.splitlines() if "ABOVE" in line] == ["btp-sp", "btp-sp"]
+
+
+def test_a_family_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.rank = 8"):
+        curves.configuration(toy.toy_config(), "cola", "float64", {"layout": "vanilla", "tp": 16})

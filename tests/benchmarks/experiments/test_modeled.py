@@ -1,0 +1,73 @@
+"""The modeled evaluation: the published rows are the validated ones, the goals are of the best layout, nothing is 'measured'."""
+
+from functools import cache
+from pathlib import Path
+
+from benchmarks.experiments import modeled
+from benchmarks.experiments.computed import MFU, goals
+from benchmarks.experiments.goals import target_of
+from boost.cli import bench_modeled
+from boost.measure.document import Table
+from boost.measure.results import Facts, figures
+from boost.plan.hardware import load_hardware
+from boost.plan.published import STEPS, Comparison
+
+ONLINE_SLOWER = {"hardware": "a100-80g", "online": 1.1, "sync": 1.0}
+
+
+@cache
+def facts() -> Facts:
+    return modeled.model(["h100-80g"])
+
+
+def test_the_papers_rows_stand_beside_the_validated_predictions() -> None:
+    steps = Comparison(load_hardware("a100-80g")).steps()
+    for row, step, published in zip(facts()["paper"], steps, STEPS, strict=True):
+        assert row["published"] == published.seconds and row["modeled"] == step.seconds
+        assert (row["strong"] is None) == (published.tp == 1)
+        if row["strong"]:  # what our code sends less than the paper's, and what strong baselines do better
+            assert row["strong"]["btp"] < row["modeled"]["BOOST"]
+            assert row["strong"]["vanilla"] < row["modeled"]["vanilla"]
+
+
+def test_goals_are_the_figures_that_need_no_run() -> None:
+    found = modeled.goals(facts())
+    assert all(target_of(goal.what).experiment == "modeled" for goal in found) and len(found) == 5
+    crossings, elementwise, latents, mfu, norm = found
+    assert crossings.found == "0.60, 0.32, 0.39" and crossings.met and "0.62, 0.36, 0.41" in crossings.remark
+    assert elementwise.met and "btp 3.89 GB" in elementwise.found
+    assert latents.met and latents.found.endswith("once is 7.52 GB")
+    figures_of_mfu = facts()["computed"]["mfu"]
+    assert mfu.met == all(max(figures_of_mfu[name].values()) >= least for name, least in MFU.items())
+    assert norm.met == all(row["online"] <= row["sync"] for row in facts()["computed"]["norms"])
+    wasteful = facts()["computed"] | {
+        "elementwise": {"btp": 5.1, "btp-sp": 2.6},
+        "norms": [{"size": "3B"} | ONLINE_SLOWER],
+    }
+    assert [goal.met for goal in goals(wasteful)][1] is False and goals(wasteful)[-1].found.startswith("0.909 x")
+
+
+def test_every_table_says_that_it_is_modeled_and_every_cell_is_full() -> None:
+    tables = [part for part in modeled.section(facts()).parts if isinstance(part, Table)]
+    assert len(tables) == 5
+    for table in tables:
+        assert ("modeled" in table.caption and "All of them fit" in table.caption) or table in (*tables[:2], tables[4])
+        assert all(len(row) == len(table.headings) and all(row) for row in table.rows)
+    assert [len(table.rows) for table in tables] == [5, 5, 2, 4, 5]
+
+
+def test_a_layout_that_does_not_fit_is_named() -> None:
+    row = facts()["scaled"][0]
+    assert "vanilla on h100-80g, 4 x 1" in modeled._memory_words(
+        [row | {"peak_bytes": row["peak_bytes"] | {"vanilla": row["usable_bytes"] + 1}}]
+    )
+
+
+def test_the_figures_are_drawn(tmp_path: Path) -> None:
+    for figure in figures(modeled.section(facts())):
+        figure.draw(tmp_path / f"{figure.name}.svg")
+        assert (tmp_path / f"{figure.name}.svg").read_text().count("<path") > 20
+
+
+def test_the_command_line_knows_the_usual_hardware() -> None:
+    assert bench_modeled.HARDWARE == modeled.HARDWARE

@@ -1,0 +1,98 @@
+"""Every peer is a correct contender: from the same weights it has the loss of our model, its gradient's norm, and its steps."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.experiments.peers import DENSE, DENSE_SP, HF, LOW_RANK, LOW_RANK_CUT, peers
+from boost.config import Config
+from boost.config.load import change_family, from_tree
+from boost.measure.steps import Stepper
+from boost.parallel.gradients import reduce_step_stats
+from boost.parallel.mesh import Mesh
+from boost.train.model import backward
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def ours(config: Config, steps: int) -> list[tuple[float, float]]:
+    """(mean loss, gradients' norm) before each step, on one process."""
+    stepper, found = Stepper(toy.single(config), Mesh(toy.CPU)), []
+    tokens = config.train.global_batch * config.train.seq_len
+    for _ in range(steps):
+        stepper.reducer.begin(len(stepper.batches))
+        loss = backward(stepper.model, stepper.batches, stepper.config, divisor=tokens)
+        stats = reduce_step_stats(stepper.fused_params, loss, tokens, tokens, stepper.mesh)
+        found.append((stats.loss, stats.gradient_norm))
+        stepper.step()
+    return found
+
+
+def of_family(config: Config, family: Any) -> Config:
+    tree = config.model_dump()
+    change_family(tree["model"], family)
+    return from_tree({**tree, "parallel": {}})
+
+
+def all_peers(config: Config, tp: int, steps: int) -> tuple[dict[str, list[tuple[float, ...]]], dict[str, str]]:
+    """The same of every peer, from its second step on: the first is taken when it is made."""
+    mesh = toy.mesh(tp=tp) if tp > 1 else Mesh(toy.CPU)
+    calls, reasons = peers(config, mesh)
+    return {name: [tuple(float(x) for x in call()) for _ in range(steps)] for name, call in calls.items()}, reasons
+
+
+def make(dtype: str = "float32", **model: Any) -> Config:
+    # A clip that bites, and a rate at which a wrong update shows.
+    return toy.toy_config(dtype, model=model, optim={"lr": 1e-2, "clip": 0.1, "weight_decay": 0.1})
+
+
+def test_two_processes() -> None:
+    pytest.importorskip("transformers")
+    config = make(layers=1)
+    dense, low_rank = (ours(of_family(config, family), 2)[1:] for family in ("dense", "cola"))
+    for found, reasons in run_distributed(2, all_peers, config, 2, 1):
+        assert reasons == {} and set(found) == {HF, DENSE, DENSE_SP, LOW_RANK, LOW_RANK_CUT}
+        for name, steps in found.items():
+            expected = low_rank if name in (LOW_RANK, LOW_RANK_CUT) else dense
+            for (loss, norm), (our_loss, our_norm) in zip(steps, expected, strict=True):
+                assert loss == pytest.approx(our_loss, rel=1e-5), name
+                assert norm == pytest.approx(our_norm, rel=1e-4), name
+
+
+def test_what_cannot_run_is_left_out_with_a_reason() -> None:
+    """One key/value head for two processes: DTensor cuts whole heads."""
+    found, reasons = run_distributed(2, reasons_of, make(kv_heads=1))[1]
+    assert LOW_RANK in found and not {DENSE, DENSE_SP, LOW_RANK_CUT} & set(found)
+    assert reasons[DENSE] == "ValueError: 1 key/value heads cannot be sharded over 2 processes"
+
+
+def reasons_of(config: Config) -> tuple[list[str], dict[str, str]]:
+    calls, reasons = peers(config, toy.mesh(tp=2))
+    return list(calls), reasons
+
+
+def replicas(config: Config) -> tuple[list[str], dict[str, str]]:
+    calls, reasons = peers(config, toy.mesh(tp=1, dp=2))
+    return list(calls), reasons
+
+
+def test_replicas_are_not_theirs_to_make() -> None:
+    for found, reasons in run_distributed(2, replicas, make()):
+        assert found == [] and "parallel.dp" in reasons[HF]
+
+
+def test_a_library_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    calls, reasons = peers(make(), Mesh(toy.CPU))
+    assert (
+        calls == {} and reasons[HF].startswith("ModuleNotFoundError: ") and "pip install -e '.[bench]'" in reasons[HF]
+    )
+
+
+def test_one_process() -> None:
+    pytest.importorskip("transformers")
+    config = make(family="dense", rank=None)
+    found, reasons = all_peers(config, 1, 1)
+    assert reasons == {}
+    assert found[HF][0] == pytest.approx(ours(config, 2)[1], rel=1e-5)

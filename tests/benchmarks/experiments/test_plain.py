@@ -1,0 +1,78 @@
+"""The plain modules are the function that ours is: same weights, same loss, same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.plain import PlainDecoder, build_plain, mean_loss, plain_step
+from boost.config import Config
+from boost.measure.steps import Stepper
+from boost.parallel.mesh import Mesh
+from tests import toy
+
+MODELS: list[dict[str, Any]] = [
+    {"family": "dense"},
+    {"family": "cola"},
+    {"family": "cola", "mlp_silu": False, "ranks": {"attn.k": 4, "mlp": 12}},
+    {"family": "svd"},
+]
+
+
+def gradients(module: PlainDecoder) -> dict[str, Tensor]:
+    """By mathematical name."""
+    found = {}
+    for weight, parameters in module.stored():
+        assert weight.grad is not None
+        parts = weight.grad.split([parameter.shape[0] for parameter in parameters])
+        found |= {parameter.name: part for parameter, part in zip(parameters, parts, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(str(value) for value in model.values()))
+def test_loss_and_gradients_are_ours(model: dict[str, Any], merged: bool) -> None:
+    config = toy.toy_config(model=model)
+    tokens, targets = toy.toy_tokens(config)
+    ours, _ = toy.toy_decoder(config)
+    expected = ours(tokens, targets) / targets.numel()
+    expected.backward()
+    module = build_plain(config, toy.CPU, merged)
+    loss = mean_loss(module(tokens), targets)
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < 1e-10
+    assert toy.worst_error(gradients(module), toy.gradients(ours)) < 1e-10
+
+
+def test_crossings_are_refused() -> None:
+    config = toy.toy_config(model={"family": "lax"})
+    with pytest.raises(ValueError, match="latent crossing"):
+        build_plain(config, toy.CPU)
+
+
+def several_steps(config: Config) -> tuple[list[float], list[float]]:
+    """Losses of plain modules, and of ours, before each of three steps."""
+    step, ours = plain_step(config, toy.CPU), Stepper(config, Mesh(toy.CPU))
+    theirs = [step()[0].item() for _ in range(3)]
+    expected = []
+    for _ in range(3):
+        with torch.no_grad():
+            total = sum(
+                ours.model(torch.from_numpy(b.tokens), torch.from_numpy(b.targets)).item() for b in ours.batches
+            )
+        expected.append(total / sum(b.targets.size for b in ours.batches))
+        ours.step()
+    return theirs, expected
+
+
+@pytest.mark.parametrize(("decay_on", "clip"), [("all", 0.0), ("matrices", 0.01)])
+def test_a_whole_step_is_ours(decay_on: str, clip: float) -> None:
+    """Two micro-batches; an epsilon so large that the gradient's scale counts, and a rate at which an update shows."""
+    optim = {"lr": 0.05, "eps": 0.01, "clip": clip, "decay_on": decay_on, "weight_decay": 0.5}
+    config = toy.toy_config(optim=optim)
+    theirs, expected = several_steps(config)
+    assert expected[2] != expected[1] != expected[0]
+    assert theirs == pytest.approx(
+        expected, rel=1e-7 if clip else 1e-10
+    )  # torch adds 1e-6 to the norm that it divides by

@@ -1,0 +1,90 @@
+"""The experiment times every policy of every layout in one run, and its table says what was measured."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.experiments import recompute
+from boost.config import Config
+from boost.errors import ConfigError
+from tests import toy
+from tests.distributed import run_distributed
+
+
+def make_config(tp: int) -> Config:
+    # As wide as it takes for policies to differ, and no wider.
+    return toy.toy_config("float32", model={"vocab_size": 64, "layers": 1, "rank": 8}, parallel={"tp": tp})
+
+
+def run_experiment(config: Config, out: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute, "open_mesh", lambda *_: toy.mesh(tp=2))
+        patch.setattr(recompute, "close_mesh", lambda: None)
+        return recompute.recompute_process(config, [2], 7, out)
+
+
+def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path) -> None:
+    out = tmp_path / "out" / "r"
+    assert run_distributed(2, run_experiment, make_config(2), out) == [0, 0]
+    facts: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    layouts = {row["layout"] for row in facts["rows"]}
+    assert layouts == {"btp, online", "btp, sync", "btp-sp", "vanilla", "vanilla, published", "megatron", "megatron-sp"}
+    for row in facts["rows"]:
+        assert row["kept_bytes"] == row["predicted_bytes"] > 0
+        none = next(
+            r for r in facts["rows"] if (r["layout"], r["batch"], r["policy"]) == (row["layout"], row["batch"], "none")
+        )
+        assert row["saved_bytes"] == none["kept_bytes"] - row["kept_bytes"]
+        assert (row["saved_bytes"] > 0) == (row["policy"] != "none")
+        low, high = row["added_quartiles_s"]
+        assert low <= row["added_s"] <= high
+        assert len(row["seconds"]) == 7 and min(row["seconds"]) > 0
+        assert (row["against_full_block_interval"] is None) == (row["policy"] in ("none", "full-block"))
+    table = out.with_suffix(".md").read_text()
+    assert table.count("\n| ") == 1 + len(facts["rows"])
+    assert "low-rank-sharded" in table
+    assert (out.parent / "recompute.svg").read_text().startswith("<?xml")
+
+
+def test_rates_are_of_paired_differences() -> None:
+    """Of three rounds, one was slow for all policies: the difference to none in the same round does not see it."""
+    config = make_config(2)
+    kept = {"none": 1000, "low-rank": 400, "full-block": 100}
+    seconds = {"none": [1.0, 3.0, 1.0], "low-rank": [1.5, 3.5, 1.5], "full-block": [2.0, 4.0, 2.5]}
+    none, low_rank, full = recompute._rows("btp", config, kept, seconds)  # type: ignore[arg-type]
+    assert (none.added_s, none.saved_bytes, none.against_full_block) == (0, 0, 0)
+    assert (low_rank.added_s, low_rank.saved_per_added) == (0.5, 1200)
+    assert low_rank.against_full_block == pytest.approx(1200 / 900)
+    assert full.against_full_block == 1 and full.against_full_block_interval is None
+
+
+def test_the_interval_of_memory_saved_per_added_time_is_of_rounds() -> None:
+    kept = {"none": 1000, "low-rank": 400, "full-block": 100}
+    seconds = {"none": [1.0] * 7, "low-rank": [1.5] * 7, "full-block": [2.0] * 7}
+    found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
+    assert found is not None and (found.value, found.low, found.high) == pytest.approx((4 / 3, 4 / 3, 4 / 3))
+    seconds["low-rank"] = [1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8]
+    found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
+    assert found is not None and found.low < 4 / 3 < found.high < 4
+    seconds["low-rank"] = [0.7, 0.8, 0.9, 1.2, 1.3, 1.4, 1.5]  # often no time is added
+    (_, low_rank, _) = recompute._rows("btp", make_config(2), kept, seconds)  # type: ignore[arg-type]
+    assert low_rank.against_full_block_interval is not None
+    assert low_rank.against_full_block_interval[1] is None
+    assert "or more" in recompute._ratio_words(asdict(low_rank))
+    seconds["full-block"] = [0.9] * 7  # nothing can be claimed
+    found = recompute.against_full_block(kept, seconds, "low-rank")  # type: ignore[arg-type]
+    assert found is not None and (found.value, found.high) == (0, 0)
+
+
+def test_one_process_has_one_layout() -> None:
+    assert [name for name, _ in recompute.variants(make_config(1), [1, 2])] == ["single"] * 2 + ["single, dense"] * 2
+
+
+def test_a_cut_that_is_not_legal_is_refused_before_anything_starts() -> None:
+    config = make_config(2)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tp": 16})})
+    with pytest.raises(ConfigError, match=r"parallel.tp = 16 must divide model.heads = 8"):
+        list(recompute.variants(config, [1]))

@@ -1,0 +1,81 @@
+"""The experiment of one process: contenders that are the same work, and goals that follow from the numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.experiments import single as bench
+from benchmarks.experiments.contest import LEAST_ROUNDS
+from benchmarks.experiments.single_report import GEMM, ceiling, flop_ratio, goals, overhead, section, share
+from boost.config.architecture import flops_per_token
+from boost.measure import results
+from boost.measure.results import Facts
+from tests import toy
+
+FLOPS = {"dense": 400, "cola": 200, "svd": 200, "lax": 200}
+
+
+def size(device: str, dtype: str, low_rank: float, plain: float, product: float) -> Facts:
+    """Seconds of a step of dense are 1; of a round in which the machine was slow, 3."""
+    rounds = [1.0] * 5 + [3.0] * 2
+
+    def times(seconds: float) -> list[float]:
+        return [seconds * slow for slow in rounds]
+
+    families = {name: times(1.0 if name == "dense" else low_rank) for name in FLOPS} | {GEMM: times(product)}
+    pair = {"seconds": {"ours": times(1.0), "plain": times(plain)}}
+    config = toy.toy_config()
+    return {
+        "size": "toy", "device": device, "train": config.train.model_dump(), "tokens": 1000, "flops_per_token": FLOPS,
+        "models": dict.fromkeys(FLOPS, config.model.model_dump()), "parameters": dict.fromkeys(FLOPS, 1e6), "left_out": {},
+        "gemm": {"width": 10, "flops": 1e6, "dtype": dtype},
+        "contests": {"families": {"seconds": families}, "cola": pair, "dense": pair},
+    }  # fmt: skip
+
+
+def test_ratios() -> None:
+    """Half the operations in 0.6 of the time; a ceiling of 1e6 FLOP/s where a step makes 2e5 in 0.6 s."""
+    found = size("cpu", "float32", 0.6, 0.8, 1.0)
+    assert flop_ratio(found, "cola") == 2
+    assert share(found, "cola").value == pytest.approx(1 / 0.6 / 2)
+    assert overhead(found, "cola").value == pytest.approx(1 / 0.8)
+    assert ceiling(found, "cola").value == pytest.approx(200 * 1000 / 0.6 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "met"),
+    [
+        (("cuda", "bfloat16", 0.55, 1.0, 2.0), (True, True, True)),
+        (("cuda", "bfloat16", 0.55, 0.97, 1.0), (True, False, False)),
+        (("cpu", "float32", 0.6, 1.0, 1.0), (False, True, None)),
+    ],
+)
+def test_goals(numbers: tuple[str, str, float, float, float], met: tuple[bool | None, ...]) -> None:
+    found = goals({"sizes": [size(*numbers)]})
+    assert tuple(goal.met for goal in found) == met
+    assert found[2].found or "needs a GPU" in found[2].remark
+
+
+def test_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(bench, "GEMM_WIDTH", {"cpu": 64})
+    config = toy.toy_config("float32", run={"device": "cpu"})
+    assert bench.single({"toy": config}, LEAST_ROUNDS, tmp_path / "single") == 0
+    facts = results.read(tmp_path / "single.json", "single")
+    (found,) = facts["sizes"]
+    assert found["flops_per_token"]["dense"] == flops_per_token(bench.of_family(config, "dense").model, 16)
+    assert set(found["contests"]) == {"families", "dense", "cola", "svd"}
+    assert {"dense", "cola", "svd", "lax", "transformers LLaMA", GEMM} == set(found["contests"]["families"]["seconds"])
+    assert all(len(s) == LEAST_ROUNDS for turns in found["contests"].values() for s in turns["seconds"].values())
+    text = (tmp_path / "single.md").read_text(encoding="utf-8")
+    assert "| cola |" in text and "ours / plain" in text and (tmp_path / "single-share.svg").stat().st_size > 0
+    assert section(facts).title and len(goals(facts)) == 3
+
+
+def test_the_usual_sizes_on_a_cpu() -> None:
+    found = bench.sizes(None, ["--run.device=cpu", "--train.seq_len=128"])
+    assert {name: (c.model.dim, c.model.rank, c.train.seq_len) for name, c in found.items()} == {
+        "d 512": (512, 128, 128),
+        "d 1024": (1024, 256, 128),
+    }
+    assert set(bench.sizes("boost-1b", ["--run.device=cpu"])) == {"boost-1b"}
