@@ -82,9 +82,9 @@ def test_half_of_the_blocks() -> None:
 def test_what_is_lacking_is_said() -> None:
     single = ("--parallel.layout=single", "--parallel.tp=1", "--parallel.dp=2", "--train.micro_batch=1")
     assert "ZeRO-1" in exported(planned(*single, "--parallel.shard=optimizer"), "torchtitan")
-    assert "Weights stay whole" in exported(planned(*single, "--parallel.shard=full"), "megatron")
+    assert "Weights are not sharded" in exported(planned(*single, "--parallel.shard=full"), "megatron")
     assert "FLAVOR: add one with dim=4096" in exported(planned(*single, "--model.layers=30"), "torchtitan")
-    assert "30 blocks do not divide over 4 stages" in exported(
+    assert "30 blocks do not divide evenly over 4 stages" in exported(
         planned(*single, "--model.layers=30", "--parallel.pp=4"), "megatron"
     )
 

@@ -152,7 +152,7 @@ def test_sizes_that_make_no_mesh() -> None:
         return str(caught.value)
 
     assert "nearest valid value: 2" in refused(4, "parallel.tp", tp=3)
-    assert "TP sizes that divide --gpus = 6 too: 1, 2" in refused(6, "parallel.tp", tp=3)  # 4 divides the model, not 6
+    assert "TP sizes that also divide --gpus = 6: 1, 2" in refused(6, "parallel.tp", tp=3)  # 4 divides the model, not 6
     assert "= 8 processes" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
     assert "must divide" in refused(7, "parallel.tp", tp=7)
     assert "must be divisible" in refused(7, "parallel.dp", dp=7)
@@ -179,7 +179,7 @@ def test_tight_memory_names_what_has_room() -> None:
     best = search.fastest()
     assert best is not None
     said = " ".join(notes(search, best, [], None))
-    assert "With room: " in said or "Memory is tight" in said
+    assert "With more headroom: " in said or "Memory is tight" in said
 
 
 def test_micro_batches_are_divisors() -> None:
@@ -238,11 +238,11 @@ def test_why_is_made_of_differences() -> None:
     said = " ".join(notes(search, best, others, None))
     assert "Pure data parallelism beats TP here" in said and "boost plan calibrate' measures your machines" in said
     waiting = replace(best, time=replace(best.time, parts={**best.time.parts, HOST: 0.3 * best.time.seconds}))
-    assert "GPUs wait for kernel launches 30% of the step" in " ".join(notes(search, waiting, others, None))
+    assert "GPUs wait for kernel launches for 30% of the step" in " ".join(notes(search, waiting, others, None))
     for other in others:
         assert other.plan.time.seconds >= best.time.seconds or other.plan.shortfall > 0
     slower = replace(best.time, parts={**best.time.parts, GEMMS: best.time.parts[GEMMS] + 0.25})
-    assert time_difference(best.time, slower) == "250 ms more in matrix products"
+    assert time_difference(best.time, slower) == "250 ms more in GEMMs"
 
 
 def test_tp_where_one_device_is_too_small() -> None:
