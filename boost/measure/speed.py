@@ -32,7 +32,7 @@ from boost.plan.work import (
 )
 
 SAMPLES = 7
-"""Timed samples per point, of which the median is used."""
+"""Timed samples per point. The median is used."""
 
 LEAST_SECONDS = 2e-3
 """Target duration of a sample in seconds, reached by repeating the operation."""

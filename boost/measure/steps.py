@@ -42,7 +42,7 @@ from boost.train.model import backward, build_model, initialize_model
 from boost.train.rundir import available_cores
 
 ROUNDS = 7
-"""Interleaved rounds of all configurations, of which the median is used."""
+"""Interleaved rounds of all configurations. The median is used."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, round
 
 def _set_threads(hardware: Hardware) -> None:
     """Sets the number of threads to that during calibration, even if fewer processes share the machine now."""
-    torch.set_num_set_threads(max(available_cores() // hardware.per_node, 1))
+    torch.set_num_threads(max(available_cores() // hardware.per_node, 1))
 
 
 def _rows(

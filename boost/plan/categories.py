@@ -30,7 +30,7 @@ CATEGORIES = {
     RESIDUAL: "inputs of attention and MLP",
     LATENTS: "width r, including online RMSNorm's statistic",
     WIDE: "normalized inputs, q, k, v, gate, up, products",
-    COPIES: "weights cast once a step, or cast or scaled for a GEMM",
+    COPIES: "weights cast once per step, or cast or scaled for a GEMM",
     LOGITS: "gradients of the head and of its input",
     BUFFERS: "activations received and sent, and their gradients",
     GATHERED: "all-gathered weights of sharded units in use",

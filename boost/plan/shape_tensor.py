@@ -486,13 +486,13 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 
 def leaf(
-    tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str, kept: torch.dtype | None = None
+    tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str, grad_dtype: torch.dtype | None = None
 ) -> ShapeTensor:
-    """Returns a weight with a role: a leaf of the graph, not counted in live bytes. `kept`: dtype in which its gradients are
+    """Returns a weight with a role: a leaf of the graph, not counted in live bytes. `grad_dtype`: dtype in which its gradients are
     accumulated, if it differs from the weight's."""
     storage = ShapeStorage(_WEIGHTS_TAPE, 0, COPIES, role)  # counted as training state
     node = GraphNode(LEAF, (), 1, None, tape.place)
-    node.widening = kept.itemsize // dtype.itemsize if kept else 1
+    node.widening = grad_dtype.itemsize // dtype.itemsize if grad_dtype else 1
     return ShapeTensor(tape, storage, shape, contiguous(shape), dtype, device, node)
 
 

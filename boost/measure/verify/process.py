@@ -24,7 +24,7 @@ class Request:
 
     sections: tuple[str, ...]
     model: ModelConfig
-    """The model, of which only the family matters."""
+    """The model; only its family matters."""
     own: Config | None
     """The user's configuration."""
     device: str
