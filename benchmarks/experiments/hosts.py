@@ -1,7 +1,7 @@
-"""Two network namespaces as two hosts: own addresses, own loopback, and one wire between them, whose rate can be set.
+"""Emulates two hosts with network namespaces: separate addresses and loopbacks, and one link between them with a configurable rate.
 
-Processes on one machine talk through memory, which the same cores copy: communication looks cheap and can never hide. A wire with
-a rate takes time that no core has to spend. Needs root (or CAP_NET_ADMIN) and `ip` and `tc` (iproute2).
+Processes on one machine communicate through memory, and their own cores do the copying, so that communication cannot overlap with
+computation. A rate-limited link takes time without keeping a core busy. Needs root (or CAP_NET_ADMIN), `ip` and `tc` (iproute2).
 """
 
 import contextlib
@@ -16,43 +16,43 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BURST = "128kb"
-"""Of the token bucket. 1 MB would let small messages pass for free."""
+"""Burst size of the token bucket. With 1 MB, small messages would be free."""
 
 LATENCY = "50ms"
-"""Longest time that a packet waits in the bucket's queue."""
+"""Maximum time that a packet waits in the token bucket's queue."""
 
 
 @dataclass
 class Host:
-    """One namespace."""
+    """One emulated host, a network namespace."""
 
     name: str
     wire: str
-    """Its network interface."""
+    """Name of its network interface."""
     address: str
 
     def command(self, *words: str) -> list[str]:
-        """A command line that runs on this host."""
+        """Wraps a command line so that it runs on this host."""
         return ["ip", "netns", "exec", self.name, *words]
 
     def limit(self, mbit: float | None) -> None:
-        """Sets the rate of what it sends, Mbit/s; None: as fast as memory."""
-        with contextlib.suppress(subprocess.CalledProcessError):  # there is none
+        """Limits its send rate to `mbit` Mbit/s; None: unlimited."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # no limit was set
             _run(*self.command("tc", "qdisc", "del", "dev", self.wire, "root"))
         if mbit is not None:
             bucket = ("rate", f"{mbit:.0f}mbit", "burst", BURST, "latency", LATENCY)
             _run(*self.command("tc", "qdisc", "add", "dev", self.wire, "root", "tbf", *bucket))
 
     def received(self) -> int:
-        """Bytes that have come over the wire."""
+        """Bytes received over the link so far."""
         return int(_run(*self.command("cat", f"/sys/class/net/{self.wire}/statistics/rx_bytes")).stdout)
 
 
 @functools.cache
 def why_no_hosts(limited: bool = False) -> str | None:
-    """Why this machine cannot make network namespaces, `limited` ones with a rate; None if it can."""
+    """The reason why this machine cannot create network namespaces (with a rate limit if `limited`); None if it can."""
     if sys.platform != "linux":
-        return f"network namespaces are Linux's; this is {sys.platform}"
+        return f"network namespaces need Linux; this is {sys.platform}"
     for tool in ("ip", "tc") if limited else ("ip",):
         if shutil.which(tool) is None:
             return f"needs `{tool}` (package iproute2)"
@@ -62,16 +62,16 @@ def why_no_hosts(limited: bool = False) -> str | None:
                 hosts[0].limit(1000)
             return None
     except subprocess.CalledProcessError as error:
-        return f"`{' '.join(error.cmd)}` is not permitted here: {' '.join(error.stderr.split())}"
+        return f"`{' '.join(error.cmd)}` is not permitted: {' '.join(error.stderr.split())}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"network namespaces do not work here: {error}"
+        return f"network namespaces do not work on this machine: {error}"
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts. Their addresses can meet no others: the wire has no end outside of the two namespaces. What still runs on them
-    is ended with them."""
-    run = secrets.token_hex(3)  # names of interfaces have 15 characters at most
+    """Context with two hosts. The link has no end outside the two namespaces, so addresses cannot conflict. Processes that still
+    run on the hosts at exit are killed."""
+    run = secrets.token_hex(3)  # interface names have at most 15 characters
     hosts = tuple(Host(f"boost-{run}-{i}", f"bt{run}v{i}", f"10.213.7.{i + 1}") for i in range(2))
     try:
         for host in hosts:
@@ -89,7 +89,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _remove(host: Host) -> None:
-    # A process whose parent was killed is nobody's child any more, but is still in the namespace.
+    # Orphaned processes are no longer our children, but they are still in the namespace.
     with contextlib.suppress(subprocess.CalledProcessError):
         for pid in _run("ip", "netns", "pids", host.name).stdout.split():
             with contextlib.suppress(ProcessLookupError):

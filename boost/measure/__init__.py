@@ -1,1 +1,1 @@
-"""Measurements: memory of a step, the speed of a machine, predictions against measured steps."""
+"""Measurements: memory of a step, speed of a machine, predicted versus measured steps."""

@@ -1,7 +1,7 @@
-"""`boost plan calibrate`: a hardware profile of this machine, from sweeps of a minute or two.
+"""`boost plan calibrate`: measures a hardware profile of this machine in a minute or two.
 
-All processes measure at once, as in training, and then one process alone. The cost model of `boost.plan.hardware` is fitted to
-the points, and the error of the fit is printed.
+All processes measure at once, as in training, then one process measures alone. The cost model of `boost.plan.hardware` is fitted to
+the points, and the fit error is printed.
 """
 
 import itertools
@@ -43,8 +43,11 @@ ALONE = "alone"
 
 
 def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path, force: bool = False) -> int:
-    """One process of the calibration. The main one writes the profile; one that is useless only by `force`, and the exit code is
-    1 on all. Raises StorageError."""
+    """Runs one process of the calibration and returns the exit code.
+
+    The main process writes the profile. A useless profile is refused, with exit code 1 on all processes, unless `force`. Raises
+    StorageError.
+    """
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), device)
     watch = Stopwatch(mesh, samples=3 if quick else 7)
     together = _sweep(watch, dtypes, quick, "all processes at once" if mesh.size > 1 else "one process")
@@ -52,7 +55,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     if mesh.size > 1:
         if mesh.is_main:
             alone = Stopwatch(mesh, samples=watch.samples)
-            points[ALONE] = _sweep(alone, dtypes, quick, "one process by itself")
+            points[ALONE] = _sweep(alone, dtypes, quick, "one process alone")
             probes[ALONE] = alone.reference
         mesh.barrier()
         links = _collectives(watch, dtypes, quick)
@@ -63,13 +66,13 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
     if mesh.is_main:
         profile["host_us"] = host
         found = list(problems(profile, _fit_errors(points), drift))
-        profile["sources"] += [f"beware: {problem.words}" for problem in found]
+        profile["sources"] += [f"warning: {problem.words}" for problem in found]
         refused = any(problem.serious for problem in found) and not force
         for problem in found:
             print(f"{'error' if problem.serious else 'warning'}: {problem.words}", file=sys.stderr)
         if refused:
             print(
-                f"{out} not written: keep the machine idle and measure again; --force writes it all the same",
+                f"{out} not written: keep the machine idle and calibrate again, or use --force to write it anyway",
                 file=sys.stderr,
             )
         else:
@@ -82,7 +85,7 @@ def calibrate_process(dtypes: Sequence[str], device: str, quick: bool, out: Path
 
 
 def _fit_errors(points: dict[str, list[Point]]) -> list[tuple[str, float]]:
-    """Mean error of the law of GEMMs, by sweep and dtype."""
+    """Mean error of the GEMM fit, by sweep and dtype."""
     found = []
     for kind, each in points.items():
         for dtype in sorted({point.dtype for point in each}):
@@ -94,7 +97,7 @@ def _fit_errors(points: dict[str, list[Point]]) -> list[tuple[str, float]]:
 def profile_of(
     mesh: Mesh, points: dict[str, list[Point]], probes: dict[str, float], links: Sequence[Point]
 ) -> dict[str, Any]:
-    """The profile as its file has it, host_us not yet measured. `probes`: seconds that the probe took at its best."""
+    """Returns the profile in its file format, without host_us. `probes`: best seconds of the probe, by sweep."""
     cuda = mesh.device.type == "cuda"
     total = (
         torch.cuda.mem_get_info()[1] if cuda else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
@@ -107,7 +110,7 @@ def profile_of(
         "memory_gb": round(total / 1e9, 2),
         "reserve_gb": 2.0 if cuda else 0.5,
         "host_us": 0.0,
-        # Gloo's threads compute on the cores that the model computes on.
+        # Gloo's threads run on the same cores as the model.
         "overlap": 0.8 if cuda else 0.0,
         "sources": ["measured by boost plan calibrate"],
         "provenance": {"": "calibrated", "reserve_gb": "estimate", "overlap": "estimate"}
@@ -122,10 +125,10 @@ def profile_of(
 
 
 def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
-    """(`GemmSpeed` parameters, mean error): least absolute error of the log of measured times.
+    """Fits `GemmSpeed` to measured times. Returns (parameters, mean error).
 
-    Points are weighted by the square root of their time, since a step spends most of its time in large GEMMs. Absolute
-    errors are robust to outliers of a busy machine; they are minimized by coordinate descent.
+    Minimizes the absolute error of log time by coordinate descent. Absolute errors are robust to outliers on a busy machine. Points
+    are weighted by the square root of their time, since a step spends most of its time in large GEMMs.
     """
     shapes = np.array([p.shape for p in points], float)
     seconds = np.array([p.seconds for p in points])
@@ -145,7 +148,7 @@ def fit_gemm(points: Sequence[Point]) -> tuple[dict[str, Any], float]:
 
 
 def _descend(error: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
-    """A minimum near `start`, by coordinate descent with shrinking steps."""
+    """Finds a minimum near `start` by coordinate descent with shrinking steps."""
     best, least, step = start, error(start), 1.0
     while step > 1e-3:
         tried = [best + direction * step * axis for axis in np.eye(len(best)) for direction in (1, -1)]
@@ -181,7 +184,7 @@ def _speeds(points: Sequence[Point], probe: float) -> dict[str, Any]:
 
 
 def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, float]]:
-    """Speed per head dimension: a linear fit of time per score over the measured lengths."""
+    """Attention speed for each head dimension: a linear fit of time per score over sequence lengths."""
     result = []
     forward, backward = (by_name[f"{name} {dtype}"] for name in ("attention", "attention backward"))
     for head_dim in sorted({point.shape[3] for point in forward}):
@@ -208,12 +211,12 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
 
 
 def _gb_s(bytes_per_second: float) -> float:
-    """In GB/s, to four significant digits: on a machine that is busy with other things a wire is slow, and never 0."""
+    """Converts to GB/s with four significant digits, so that a very slow link on a busy machine does not become 0."""
     return float(f"{bytes_per_second / 1e9:.4g}")
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
-    """Measured collectives, and a latency and a bandwidth for all others."""
+    """Measured collectives, plus a latency and a bandwidth for all others."""
     if not points:
         return {"latency_us": 0.0, "gb_s": 1.0, "known": False}
     measured: dict[str, list[list[float]]] = defaultdict(list)
@@ -224,7 +227,7 @@ def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:
     gathers = [point for point in points if point.name == "all-gather" and point.shape == most.shape]
     return {
         "latency_us": round(least.seconds * 1e6, 2),
-        # A send to a neighbor is as fast as a gather, which sends its payload except the local shard.
+        # A send to a neighbor is as fast as a gather, which sends its payload minus the local shard.
         "gb_s": _gb_s(most.shape[0] * (processes - 1) / processes / min(p.seconds for p in gathers)),
         "measured": dict(measured),
     }
@@ -259,7 +262,7 @@ def _collectives(watch: Stopwatch, dtypes: Sequence[str], quick: bool) -> list[P
 
 
 def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
-    """Host microseconds per operation: the time of a model with almost no work, minus that work."""
+    """Host microseconds per operation: step time of a model with almost no work, minus the time of that work."""
     tiny = from_tree(
         {
             "model": {"dim": 64, "ffn_dim": 128, "heads": 2, "layers": 4, "vocab_size": 256, "rank": 16},
@@ -271,7 +274,7 @@ def _host_us(mesh: Mesh, profile: dict[str, Any] | None) -> float:
         assert profile is not None
         measured = statistics.median(time_passes(tiny, mesh.device, rounds=30))
         (once,) = Predictor(Hardware.model_validate(profile)).passes(tiny)
-        # On a CPU the host runs the operations too; a GPU runs them meanwhile.
+        # On a CPU the host also runs the operations; a GPU runs them concurrently.
         work = once.total if profile["device"] == "cpu" else 0.0
         result = (measured - work) / once.calls * 1e6
     mesh.barrier()
@@ -293,17 +296,17 @@ def _write(out: Path, profile: dict[str, Any]) -> None:
 
 
 def summary(hardware: Hardware, points: dict[str, list[Point]], out: Path) -> str:
-    """A summary in a few lines."""
+    """Summarizes a profile in a few lines."""
     lines = [f"{hardware.title}: {out}"]
     for kind, each in points.items():
         for dtype in sorted({point.dtype for point in each}):
             gemms = [p for p in each if p.name == GEMM and p.dtype == dtype]
             speed, error = fit_gemm(gemms)
             lines.append(
-                f"  {kind:<9} {dtype}: GEMM {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s when large, best "
-                f"{speed['tflops'] * 1e3:,.0f}; {len(gemms)} shapes, mean error of the fit {error:.0%}"
+                f"  {kind:<9} {dtype}: large GEMMs {speed['tflops'] * speed['fraction'] * 1e3:,.0f} GFLOP/s, best "
+                f"{speed['tflops'] * 1e3:,.0f}; {len(gemms)} shapes, mean fit error {error:.0%}"
             )
-    lines.append(f"  memory {hardware.speeds.memory_gb_s:.1f} GB/s; {hardware.host_us:.1f} us an operation on the host")
+    lines.append(f"  memory {hardware.speeds.memory_gb_s:.1f} GB/s; host {hardware.host_us:.1f} us per operation")
     if hardware.node.measured:
         lines.append(f"  {hardware.node.name}: {hardware.node.latency_us:.0f} us, {hardware.node.gb_s:.2f} GB/s")
     return "\n".join(lines)

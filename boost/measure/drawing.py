@@ -1,4 +1,4 @@
-"""Figures of experiments: common matplotlib setup, imported lazily."""
+"""Common matplotlib setup for figures of experiments, imported lazily."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ from boost.errors import ConfigError
 
 
 def pyplot() -> Any:
-    """A matplotlib figure without a display; the same numbers give the same bytes."""
+    """Returns matplotlib's pyplot, set up without a display and with deterministic output."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -25,12 +25,12 @@ def needs_matplotlib() -> None:
 
 
 def tidy(axis: Any) -> None:
-    """Removes the frame of a panel and adds a light grid."""
+    """Removes the frame of an axes and adds a light grid."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.2)
 
 
 def write(figure: Any, path: Path) -> None:
-    """Writes a file in the matplotlib format of its suffix; closes the figure."""
+    """Writes a figure to a file, in the format of its suffix, and closes it."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)

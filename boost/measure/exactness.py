@@ -1,7 +1,6 @@
-"""A model that trains on any mesh, beside the whole of it in one process: losses, gradients, weights and collectives.
+"""Compares training on any mesh with one process: losses, gradients, weights and collectives.
 
-"Is my loss right under this layout?" is answered here, for `boost verify` and for tests. Data is made up: rows have different
-numbers of targets, and documents of a few tokens.
+Used by `boost verify` and by tests. Data is synthetic: rows have different numbers of targets, and documents have a few tokens.
 """
 
 import math
@@ -28,36 +27,35 @@ from boost.plan.collectives import step_collectives
 from boost.train.model import Model, backward, build_model, initialize_model
 
 DOCUMENT = 7
-"""Tokens of a made-up document."""
+"""Length of a synthetic document in tokens."""
 
 ALONE = {"tp": 1, "dp": 1, "cp": 1, "pp": 1, "virtual": 1, "split": (), "shard": "none", "shard_outer": False}
-"""Fields of [parallel] on one process."""
+"""Fields of [parallel] for one process."""
 
 ByName = dict[str, Tensor]
-"""Tensors by the mathematical name of a parameter."""
+"""Tensors by logical parameter name."""
 
 
 def alone(config: Config) -> Config:
-    """The same model on one process."""
+    """Returns the configuration for one process."""
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=ALONE)})
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a model in training; of its parameters what one process holds."""
+    """Record of a training run. Tensors are the local shards of one process."""
 
     initial: ByName
     gradients: list[ByName]
-    """After clipping, of each step."""
+    """Gradients of each step, after clipping."""
     numbers: list[tuple[float, float]]
     """(loss, gradient norm) of each step."""
     weights: ByName
-    """After the last step."""
+    """Weights after the last step."""
 
 
 class TrainedModel:
-    """A model after some optimizer steps with clipping, and what was seen on the way. Of its parameters it has what this process
-    holds."""
+    """Trains a model for a few optimizer steps, and records losses, clipped gradients and weights. Tensors are local shards."""
 
     def __init__(self, config: Config, mesh: Mesh, steps: int = 2, seed: int = 0) -> None:
         self.config, self.mesh = config, mesh
@@ -69,17 +67,17 @@ class TrainedModel:
         self.copies = WorkingCopies(self.model, config, self.reducer.accumulated)
         self.optimizer = build_optimizer(self.fused_params, config, mesh)
         self.gradients: list[ByName] = []
-        """After clipping, of each step."""
+        """Gradients of each step, after clipping."""
         self.numbers = [self.step(step) for step in range(steps)]
         """(loss, gradient norm) of each step."""
 
     def seen(self) -> Seen:
-        """What was seen of it so far."""
+        """Returns the record of the steps so far."""
         final = {name: value.clone() for name, value in weights(self.model).items()}
         return Seen(self.initial, list(self.gradients), list(self.numbers), final)
 
     def step(self, step: int) -> tuple[float, float]:
-        """One optimizer step: (loss, gradient norm)."""
+        """Runs one optimizer step. Returns (loss, gradient norm)."""
         stats = self.passes(step)
         clip_gradients((s.tensor for s in self.fused_params), stats, self.config.optim.clip)
         self.gradients.append({name: value.clone() for name, value in gradients(self.model).items()})
@@ -87,7 +85,7 @@ class TrainedModel:
         return stats.loss, stats.gradient_norm
 
     def passes(self, step: int, before_sums: Callable[[], None] = lambda: None) -> StepStats:
-        """All of a step but the update. `before_sums` is called between its passes and what is left of its sums of gradients."""
+        """Runs a step without the update. `before_sums` is called after the passes, before the remaining gradient reductions."""
         cp = self.mesh.cp
         batches = [each.share(cp.rank, cp.size) for each in made_up_batches(self.config, step, self.mesh.dp.rank)]
         positions = self.config.train.global_batch * self.config.train.seq_len
@@ -100,7 +98,7 @@ class TrainedModel:
         return reduce_step_stats(self.fused_params, loss, targets, positions, self.mesh)
 
     def collectives(self) -> list[Collective]:
-        """Those of a step, without its update. Without a pipeline each bears its phase."""
+        """Returns the collectives of a step without its update. Without PP, each one has its phase set."""
         groups = [axis.name for axis in (self.mesh.replicas, self.mesh.dp_cp) if axis.size > 1]
         counter = CollectiveCounter(step_groups=groups)
 
@@ -119,7 +117,7 @@ class TrainedModel:
 
 
 def made_up_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
-    """The micro-batches of one replica in a step."""
+    """Yields the synthetic micro-batches of one replica in a step."""
     train = config.train
     tokens, targets = made_up_tokens(config, step)
     for row in range(train.global_batch):
@@ -132,7 +130,7 @@ def made_up_batches(config: Config, step: int, dp_rank: int) -> Iterator[Batch]:
 
 
 def made_up_tokens(config: Config, seed: int, batch: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, targets), [B, S] each; by default a global batch."""
+    """Returns synthetic (tokens, targets), [B, S] each; `batch` defaults to the global batch."""
     generator = torch.Generator().manual_seed(seed)
     shape = (batch or config.train.global_batch, config.train.seq_len + 1)
     tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator).numpy()
@@ -140,7 +138,7 @@ def made_up_tokens(config: Config, seed: int, batch: int | None = None) -> tuple
 
 
 def errors_of(actual: TrainedModel, expected: Seen) -> dict[str, float]:
-    """Relative errors of what this process has against what was seen of the whole model in one process, after as many steps."""
+    """Relative errors of this process's results against those of the whole model in one process, after the same number of steps."""
     model = actual.model
     numbers = zip(actual.numbers, expected.numbers, strict=True)
     per_step = [
@@ -158,8 +156,11 @@ def errors_of(actual: TrainedModel, expected: Seen) -> dict[str, float]:
 
 
 def keeps_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> bool:
-    """Whether a step issued the collectives of the table: those of micro-batches in order (of interleaved halves, in any), sums
-    of gradients in any. What happens when is the schedule's affair in a pipeline, and torch's where weights are sharded."""
+    """Whether a step issued the collectives of the table.
+
+    Those of micro-batches must be in order, except under overlapped halves. Gradient reductions may be in any order. With PP or
+    sharded weights, all may be in any order, since the schedule or torch determines it.
+    """
     table = step_collectives(config, pp_rank)
     if config.parallel.pp > 1 or config.shards_weights:
         seen, expected = (Counter(c.on_the_wire[1:] for c in side) for side in (counted, table))
@@ -174,7 +175,7 @@ def keeps_table(config: Config, counted: list[Collective], pp_rank: int = 0) -> 
 
 
 def gradients(model: Model) -> ByName:
-    """What this process keeps of every gradient."""
+    """Local shard of every gradient."""
     return {
         param_slice.parameter.name: param_slice.view(s.tensor.grad)
         for s in fused_params(model)
@@ -184,7 +185,7 @@ def gradients(model: Model) -> ByName:
 
 
 def weights(model: Model) -> ByName:
-    """What this process keeps of every weight."""
+    """Local shard of every weight."""
     return {
         param_slice.parameter.name: param_slice.view(s.tensor.detach())
         for s in fused_params(model)
@@ -193,7 +194,7 @@ def weights(model: Model) -> ByName:
 
 
 def local_parts(model: Model, whole: ByName) -> ByName:
-    """What this process should keep of tensors of global shape."""
+    """Expected local shards of unsharded tensors."""
     return {
         param_slice.parameter.name: local_slice(
             param_slice.parameter, model.layout, whole[param_slice.parameter.name]
@@ -204,7 +205,7 @@ def local_parts(model: Model, whole: ByName) -> ByName:
 
 
 def worst_error(actual: ByName, expected: ByName) -> float:
-    """The largest relative error over tensors: largest difference over largest expected magnitude."""
+    """Largest relative error over all tensors; relative error is the maximum difference over the maximum expected magnitude."""
     assert actual.keys() == expected.keys()
     return max(
         ((actual[k] - expected[k]).abs().max() / expected[k].abs().max().clamp_min(1e-300)).item()
@@ -214,7 +215,7 @@ def worst_error(actual: ByName, expected: ByName) -> float:
 
 
 def mean_error(actual: ByName, expected: ByName) -> float:
-    """Norm of all differences, relative to that of what is expected. For low precision, where single elements say little."""
+    """Norm of all differences relative to the norm of the expected values. For low precision, where single elements mean little."""
     squares = [
         ((actual[k].double() - expected[k].double()).square().sum(), expected[k].double().square().sum())
         for k in expected

@@ -1,7 +1,7 @@
-"""Measures the memory of a training step at the dispatcher, from allocation to release of every storage.
+"""Measures the memory of a training step at the dispatcher, by tracking every storage from allocation to release.
 
-It works on real and on fake tensors: one process's part of a 7B model is measured in seconds on a laptop, with the code that
-would run. The allocator's rounding and cuBLAS workspaces are not included.
+Works on real and on fake tensors: with fake tensors, one process of a 7B model is measured in seconds on a laptop, with the same
+code that would train it. Allocator rounding and cuBLAS workspaces are not included.
 """
 
 import threading
@@ -33,8 +33,8 @@ from boost.train.model import build_decoder
 class MemoryTracker(TorchDispatchMode):
     """Counts live and peak bytes of every tensor allocated while active, by category.
 
-    The category follows from the inputs of the operation (`boost.plan.categories.category_of`). Set `scope` to assign
-    everything to one category instead.
+    The category follows from the inputs of the operation (`boost.plan.categories.category_of`). Set `scope` to assign everything to
+    one category instead.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MemoryTracker(TorchDispatchMode):
         """Bytes by category at the peak."""
         self._known: dict[int, _LiveStorage] = {}
         self._total = self._largest = 0
-        self._lock = threading.RLock()  # gloo's threads may release tensors of a collective
+        self._lock = threading.RLock()  # gloo threads may release the tensors of a collective
 
     def watch(self, tensor: Tensor, category: str, role: str = "") -> None:
         """Counts a tensor, existing or new, in a category."""
@@ -64,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._largest, self.peak = self._total, +self.live
 
     def settle(self) -> None:
-        """Waits until nothing more is released: gloo's threads release sent tensors with a delay."""
+        """Waits until no more memory is released, since gloo threads release sent tensors with a delay."""
         before = -1
         while before != self._total:
             before = self._total
@@ -72,7 +72,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
-            return args[0]  # real tensors are waited for in place; torch's fake rule returns another tensor
+            return args[0]  # on real tensors, the wait is in place; torch's fake rule returns another tensor
         result = func(*args, **(kwargs or {}))
         made = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
@@ -87,7 +87,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _write(self, out: Tensor, category: str, role: str) -> None:
-        """Memory that was allocated without contents is what is written into it."""
+        """Handles a write into `out`: uninitialized memory takes the category of what is written into it."""
         with self._lock:
             storage = self._known.get(out.untyped_storage()._cdata)
             if storage is not None:
@@ -96,7 +96,7 @@ class MemoryTracker(TorchDispatchMode):
                 self.live[category] += storage.size
 
     def _origin(self, operation: str, inputs: Iterable[Any]) -> tuple[str, str]:
-        """(category, role) of an operation's output. Only tensors made from weights alone have a role."""
+        """(category, role) of an operation's output. Only tensors computed from weights alone have a role."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         known = [self._known[key] for x in tensors if (key := x.untyped_storage()._cdata) in self._known]
         roles = [storage.role for storage in known if storage.role]
@@ -123,12 +123,12 @@ class _LiveStorage:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Live bytes on one process."""
+    """Live memory of one process in bytes."""
 
     kept: dict[str, int]
-    """By category, between the forward and the backward pass of a micro-batch; gradients after the latter."""
+    """Bytes by category between the forward and the backward pass of a micro-batch; for gradients, after the backward pass."""
     peak: dict[str, int]
-    """By category, at the peak of the step."""
+    """Bytes by category at the peak of the step."""
 
     @property
     def activations(self) -> dict[str, int]:
@@ -138,13 +138,13 @@ class MeasuredMemory:
 
 @dataclass(frozen=True)
 class _FakeGroup:
-    """Stands in for a process group; fake tensors are not sent."""
+    """Stands in for a process group, since fake tensors are not sent."""
 
     group_name: str = "nobody"
 
 
 def fake_mesh(tp: int, cp: int = 1) -> Mesh:
-    """A mesh with process 0 of `cp` x `tp` processes only, for fake tensors."""
+    """Returns the mesh of process 0 of `cp` x `tp` processes, for fake tensors."""
 
     def axis(size: int) -> Axis:
         return Axis(0, size, _FakeGroup() if size > 1 else None)  # type: ignore[arg-type]
@@ -153,10 +153,10 @@ def fake_mesh(tp: int, cp: int = 1) -> Mesh:
 
 
 def measure(config: Config) -> MeasuredMemory:
-    """Measures one process's part of a training step on fake tensors: no memory and no other processes needed.
+    """Measures one process of a training step on fake tensors, without using memory or other processes.
 
-    Runs the last micro-batch: if the step has several, gradients of the others already exist. Buckets of the gradient
-    all-reduce are not included, since they replace the gradients.
+    Runs the last micro-batch: if the step has several, gradients of the others already exist. Buckets of the gradient all-reduce
+    are not included, since they replace the gradients.
     """
     train = config.train
     accumulated = train.global_batch // (config.parallel.dp * train.micro_batch)
@@ -170,7 +170,7 @@ def measure(config: Config) -> MeasuredMemory:
 
 
 def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor], mesh: Mesh) -> MeasuredMemory:
-    """Measures an existing decoder on real or fake tensors: a micro-batch, which accumulates gradients, and an update."""
+    """Measures a micro-batch, which accumulates gradients, and an update of an existing decoder, on real or fake tensors."""
     params = list(fused_params(decoder))
     optimizer = build_optimizer(params, config, mesh)
     tracker = MemoryTracker()
@@ -195,7 +195,7 @@ def measure_step(decoder: Decoder, config: Config, batch: tuple[Tensor, Tensor],
 
     decoder.layout.loss = loss  # type: ignore[method-assign, assignment]
     try:
-        with tracker, using(BACKENDS["eager"]):  # of fake tensors nothing can be compiled
+        with tracker, using(BACKENDS["eager"]):  # fake tensors cannot be compiled
             with copies.in_use():
                 total = decoder(*batch)
                 if not isinstance(total, FakeTensor):

@@ -1,8 +1,8 @@
-"""`boost plan validate --record`: predictions beside the training speeds that others published.
+"""`boost plan validate --record`: compares predictions with training speeds published by others.
 
-Half of the rows, drawn by `SEED` for each source and GPU, serve to fit what a software stack reaches (`boost/plan/stacks.toml`);
-the other half is the result. To score another planner: predict the seconds of a step of each held-out row of
-`boost/plan/record.json` and take the mean of |predicted / measured - 1|.
+For each source and GPU, a random half of the rows (seed `SEED`) is used to fit the speeds that a software stack reaches
+(`boost/plan/stacks.toml`). The other half is held out and gives the result. To score another planner, predict the seconds per step
+of each held-out row of `boost/plan/record.json` and take the mean of |predicted / measured - 1|.
 """
 
 import random
@@ -23,7 +23,7 @@ from boost.train.console import progress
 
 SEED = 20261123
 LIMIT, BIAS_LIMIT, LEAST_GROUP = 0.10, 0.08, 10
-"""Most mean absolute error of the held-out half; most bias of a group of at least so many rows."""
+"""Limits for the held-out half: mean absolute error, bias of a group, and minimum size of a group in rows."""
 
 FITTED, HELD = "fitted", "held out"
 
@@ -31,13 +31,13 @@ RESULTS = Path("benchmarks/results/record")
 
 
 def halves(rows: Sequence[Row]) -> list[str]:
-    """FITTED or HELD of each row: half of each source and GPU."""
+    """Assigns FITTED or HELD to each row: half of each source and GPU."""
     found = [""] * len(rows)
     groups: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
         groups.setdefault(f"{row.source} {row.gpu}", []).append(place)
     for name, members in groups.items():
-        # A seed for each group: rows of new sources leave the halves of others as they are.
+        # One seed per group, so that new sources do not change the halves of existing ones.
         random.Random(f"{SEED} {name}").shuffle(members)
         for number, place in enumerate(members):
             found[place] = HELD if number % 2 else FITTED
@@ -45,7 +45,7 @@ def halves(rows: Sequence[Row]) -> list[str]:
 
 
 def compare(show: bool = False) -> Facts:
-    """Every row with its prediction, as a result. `show`: a progress bar."""
+    """Predicts every row and returns the result. `show`: displays a progress bar."""
     rows = record().rows
     each = []
     for scored, half in zip(progress(score(rows), "rows", enabled=show), halves(rows), strict=True):
@@ -60,11 +60,11 @@ def compare(show: bool = False) -> Facts:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of some rows."""
+    """Prediction errors over some rows."""
 
     count: int
     median: float
-    """Of predicted over measured."""
+    """Median of predicted / measured."""
     mape: float
     """Mean of |predicted / measured - 1|."""
     bias: float
@@ -72,19 +72,19 @@ class Errors:
 
 
 def errors(rows: Iterable[Facts]) -> Errors:
-    """Of at least one row."""
+    """Computes the errors of one or more rows."""
     ratios = [row["predicted_s"] / row["measured_s"] for row in rows]
     off = [ratio - 1 for ratio in ratios]
     return Errors(len(ratios), statistics.median(ratios), statistics.fmean(map(abs, off)), statistics.fmean(off))
 
 
 def holds(facts: Facts) -> bool:
-    """Whether the held-out half is within its limits: error, bias of groups, interval."""
+    """Whether the held-out half is within the limits for error, bias of groups, and interval coverage."""
     return all(goal.met for goal in goals(facts))
 
 
 def spreads(facts: Facts, half: str = FITTED) -> dict[str, Spread]:
-    """Of the rows of a half: what `boost.plan.interval` ships."""
+    """Computes the spreads of one half, which `boost.plan.interval` ships."""
     found: dict[str, list[float]] = {}
     for row in facts["rows"]:
         if row["half"] == half:
@@ -93,7 +93,7 @@ def spreads(facts: Facts, half: str = FITTED) -> dict[str, Spread]:
 
 
 def spread_of(ratios: Sequence[float]) -> Spread:
-    """The deciles at both ends; of few ratios, the least and the most."""
+    """10th and 90th percentiles; for few ratios, minimum and maximum."""
     deciles = statistics.quantiles(ratios, n=10, method="exclusive")
     low, high = max(deciles[0], min(ratios)), min(deciles[-1], max(ratios))
     return Spread(low=round(low, 3), high=round(high, 3), rows=len(ratios))
@@ -105,7 +105,7 @@ def _kind(row: Facts) -> str:
 
 
 def held_by_interval(facts: Facts) -> list[bool]:
-    """Whether the interval that is shipped holds each held-out row."""
+    """For each held-out row, whether it lies inside the shipped interval."""
     found = []
     for row in facts["rows"]:
         if row["half"] == HELD:
@@ -126,13 +126,13 @@ GROUPS: dict[str, Callable[[Facts], str]] = {
     "source": lambda row: str(row["source"]),
     "GPU": lambda row: str(row["gpu"]),
     "stack": lambda row: str(row["stack"]),
-    "tokens a sequence": _tokens,
+    "tokens per sequence": _tokens,
     "GPUs": _gpus,
 }
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Those of the held-out half."""
+    """The goals for the held-out half."""
     held = [row for row in facts["rows"] if row["half"] == HELD]
     found, inside = errors(held), held_by_interval(facts)
     where = f"{len(held)} rows of {len(facts['rows'])}, held out (seed {facts['seed']})"
@@ -155,7 +155,7 @@ def goals(facts: Facts) -> list[Goal]:
         ),
         Goal(
             "performance model: its interval",
-            f"holds {SHARE:.0%}",
+            f"covers {SHARE:.0%}",
             where,
             f"{sum(inside)} of {len(inside)} ({sum(inside) / len(inside):.0%})",
             sum(inside) >= SHARE * len(inside),
@@ -165,17 +165,17 @@ def goals(facts: Facts) -> list[Goal]:
 
 
 def section(facts: Facts) -> Section:
-    """The table of errors by group, the figure, and every row."""
+    """Builds the report: the table of errors by group, the figure, and every row."""
     lead = (
-        f"{len(facts['rows'])} training speeds that others published, predicted as `boost plan` would. What each software stack "
-        f"reaches of the hardware is fitted to half of the rows (seed {facts['seed']}), the other half is the result. Nothing ran "
-        "here."
+        f"{len(facts['rows'])} training speeds published by others, predicted as in `boost plan`. The speeds that each software "
+        f"stack reaches are fitted to half of the rows (seed {facts['seed']}); the other half is the result. Nothing was run for "
+        "this report."
     )
     sources = tuple((name, each["title"], each["url"], each["note"]) for name, each in facts["sources"].items())
     run = ("source", "model", "GPU", "GPUs:", "TP x PP", "tokens:", "stack", "recomputed", "half")
     headings = (*run, "measured s:", "predicted s:", "ratio:")
     return Section(
-        "The performance model beside the public record",
+        "The performance model against the public record",
         (
             lead,
             error_table(facts),
@@ -183,8 +183,8 @@ def section(facts: Facts) -> Section:
             Figure(
                 "record", "Predicted over measured seconds (modeled over published)", lambda path: draw(facts, path)
             ),
-            Table("Where it was published.", ("source", "what", "where", "how it is read"), sources),
-            Table("Every row (modeled beside published).", headings, tuple(map(_row, facts["rows"]))),
+            Table("Sources.", ("source", "title", "URL", "interpretation"), sources),
+            Table("Every row (modeled and published).", headings, tuple(map(_row, facts["rows"]))),
         ),
     )
 
@@ -197,7 +197,7 @@ def _row(row: Facts) -> tuple[str, ...]:
 
 
 def error_table(facts: Facts) -> Table:
-    """Errors of the held-out half, and of all rows, by group."""
+    """Errors of the held-out half and of all rows, by group."""
     rows = []
     for by, key in {"all": lambda row: "", **GROUPS}.items():
         for name in dict.fromkeys(map(key, facts["rows"])):
@@ -209,7 +209,7 @@ def error_table(facts: Facts) -> Table:
 
 
 def interval_table(facts: Facts) -> Table:
-    """The intervals, and how many held-out rows each holds."""
+    """The intervals, and how many held-out rows lie inside each."""
     rows = []
     kinds = [_kind(row) for row in facts["rows"] if row["half"] == HELD]
     inside = held_by_interval(facts)
@@ -228,7 +228,7 @@ def interval_table(facts: Facts) -> Table:
 MESHES = {
     "replicas": "data parallelism",
     "sharded": "with TP or a pipeline",
-    "blocking": "with a pipeline whose sends block",
+    "blocking": "with blocking pipeline sends",
 }
 
 
@@ -240,10 +240,10 @@ def _cells(rows: Sequence[Facts]) -> tuple[str, ...]:
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Ratios by length of a sequence and by number of GPUs, a marker for each source and GPU."""
+    """Plots ratios over sequence length and number of GPUs, with one marker per source and GPU."""
     figure, axes = drawing.pyplot().subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     kinds = list(dict.fromkeys((row["source"], row["gpu"]) for row in facts["rows"]))
-    for axis, field, words in zip(axes, ("seq", "gpus"), ("tokens a sequence", "GPUs"), strict=True):
+    for axis, field, words in zip(axes, ("seq", "gpus"), ("tokens per sequence", "GPUs"), strict=True):
         axis.axhspan(1 - LIMIT, 1 + LIMIT, color="0.9", linewidth=0)
         for number, kind in enumerate(kinds):
             rows = [row for row in facts["rows"] if (row["source"], row["gpu"]) == kind]

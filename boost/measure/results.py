@@ -1,16 +1,15 @@
-"""Results of an experiment: its numbers as JSON with everything that they depend on, tables and figures.
+"""Results of an experiment: its numbers as JSON with everything that they depend on, plus tables and figures.
 
-A result is of one run on one machine. Numbers of two machines are shown next to each other, never divided.
+A result is of one run on one machine. Numbers of two machines are shown side by side, but never divided.
 
-What was timed stands in the numbers, wherever an experiment likes, with the seconds of every round, in order:
+Timings may appear anywhere in the numbers, with the seconds of every round, in order:
 
     {"name": "btp-sp", "micro_batch": 4, "seconds": [0.31, 0.30, ...], "median_s": 0.305, "counted_bytes": 4096}
     {"batch": 4, "seconds": {"btp": [0.31, ...], "btp-sp": [0.30, ...]}}
 
-That is a row: `seconds` is a list of numbers, or lists by name. What it is called and of what size it is say the words, truth
-values and whole numbers beside `seconds` and in the objects around it. Other numbers are what was found: those with a fraction,
-and whole ones under a key that ends in a unit (`benchmarks.experiments.compare.COUNTED`). `python -m benchmarks compare` finds all
-rows, and pairs those of two results that are called the same and are of the same size.
+Each of these is a row: `seconds` is a list of numbers, or lists by name. Strings, booleans and integers next to `seconds` and in
+the enclosing objects identify the row. Floats, and integers whose key ends in a unit (`benchmarks.experiments.compare.COUNTED`), are results.
+`python -m benchmarks compare` finds all rows, and pairs those of two results that have the same identity.
 """
 
 import json
@@ -26,16 +25,16 @@ from boost.train.rundir import environment, storage_errors
 Facts = dict[str, Any]
 
 MACHINE = ("cpu", "cores", "gpus", "platform")
-"""Environment keys that identify a machine. Threads, versions and the commit may differ; see `differences`."""
+"""Environment keys that identify a machine. Threads, versions and commit may differ; see `differences`."""
 
 
 def facts_of(experiment: str, config: Config, **numbers: Any) -> Facts:
-    """The numbers of an experiment with its name, configuration, command, versions and hardware."""
+    """Returns the numbers of an experiment with its name, configuration, command, versions and hardware."""
     return {"experiment": experiment, "environment": environment(config), "config": config.model_dump(), **numbers}
 
 
 def save_section(out: Path, facts: Facts, section: Section) -> None:
-    """Writes `out`.json, its section as `out`.md, and its figures as NAME.svg. Raises StorageError."""
+    """Writes the numbers as `out`.json, the section as `out`.md, and its figures as NAME.svg. Raises StorageError."""
     with storage_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_suffix(".json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
@@ -45,34 +44,34 @@ def save_section(out: Path, facts: Facts, section: Section) -> None:
 
 
 def read(path: Path, experiment: str | None = None) -> Facts:
-    """Reads a result file. Raises ConfigError if it is invalid, or of another experiment than requested."""
+    """Reads a result file. Raises ConfigError if it is invalid or belongs to another experiment than `experiment`."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a result of an experiment") from None
+        raise ConfigError(f"{path}: {error.strerror}; expected a result of an experiment") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error}); name a result of an experiment") from None
+        raise ConfigError(f"{path}: not JSON ({error}); expected a result of an experiment") from None
     if not isinstance(facts, dict) or not {"experiment", "environment"} <= facts.keys():
-        raise ConfigError(f"{path}: not a result of an experiment; name another file")
+        raise ConfigError(f"{path}: not a result of an experiment; choose another file")
     if experiment is not None and facts["experiment"] != experiment:
-        raise ConfigError(f"{path}: a result of '{facts['experiment']}', not of '{experiment}'; name another file")
+        raise ConfigError(f"{path}: a result of '{facts['experiment']}', not of '{experiment}'; choose another file")
     return facts
 
 
 def require_one_machine(results: Sequence[Facts]) -> None:
-    """Raises MeasurementError for results of different machines."""
+    """Raises MeasurementError if results come from different machines."""
     first = results[0]["environment"]
     for other in results[1:]:
         for key in MACHINE:
             if other["environment"].get(key) != first.get(key):
                 raise MeasurementError(
-                    f"results of different machines cannot be compared: {key} = {first.get(key)!r} in one, "
-                    f"{other['environment'].get(key)!r} in another; measure both on one machine, in one run"
+                    f"results from different machines cannot be compared: {key} = {first.get(key)!r} in one, "
+                    f"{other['environment'].get(key)!r} in another; measure both in one run on the same machine"
                 )
 
 
 def differences(first: Facts, other: Facts) -> list[str]:
-    """'torch 2.12.0, then 2.13.0' for each difference of two environments that affects times, except machine and commit."""
+    """Differences between two environments that affect times, except machine and commit: 'torch 2.12.0, then 2.13.0', ..."""
     return [
         f"{key} {first.get(key)}, then {other.get(key)}"
         for key in ("boost", "python", "torch", "cuda", "numpy", "threads", "world_size")
@@ -81,13 +80,13 @@ def differences(first: Facts, other: Facts) -> list[str]:
 
 
 def machine(environment: Facts) -> str:
-    """The hardware of a result, human-readable."""
+    """Describes the hardware of a result."""
     gpus = environment["gpus"]
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{environment['cpu']}, {environment['cores']} cores"
 
 
 def origin(environment: Facts) -> str:
-    """In one line: the machine, threads, versions, commit and day."""
+    """Describes machine, threads, versions, commit and date in one line."""
     git = environment["git"] or {}
     commit = f"commit {(git.get('commit') or 'unknown')[:10]}{' with local changes' if git.get('dirty') else ''}"
     threads = f", {environment['threads']} thread(s) per process" if environment.get("threads") else ""
@@ -98,17 +97,17 @@ def origin(environment: Facts) -> str:
 
 
 def command_of(facts: Facts) -> str:
-    """The command line that made a result."""
+    """Returns the command line that produced a result."""
     return " ".join(facts["environment"]["command"])
 
 
 def figures(section: Section) -> list[Figure]:
-    """The figures of a section."""
+    """Returns the figures of a section."""
     return [part for part in section.parts if isinstance(part, Figure)]
 
 
 def as_markdown(facts: Facts, section: Section) -> str:
-    """A section as Markdown: its command, machine, then its parts."""
+    """Renders a section as Markdown: command, machine, then its parts."""
     parts = [f"# {section.title}", f"`{command_of(facts)}`", origin(facts["environment"]) + "."]
     for part in section.parts:
         match part:
@@ -122,7 +121,7 @@ def as_markdown(facts: Facts, section: Section) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as Markdown. A heading that ends in a colon has numbers."""
+    """Renders a table as Markdown. A heading with a trailing colon marks a numeric column."""
     lines = [f"| {' | '.join(heading.rstrip(':') for heading in headings)} |"]
     lines.append(f"|{'|'.join('--:' if heading.endswith(':') else '---' for heading in headings)}|")
     lines += [f"| {' | '.join(cells)} |" for cells in rows]

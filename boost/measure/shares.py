@@ -1,7 +1,7 @@
-"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group for the others.
+"""Single-rank emulation of TP: the work of one TP process, with torch's fake process group in place of the others.
 
-Nothing is sent. Collectives return the process's own data (a gather repeats its shard, a reduction has one term), so GEMMs see
-realistic numbers, neither zeros nor uninitialized memory.
+Nothing is sent. Collectives return the process's own data (a gather repeats its shard, a reduction has one term), so that GEMMs see
+realistic values instead of zeros or uninitialized memory.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from boost.parallel.mesh import Mesh, mesh_of
 
 @contextlib.contextmanager
 def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterator[Mesh]:
-    """The mesh of rank 0 of `parallel`, in a process without a process group."""
-    # Behind the import of torch's own tests, where its fake process group lives.
+    """Context with the mesh of rank 0 of `parallel`, in a process without a process group."""
+    # Imported here because torch's fake process group is part of its testing internals.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=parallel.world_size, store=FakeStore())
     used: Any = collectives
     usual = used._ops, used.receives_first
     try:
-        used.receives_first = lambda _: False  # messages that nobody sends: a whole collective knows what its result is
+        used.receives_first = lambda _: False  # no other process sends messages
         if leaves_unwritten(parallel.world_size, device):
-            used._ops = OwnNumbers()
+            used._ops = _LocalCollectives()
         yield mesh_of(parallel, device)
     finally:
         used._ops, used.receives_first = usual
@@ -38,36 +38,36 @@ def without_the_others(parallel: ParallelConfig, device: torch.device) -> Iterat
 
 
 def leaves_unwritten(size: int, device: torch.device) -> bool:
-    """Whether the fake group of this torch leaves a result as it was: that of 2.13 copies the process's own numbers into it."""
+    """Whether this torch's fake process group leaves results unwritten; that of torch 2.13 copies the process's own data."""
     part, whole = torch.ones(1, device=device), torch.ones(size, device=device)
     gathered, summed, exchanged = (torch.full_like(x, torch.nan) for x in (whole, part, whole))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of names that torch 2.11 does not have yet
+        warnings.simplefilter("ignore", FutureWarning)  # the new names do not exist in torch 2.11
         dist.all_gather_into_tensor(gathered, part)
         dist.reduce_scatter_tensor(summed, whole)
     dist.all_to_all_single(exchanged, whole, [1] * size, [1] * size)
     return bool(torch.cat((gathered, summed, exchanged)).isnan().any())
 
 
-class OwnNumbers:
-    """In the place of torch's functional collectives: the same ones, whose results are then written from what they were given."""
+class _LocalCollectives:
+    """Replaces torch's functional collectives: calls them, then fills their results with the process's own data."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops._c10d_functional, name)
 
     def all_gather_into_tensor(self, x: Tensor, size: int, group: str) -> Tensor:
-        """[n, ...] -> [p n, ...], the same p times."""
+        """[n, ...] -> [p n, ...]: repeats x p times."""
         gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x, size, group)
         gathered.view(size, *x.shape).copy_(x)
         return gathered
 
     def reduce_scatter_tensor(self, x: Tensor, op: str, size: int, group: str) -> Tensor:
-        """[p n, ...] -> its first [n, ...]: process 0's rows of its own term."""
+        """[p n, ...] -> [n, ...]: the first n rows, which belong to process 0."""
         summed: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x, op, size, group)
         return summed.copy_(x.narrow(0, 0, summed.shape[0]))
 
     def all_to_all_single(self, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        """[p n, ...] -> the first [n, ...] of it, p times. Counts are equal, as `collectives.all_to_all` has them."""
+        """[p n, ...] -> [p n, ...]: repeats the first n rows p times. Counts are equal, as in `collectives.all_to_all`."""
         exchanged: Tensor = torch.ops._c10d_functional.all_to_all_single(x, received, sent, group)
         exchanged.view(len(sent), sent[0], *x.shape[1:]).copy_(x[: sent[0]])
         return exchanged

@@ -1,6 +1,6 @@
-"""Measures the speed of this machine: GEMMs, attention, memory-bound operations and collectives, over a range of sizes.
+"""Measures the speed of this machine for GEMMs, attention, memory-bound operations and collectives, over a range of sizes.
 
-Operations are those of a training step: torch's own kernels through autograd's entry points, with newly allocated outputs.
+Operations run as in a training step: torch's own kernels, called as autograd calls them, with newly allocated outputs.
 """
 
 import collections
@@ -32,13 +32,13 @@ from boost.plan.work import (
 )
 
 SAMPLES = 7
-"""Timed samples per point; the median counts."""
+"""Timed samples per point. The median is used."""
 
 LEAST_SECONDS = 2e-3
-"""Approximate seconds per sample, by repeating the operation."""
+"""Target duration of a sample in seconds, reached by repeating the operation."""
 
 RING_BYTES = 2**25
-"""Bytes of the ring of outputs: larger than caches, like the activations of a step."""
+"""Bytes of recent outputs to keep alive: more than caches hold, like the activations of a step."""
 
 Call = Callable[[], object]
 
@@ -50,13 +50,15 @@ class Point:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """GEMM: (m, n, k); attention: (sequences, heads, tokens, head dimension); else (bytes,) read and written, or of payload."""
+    """GEMM: (m, n, k). Attention: (sequences, heads, tokens, head dimension). Otherwise: (bytes read and written, or payload,)."""
     seconds: float
 
 
 class Probe:
-    """A small fixed workload of GEMMs and sums. The speed of shared cores changes over time, by up to a half; the time of the
-    same workload before and after a measurement shows by how much."""
+    """A small fixed workload of GEMMs and sums, timed before and after a measurement.
+
+    The speed of shared cores varies over time, by up to 50 %; the probe shows by how much.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,7 +66,7 @@ class Probe:
         self._x, self._y = (torch.randn(1024, 1024, device=device) for _ in range(2))
 
     def seconds(self) -> float:
-        """Seconds of the workload now, some milliseconds on one core."""
+        """Times the workload once, in seconds; it takes a few milliseconds on one core."""
         synchronize(self.device)
         begun = time.perf_counter()
         for _ in range(3):
@@ -74,19 +76,21 @@ class Probe:
         return time.perf_counter() - begun
 
     def least(self, times: int = 30) -> float:
-        """The shortest of several."""
+        """Shortest of `times` runs, in seconds."""
         return min(self.seconds() for _ in range(times))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
+    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Stopwatch:
-    """Times calls while the other processes of the mesh do the same, or wait. Seconds are normalized to the fastest probe at
-    the start."""
+    """Times calls while the other processes of the mesh do the same, or wait.
+
+    Seconds are normalized by the probe: to the machine's fastest speed when the stopwatch was created.
+    """
 
     def __init__(self, mesh: Mesh, samples: int = SAMPLES, least: float = LEAST_SECONDS) -> None:
         self.mesh, self.samples, self.least = mesh, samples, least
@@ -94,7 +98,7 @@ class Stopwatch:
         self.reference = self.probe.least()
 
     def seconds(self, call: Call, collective: bool = False) -> float:
-        """Median seconds of one call. All processes must time the same things in the same order."""
+        """Median seconds of one call. All processes must time the same calls in the same order."""
         call()
         once = self._sample(call, 1)
         repeats = max(1, min(math.ceil(self.least / max(once, 1e-7)), 1000))
@@ -117,14 +121,14 @@ class Stopwatch:
 
 
 def gemm_points(watch: Stopwatch, dtype: torch.dtype, largest: int, tokens: Sequence[int]) -> Iterator[Point]:
-    """Products of a linear, forward and both backward, at widths up to `largest`."""
+    """GEMMs of a linear, forward and both backward, at widths up to `largest`."""
     device = watch.mesh.device
-    # Latents of a small model over TP 8 are 32 wide, where CPUs lose a quarter of their speed; GPUs pad to tiles of 64.
+    # Latents of a small model at TP 8 have width 32, where CPUs lose a quarter of their speed; GPUs pad to tiles of 64.
     least = 32 if device.type == "cpu" else 64
     widths = [least * 2**i for i in range(int(math.log2(largest / least)) + 1)]
     for t in tokens:
         for n, k in itertools.product(widths, widths):
-            # Both thin ones and square ones; not every pair.
+            # Thin and square shapes, but not every pair.
             if n * k > largest**2 / 2 or (n * k * t < 2**22) or (widths.index(n) + widths.index(k)) % 2:
                 continue
             x_TK, w_NK = torch.randn(t, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
@@ -135,7 +139,7 @@ def gemm_points(watch: Stopwatch, dtype: torch.dtype, largest: int, tokens: Sequ
 
 
 def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int], tokens: int) -> Iterator[Point]:
-    """Forward and backward of causal attention, at several widths of a head and lengths of `tokens` tokens."""
+    """Causal attention, forward and backward, at several head dimensions and sequence lengths, with `tokens` tokens in total."""
     for head_dim, length in itertools.product((32, 64, 128), lengths):
         shape = (max(tokens // length, 1), 256 // head_dim, length, head_dim)
         q, k, v = (_head(shape, dtype, watch.mesh.device) for _ in range(3))
@@ -149,20 +153,20 @@ def attention_points(watch: Stopwatch, dtype: torch.dtype, lengths: Sequence[int
 
 
 def _head(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As linears make it: heads side by side in a row."""
+    """Makes a tensor in the memory layout of a linear's output: heads side by side in each row."""
     sequences, heads, length, width = shape
     made = torch.randn(sequences, length, heads, width, dtype=dtype, device=device)
     return made.transpose(1, 2).requires_grad_()
 
 
 def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) -> Iterator[Point]:
-    """Operations that move bytes, at `sizes` bytes of one tensor. Bytes are counted as `boost.plan.work` counts them."""
+    """Memory-bound operations on tensors of `sizes` bytes. Bytes are counted as in `boost.plan.work`."""
     device, width = watch.mesh.device, 512
     for size in sizes:
         rows = size // dtype.itemsize // width
         x, y = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
         row, column = x[0].clone(), x[:, :1].clone()
-        heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # as rotary embedding finds them
+        heads = x.view(8, rows // 8, 8, width // 8).transpose(1, 2)  # the memory layout at the rotary embedding
         measured: dict[str, tuple[float, list[Call]]] = {
             STREAM: (
                 13 / 6,
@@ -185,16 +189,16 @@ def kernel_points(watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int]) ->
             OPTIMIZER: (7.0 * _TOGETHER, [_adamw(x)]),
         }
         for kernel, (times, calls) in measured.items():
-            spent = sum(watch.seconds(_keeping(call, RING_BYTES // size)) for call in calls) / len(calls)
+            spent = sum(watch.seconds(_with_live_outputs(call, RING_BYTES // size)) for call in calls) / len(calls)
             yield _point(kernel, dtype, (round(times * size),), spent)
 
 
 _TOGETHER = 4
-"""Tensors that the optimizer updates in one operation, and whose bytes count."""
+"""Number of tensors that the optimizer updates in one operation."""
 
 
 def _reorderings(x: Tensor, run: int) -> list[Call]:
-    """Shards of `run` elements a row from one below the other to side by side, back, and back of two at once."""
+    """Reorders shards with `run` elements per row: from stacked to side by side, back, and back for two at once."""
     rows, count = x.shape[0], x.shape[1] // run
     below, beside = x.view(count, rows, run), x.view(rows, count, run).transpose(0, 1)
     return [below.transpose(0, 1).contiguous, beside.contiguous, partial(torch.cat, (beside, beside), dim=-1)]
@@ -204,8 +208,8 @@ def _norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
-def _keeping(call: Call, count: int) -> Call:
-    """Keeps as many results: what is made goes where no cache has it, as activations do."""
+def _with_live_outputs(call: Call, count: int) -> Call:
+    """Keeps the last `count` results alive, so that outputs are written to uncached memory, like activations."""
     results = collections.deque[object](maxlen=max(2, min(count, 64)))
     return lambda: results.append(call())
 
@@ -221,8 +225,8 @@ def _adamw(like: Tensor) -> Call:
 def collective_points(
     watch: Stopwatch, dtype: torch.dtype, sizes: Sequence[int], axis: Axis | None = None
 ) -> Iterator[Point]:
-    """Every kind of collective over an axis, by default all processes, at `sizes` bytes of payload as `config.traffic.Collective`
-    says it."""
+    """Every kind of collective over an axis (default: all processes), at payloads of `sizes` bytes, defined as in
+    `config.traffic.Collective`."""
     mesh = watch.mesh
     axis = axis or _world(mesh)
     p = axis.size
@@ -242,7 +246,7 @@ def collective_points(
 
 
 def any_process(mesh: Mesh, said: bool) -> bool:
-    """Whether any process says so. Collective."""
+    """Whether `said` is true on any process. A collective call."""
     if mesh.size == 1:
         return said
     return bool(sent.all_reduce(torch.tensor(float(said), device=mesh.device), _world(mesh)) > 0)

@@ -1,6 +1,6 @@
-"""Optimizer steps as in training, on random tokens: time, memory and communication.
+"""Measures optimizer steps as in training, on random tokens: time, memory and communication.
 
-Each is compared with a prediction, from a hardware profile that was calibrated with other shapes. A share is single-rank
+Each step is compared with a prediction from a hardware profile that was calibrated with other shapes. A share is single-rank
 emulation of TP (`boost.measure.shares`).
 """
 
@@ -42,35 +42,35 @@ from boost.train.model import backward, build_model, initialize_model
 from boost.train.rundir import available_cores
 
 ROUNDS = 7
-"""Interleaved rounds of each configuration; medians count."""
+"""Interleaved rounds of all configurations. The median is used."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One configuration: predicted and measured step, the maximum over processes."""
+    """Predicted and measured step of one configuration; maxima over processes."""
 
     name: str
     processes: int
     config: dict[str, Any]
     share: bool
-    """Single-rank emulation, without collectives."""
+    """Whether it is single-rank emulation, without collectives."""
     predicted_s: float
     measured_s: float
-    """Median of seconds normalized to the machine's speed during calibration: each divided by the slowdown of a small fixed
-    workload right before and after, on the slower process."""
+    """Median seconds, normalized to the machine's speed during calibration: each time is divided by the slowdown of a small fixed
+    workload right before and after, on the slowest process."""
     quartiles_s: tuple[float, float]
     raw_s: float
     """Median wall-clock seconds."""
     predicted_peak: int
-    """Peak memory in bytes."""
+    """Predicted peak memory in bytes."""
     measured_peak: int
     predicted_sent: int
-    """Bytes sent by one process per step."""
+    """Predicted bytes sent by one process per step."""
     counted_sent: int
 
 
 class Stepper:
-    """A model with its optimizer on one process of a mesh. Every step uses the same random tokens."""
+    """A model and its optimizer on one process of a mesh. Every step uses the same random tokens."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -83,7 +83,7 @@ class Stepper:
         self.batches = [batch.share(mesh.cp.rank, mesh.cp.size) for batch in made_up_batches(config)]
 
     def step(self) -> list[Tensor]:
-        """One step, as in `train.loop`. Returns the loss and the local gradients."""
+        """Runs one step, as in `train.loop`. Returns the loss and the local gradients."""
         train = self.config.train
         tokens = train.global_batch * train.seq_len
         self.reducer.begin(len(self.batches))
@@ -97,7 +97,7 @@ class Stepper:
         return [loss, *(s.tensor.grad for s in self.fused_params if s.tensor.grad is not None)]
 
     def seconds(self) -> float:
-        """Seconds of one step, from when all processes start to when all are done."""
+        """Seconds of one step, from a common start until all processes are done."""
         self._all_here()
         begun = time.perf_counter()
         self.step()
@@ -110,7 +110,7 @@ class Stepper:
 
 
 def time_passes(config: Config, device: torch.device, rounds: int) -> list[float]:
-    """Seconds of a forward and backward pass of a micro-batch, in one process."""
+    """Seconds of the forward and backward pass of a micro-batch in one process, one value per round."""
     mesh = Mesh(device)
     model = build_model(config, mesh)
     initialize_model(model, config.train.seed)
@@ -126,13 +126,13 @@ def time_passes(config: Config, device: torch.device, rounds: int) -> list[float
 
 
 def measure(hardware: Hardware) -> list[MeasuredStep]:
-    """Steps of `cases` on this machine, in interleaved rounds of those with one number of processes. What does not fit into the
-    profile's memory is left out.
+    """Measures the steps of `cases` on this machine. Configurations with the same number of processes run in interleaved rounds;
+    those that do not fit in the profile's memory are skipped.
 
-    Raises ConfigError if the machine is not of the profile's kind.
+    Raises ConfigError if this machine's device type differs from the profile's.
     """
     found: list[MeasuredStep] = []
-    for processes, share, names in _together(hardware.device):
+    for processes, share, names in _groups(hardware.device):
         work = list(fitting([(name, case(name, hardware.device)) for name in names], hardware))
         if not work:
             continue
@@ -148,7 +148,7 @@ def measure(hardware: Hardware) -> list[MeasuredStep]:
 
 
 def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[tuple[str, Config]]:
-    """Those that fit into a device. The models of one group are in memory together: each beside the states of the others."""
+    """Yields the configurations that fit together: each one runs while the training states of all others are in memory."""
     states, peaks = zip(*(_memory(config, hardware) for _, config in work), strict=True)
     usable = hardware.usable_bytes
     kept: list[int] = []
@@ -158,12 +158,12 @@ def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[
             kept.append(i)
         else:
             needs = (held + peaks[i]) / 1e9
-            print(f"{work[i][0]}: left out, {needs:,.0f} GB do not fit into {usable / 1e9:,.0f} GB", flush=True)
+            print(f"{work[i][0]}: skipped, {needs:,.0f} GB do not fit in {usable / 1e9:,.0f} GB", flush=True)
     yield from (work[i] for i in sorted(kept))
 
 
 def _memory(config: Config, hardware: Hardware) -> tuple[int, int]:
-    """(bytes between two steps, bytes at the peak of a step)."""
+    """Returns (bytes between steps, bytes at the peak of a step)."""
     held, _ = max_peak(config, hardware.is_gpu)
     states = sum(held.by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER, GRADIENTS))
     return states, held.total
@@ -177,9 +177,9 @@ def _measure_into(work: Sequence[tuple[str, Config]], hardware: Hardware, share:
 
 
 def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:
-    """One process of the measurement of configurations with one number of processes. Rows on the main one, else []."""
+    """Measures configurations with the same number of processes, in one of them. Returns rows on the main process, else []."""
     first = work[0][1]
-    _threads(hardware)
+    _set_threads(hardware)
     mesh = open_mesh(ParallelConfig(layout="single", dp=first.parallel.world_size), first.run.device)
     meshes = [mesh_of(config.parallel, mesh.device) if mesh.size > 1 else mesh for _, config in work]
     steppers = [Stepper(config, of_its_own) for (_, config), of_its_own in zip(work, meshes, strict=True)]
@@ -190,16 +190,16 @@ def measure_process(work: Sequence[tuple[str, Config]], hardware: Hardware, roun
 
 
 def measure_shares(work: Sequence[tuple[str, Config]], hardware: Hardware, rounds: int = ROUNDS) -> list[MeasuredStep]:
-    """The same of one TP process by itself, of groups that are not there. All configurations have one size of TP."""
+    """Measures one TP process without the others (single-rank emulation). All configurations have the same TP size."""
     parallel, device = work[0][1].parallel, choose_device(work[0][1].run.device)
-    _threads(hardware)
+    _set_threads(hardware)
     with without_the_others(parallel, device) as mesh:
         steppers = [Stepper(config, mesh) for _, config in work]
         return _rows([name for name, _ in work], steppers, hardware, rounds, share=True)
 
 
-def _threads(hardware: Hardware) -> None:
-    """As many as a process had when the profile was measured, even where it has the machine for itself now."""
+def _set_threads(hardware: Hardware) -> None:
+    """Sets the number of threads to that during calibration, even if fewer processes share the machine now."""
     torch.set_num_threads(max(available_cores() // hardware.per_node, 1))
 
 
@@ -226,21 +226,21 @@ def _rows(
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """One step of one process, looked at while it ran."""
+    """Memory and collectives observed in one step of one process."""
 
     peak_bytes: int
-    """Peak memory: weights, gradients, optimizer state, activations."""
+    """Peak memory in bytes: weights, gradients, optimizer state, activations."""
     collectives: list[Collective]
-    """All collectives issued."""
+    """All collectives issued, in order."""
 
     @property
     def sent_bytes(self) -> int:
-        """By this process."""
+        """Bytes sent by this process."""
         return sum(each.sent_bytes for each in self.collectives)
 
 
 def look_at(stepper: Stepper) -> ObservedStep:
-    """Runs one step, slowly, and records every tensor and collective."""
+    """Runs one step, more slowly than usual, and records every tensor and collective."""
     tracker, counter = MemoryTracker(), CollectiveCounter()
     for fused in stepper.fused_params:
         tracker.watch(fused.tensor, WEIGHTS)
@@ -265,7 +265,7 @@ def _seen(stepper: Stepper) -> tuple[int, int]:
 
 
 def largest(number: float, mesh: Mesh) -> float:
-    """Of all processes."""
+    """Maximum of a number over all processes."""
     found = torch.tensor(number, dtype=torch.double, device=mesh.device)
     if mesh.size > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -298,7 +298,7 @@ def _row(
 
 
 def made_up_batches(config: Config) -> list[Batch]:
-    """One replica's micro-batches of a step."""
+    """Random micro-batches of one replica for a step."""
     train = config.train
     count = train.global_batch // (config.parallel.dp * train.micro_batch)
     shape = (train.micro_batch, train.seq_len + 1)
@@ -308,17 +308,17 @@ def made_up_batches(config: Config) -> list[Batch]:
 
 
 def cases(device: str) -> list[str]:
-    """Names of the configurations that are measured on a kind of device."""
+    """Names of the configurations that are measured on a device type."""
     return list(_CASES[device])
 
 
 def case(name: str, device: str) -> Config:
-    """One of them."""
+    """Returns the configuration with this name."""
     return load("demo", [*_BASE[device], *_CASES[device][name]])
 
 
-def _together(device: str) -> list[tuple[int, bool, list[str]]]:
-    """(processes, whether they are shares, names) of those that are measured in one run."""
+def _groups(device: str) -> list[tuple[int, bool, list[str]]]:
+    """Groups the configurations that are measured in one run: (number of processes, whether they are shares, names)."""
     groups: dict[tuple[int, bool, int], list[str]] = {}
     for name in cases(device):
         parallel, share = case(name, device).parallel, name.startswith("share")
@@ -328,14 +328,14 @@ def _together(device: str) -> list[tuple[int, bool, list[str]]]:
 
 
 def flags(**fields: Any) -> list[str]:
-    """Overrides of a configuration, as the command line writes them; a field of the model, unless it is known better."""
+    """Builds command-line overrides of a configuration. Fields without a known section belong to [model]."""
     places = {"micro_batch": "train", "global_batch": "train", "seq_len": "train", "recompute": "train"}
     places |= dict.fromkeys(("tp", "pp", "dp", "layout", "shard", "norm"), "parallel")
     return [f"--{places.get(name, 'model')}.{name}={value}" for name, value in fields.items()]
 
 
 def shape(dim: int, layers: int, ffn: int, heads: int, **others: Any) -> list[str]:
-    """Overrides that make a model of this size, r = d/4."""
+    """Overrides for a model of this size, with r = d/4."""
     rank = {} if others.get("family") == "dense" else {"rank": dim // 4}
     return flags(dim=dim, ffn_dim=ffn, heads=heads, layers=layers, **rank, **others)
 
@@ -392,4 +392,4 @@ _CASES: dict[str, dict[str, list[str]]] = {
         },
     },
 }  # fmt: skip
-"""By kind of device: sizes, layouts, families and batches that calibration does not measure."""
+"""Configurations by device type: sizes, layouts, families and batches that calibration does not measure."""

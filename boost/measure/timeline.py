@@ -1,7 +1,7 @@
-"""A recorded step as a picture: when each process computes, and when its collectives are on the wire.
+"""Draws a timeline of a recorded step: when each process computes, and when its collectives are in flight.
 
-Reads what `train.profile` writes: Chrome traces, one a process. On CPUs a collective is in flight from its start to the end of its
-wait, which `boost.parallel.exchange` notes in the trace; on GPUs while its kernel runs.
+Reads the Chrome traces of `train.profile`, one per process. On CPUs a collective is in flight from its start to the end of its
+wait, as recorded by `boost.parallel.exchange`; on GPUs, while its kernel runs.
 """
 
 import json
@@ -19,51 +19,51 @@ if TYPE_CHECKING:
 
 NOTED = re.compile(r"(start|wait for) (\w+ #\d+ of .*), (\d+) bytes")
 STEP = re.compile(r"step (\d+)")
-COMPUTES, WAITS, FLIES = "computes", "waits for the wire", "on the wire"
+COMPUTES, WAITS, FLIES = "computing", "waiting for communication", "collective in flight"
 COLORS = {COMPUTES: "#4477aa", WAITS: "#ee6677", FLIES: "#ccbb44"}
 GAP_S = 2e-4
-"""Shorter gaps are not drawn."""
+"""Gaps shorter than this many seconds are not drawn."""
 
 MOST_SHAPES = 40
-"""Of one row, as shapes; more are drawn as pixels."""
+"""Maximum number of intervals per row to draw as vector shapes; more are rasterized."""
 
 
 class Interval(NamedTuple):
-    """Seconds since the epoch."""
+    """An interval in seconds since the epoch."""
 
     begin: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length in seconds."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class ProcessStep:
-    """One step of one process. Intervals are disjoint, in order, and lie within the step."""
+    """One step of one process. Intervals are disjoint, sorted, and within the step."""
 
     rank: int
     step: Interval
     computing: tuple[Interval, ...]
-    """An operator (CPU) or a kernel (GPU) runs that is no collective and does not wait for one."""
+    """When an operator (CPU) or kernel (GPU) runs that is neither a collective nor a wait for one."""
     flying: tuple[Interval, ...]
-    """At least one collective is on the wire."""
+    """When at least one collective is in flight."""
 
     @property
     def waiting(self) -> tuple[Interval, ...]:
-        """A collective is on the wire, and nothing is computed."""
+        """When a collective is in flight and nothing is computed: exposed communication."""
         return without(self.flying, self.computing)
 
     @property
     def hidden(self) -> float:
-        """Share of the time on the wire in which the process computes; 1 if nothing is sent."""
+        """Fraction of communication time that overlaps with computation; 1 if nothing is sent."""
         flying = total(self.flying)
         return 1 - total(self.waiting) / flying if flying else 1.0
 
     def as_numbers(self) -> dict[str, Any]:
-        """For a result file: intervals in seconds, to 10 us, without gaps that cannot be seen."""
+        """Serializes for a result file: intervals in seconds, rounded to 10 us, without invisible gaps."""
         found = {
             name: [[round(t, 5) for t in each] for each in union(getattr(self, name), GAP_S / 4)]
             for name in ("computing", "flying")
@@ -72,13 +72,13 @@ class ProcessStep:
 
     @classmethod
     def from_numbers(cls, numbers: Mapping[str, Any]) -> "ProcessStep":
-        """What `as_numbers` gave."""
+        """Inverse of `as_numbers`."""
         computing, flying = (tuple(Interval(*each) for each in numbers[name]) for name in ("computing", "flying"))
         return cls(numbers["rank"], Interval(*numbers["step"]), computing, flying)
 
 
 def record(step: Callable[[], object], mesh: "Mesh") -> ProcessStep:
-    """One step of this process, which takes longer than one that is not recorded. Called by all processes together."""
+    """Records one step of this process; recording slows it down. All processes must call it together."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from boost.measure.speed import synchronize
@@ -97,12 +97,12 @@ def record(step: Callable[[], object], mesh: "Mesh") -> ProcessStep:
 
 
 def total(intervals: Iterable[Interval]) -> float:
-    """Seconds."""
+    """Total length of intervals in seconds."""
     return sum(each.seconds for each in intervals)
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> tuple[Interval, ...]:
-    """Disjoint intervals, in order; those that are at most `gap` apart become one."""
+    """Returns disjoint, sorted intervals. Intervals that are at most `gap` apart are merged."""
     found: list[Interval] = []
     for each in sorted(intervals):
         if found and each.begin <= found[-1].end + gap:
@@ -113,7 +113,7 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> tuple[Interval, ..
 
 
 def without(intervals: Iterable[Interval], removed: Sequence[Interval]) -> tuple[Interval, ...]:
-    """What is left of disjoint intervals without others that are disjoint and in order."""
+    """Subtracts disjoint, sorted intervals from disjoint ones."""
     left: list[Interval] = []
     for begin, end in intervals:
         for other in removed:
@@ -128,13 +128,13 @@ def without(intervals: Iterable[Interval], removed: Sequence[Interval]) -> tuple
 
 
 def within(intervals: Iterable[Interval], step: Interval) -> tuple[Interval, ...]:
-    """The parts of intervals that lie in a step."""
+    """Clips intervals to a step."""
     cut = (Interval(max(each.begin, step.begin), min(each.end, step.end)) for each in intervals)
     return tuple(each for each in cut if each.begin < each.end)
 
 
 def recorded(run: Path) -> dict[int, Path]:
-    """The traces of a run, by rank. Raises ConfigError if there are none."""
+    """Returns the traces of a run by rank. Raises ConfigError if there are none."""
     found = {int(path.stem[4:]): path for path in (run / "profile").glob("rank*.json") if path.stem[4:].isdecimal()}
     if not found:
         raise ConfigError(
@@ -144,9 +144,9 @@ def recorded(run: Path) -> dict[int, Path]:
 
 
 def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, ProcessStep]:
-    """Step `number` of a trace, with its number; None: the middle one of those recorded.
+    """Reads step `number` of a trace (None: the middle one of those recorded). Returns (number, step).
 
-    Raises DataError if the file is no such trace, ConfigError if it does not have this step.
+    Raises DataError if the file is not a trace of train.profile, ConfigError if it does not have this step.
     """
     try:
         trace: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -154,14 +154,14 @@ def read_step(path: Path, rank: int, number: int | None = None) -> tuple[int, Pr
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         steps = {int(found[1]): _interval(e, since) for e in events if (found := STEP.fullmatch(e["name"]))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not a trace that train.profile wrote: {error}") from None
+        raise DataError(f"{path} is not a trace written by train.profile: {error}") from None
     if not steps:
-        raise DataError(f"{path} has no step; it was recorded by an older boost or is cut off")
+        raise DataError(f"{path} has no steps; it was recorded by an older version of boost or is truncated")
     if number is None:
         number = sorted(steps)[len(steps) // 2]
     if number not in steps:
         has = ", ".join(map(str, sorted(steps)))
-        raise ConfigError(f"--step = {number} was not recorded in {path}; it has {has}")
+        raise ConfigError(f"--step = {number} was not recorded in {path}; recorded steps: {has}")
     step = steps[number]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     computing, flying = _on_gpu(kernels, since) if kernels else _on_cpu(events, since)
@@ -197,7 +197,7 @@ def _on_cpu(events: Sequence[dict[str, Any]], since: float) -> tuple[tuple[Inter
 
 
 def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
-    """One step of all processes."""
+    """Draws one step of all processes to a file."""
     from boost.measure.drawing import pyplot, write
 
     figure, axis = pyplot().subplots(figsize=(12, 1.2 + 0.7 * len(steps)), layout="constrained")
@@ -208,7 +208,7 @@ def draw(number: int, steps: Sequence[ProcessStep], path: Path) -> None:
 
 
 def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
-    """Two rows a process: what it does, and what is on the wire. Times are from the first process's start of the step."""
+    """Draws two rows per process: computation, and collectives in flight. Time 0 is the start of the first process's step."""
     from boost.measure.drawing import tidy
 
     begin = min(each.step.begin for each in steps)
@@ -228,7 +228,7 @@ def draw_on(axis: Any, steps: Sequence[ProcessStep]) -> None:
 
 
 def rows(steps: Sequence[ProcessStep]) -> Iterator[tuple[str, ...]]:
-    """(rank, ms of the step, computing, on the wire, waiting, hidden), as text."""
+    """Yields (rank, step in ms, computing, in flight, waiting, overlapped fraction) as text."""
     for each in steps:
         parts = each.step.seconds, total(each.computing), total(each.flying), total(each.waiting)
         yield str(each.rank), *(f"{seconds * 1e3:.1f}" for seconds in parts), f"{each.hidden:.0%}"

@@ -1,6 +1,6 @@
 """Compares the performance model with measurements: the paper's runs, steps on this machine, steps on a GPU.
 
-Measurements are stored with their hardware profile; predictions are recomputed every time, so that changes of the model show.
+Measurements are stored with their hardware profile. Predictions are recomputed every time, so that changes to the model show.
 """
 
 import json
@@ -22,46 +22,47 @@ TIME_LIMIT, PEAK_LIMIT, BYTES_LIMIT = 0.10, 0.05, 0.0
 """Maximum relative errors of measured steps: seconds, peak bytes, sent bytes."""
 
 CONFIGURATIONS = 12
-"""Minimum number of configurations measured on CPUs."""
+"""Minimum number of configurations to measure on CPUs."""
 
 PAPERS_HARDWARE = "a100-80g"
 RESULTS = Path("benchmarks/results/validation")
 CALIBRATE = "boost plan calibrate --out {name}.toml && boost plan validate --measure --hardware {name}.toml"
 MACHINE, GPU = "machine", "gpu"
-"""Sections of the result by what the steps ran on."""
+"""Sections of the result, by the device type of the steps."""
 
 TITLES = {MACHINE: "Steps measured on CPUs", GPU: "Steps measured on a GPU"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst of some predictions."""
+    """Verdict on a set of predictions, by the worst one."""
 
     section: str
     what: str
     count: int
     worst: float
-    """Relative error, signed; of the prediction that is farthest off."""
+    """Signed relative error of the worst prediction."""
     limit: float
     least: int = 1
-    """How many there must be."""
+    """Minimum number of predictions."""
 
     @property
     def holds(self) -> bool:
-        """Whether all of them are within the limit, and there are enough."""
+        """Whether there are enough predictions and all are within the limit."""
         return abs(self.worst) <= self.limit and self.count >= self.least
 
 
 def validate(out: Path, hardware: Path | None = None, measure: bool = False, write: bool = False) -> Facts:
-    """All sections: the published one computed, the others from `out`.json, whose predictions are made again.
+    """Returns all sections. The published one is computed; measurements are read from `out`.json, and their predictions recomputed.
 
-    `measure`: steps on this machine, first, with `hardware`, its profile. They take the place of those that are there; what was
-    measured on the other kind of device stays. `write` (or `measure`): `out`.json, .md and .svg are written.
-    Raises ConfigError, and StorageError if they cannot be.
+    `measure`: first measures steps on this machine, whose profile is `hardware`. They replace earlier measurements on the same
+    device type. `write` (or `measure`): writes `out`.json, .md and .svg.
+
+    Raises ConfigError for invalid arguments or an invalid `out`.json, StorageError if files cannot be written.
     """
     if measure and hardware is None:
         raise ConfigError(
-            f"--measure needs the profile of this machine, as --hardware FILE: {CALIBRATE.format(name='local')}"
+            f"--measure needs the profile of this machine (--hardware FILE): {CALIBRATE.format(name='local')}"
         )
     stored = _read(out)
     sections = {name: stored.get(name) for name in (MACHINE, GPU)}
@@ -83,7 +84,7 @@ def validate(out: Path, hardware: Path | None = None, measure: bool = False, wri
 
 
 def published_facts() -> Facts:
-    """The paper's numbers beside ours, and what other micro-batches than it may have had would change."""
+    """Compares the paper's numbers with predictions, and computes their sensitivity to the unpublished micro-batch."""
     hardware = load_hardware(PAPERS_HARDWARE)
     comparison = Comparison(hardware)
     sensitivity = [
@@ -102,14 +103,14 @@ def published_facts() -> Facts:
 
 
 def repredicted(section: Facts) -> Facts:
-    """A section of measured steps with the predictions of the model as it is now."""
+    """Recomputes the predictions of a section of measured steps."""
     hardware = Hardware.model_validate(section["hardware"])
     rows = [row | asdict(prediction(from_tree(row["config"]), hardware, row["share"])) for row in section["rows"]]
     return section | {"rows": rows}
 
 
 def verdicts(facts: Facts) -> Iterator[Verdict]:
-    """What is judged, with its worst."""
+    """Yields a verdict for each kind of prediction that has a limit."""
     judged = [each for each in facts["published"]["compared"] if each["limit"] is not None]
     for table in dict.fromkeys(each["table"] for each in judged):
         of_table = [each for each in judged if each["table"] == table]
@@ -122,7 +123,7 @@ def verdicts(facts: Facts) -> Iterator[Verdict]:
 
 
 def measured_verdicts(section: str, rows: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
-    """Of measured steps: seconds within 10 %, memory within 5 %, bytes exact; on CPUs of a dozen configurations."""
+    """Verdicts on measured steps: seconds within 10 %, memory within 5 %, bytes exact; on CPUs, for at least 12 configurations."""
     least = CONFIGURATIONS if section == MACHINE else 1
     for what, limit in (("time", TIME_LIMIT), ("memory", PEAK_LIMIT), ("bytes sent", BYTES_LIMIT)):
         yield Verdict(section, what, len(rows), _worst([off(row)[what] for row in rows]), limit, least)
@@ -152,7 +153,7 @@ def _compared(each: Compared) -> Facts:
 
 
 def _measured(hardware: Hardware) -> Facts:
-    """A section, from this machine."""
+    """Measures a section on this machine."""
     from boost.measure.steps import measure
 
     rows = [asdict(step) for step in measure(hardware)]
@@ -167,8 +168,8 @@ def _read(out: Path) -> Facts:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--out = '{out}': {path.name} is not JSON ({error}); remove it, or name another one"
+            f"--out = '{out}': {path.name} is not JSON ({error}); remove it or choose another name"
         ) from None
     if not isinstance(stored, dict) or stored.get("experiment") != "validation":
-        raise ConfigError(f"--out = '{out}': {path.name} is no result of this command; name another one")
+        raise ConfigError(f"--out = '{out}': {path.name} is not a result of this command; choose another name")
     return stored

@@ -1,4 +1,4 @@
-"""Report of the validation: tables with verdicts, and a figure."""
+"""Report of the validation: verdicts, tables and a figure."""
 
 import inspect
 import re
@@ -16,9 +16,11 @@ from boost.plan.published import STEPS, WAYS
 
 
 def section(facts: Facts) -> Section:
-    """The verdicts, the figure, then every number: the paper's, and measurements on CPUs and on a GPU."""
+    """Builds the report: verdicts, figure, the paper's numbers, and measurements on CPUs and on a GPU."""
     caption = "Predicted over measured; the band is +-10 %."
-    parts: list[str | Table | Figure] = [_verdict_table("All verdicts, by the worst prediction.", facts["verdicts"])]
+    parts: list[str | Table | Figure] = [
+        _verdict_table("All verdicts, with the worst prediction of each.", facts["verdicts"])
+    ]
     parts += [Figure("validation", caption, lambda path: draw(facts, path)), *published_parts(facts["published"])]
     for name in (MACHINE, GPU):
         parts += [f"{TITLES[name]}.", *_measured(name, facts[name])]
@@ -26,7 +28,7 @@ def section(facts: Facts) -> Section:
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """Time, bytes and memory wherever steps were measured; the paper's ratios."""
+    """Goals for time, bytes and memory of measured steps, and for the paper's ratios."""
     sections = {name: facts[name] for name in (MACHINE, GPU) if facts[name]}
     where = "; ".join(
         f"{len(each['rows'])} configurations on {machine(each['environment'])}" for each in sections.values()
@@ -66,9 +68,9 @@ def _goal(
     met: bool | None,
     kind: Literal["measured", "counted", "modeled"],
 ) -> Goal:
-    """Of some predictions: how many are within their limit, and the worst. `errors`: relative, by name."""
+    """Goal for a set of predictions: how many are within the limit, and the worst one. `errors`: relative errors by name."""
     if not errors:
-        return Goal(f"performance model: {what}", figure, "", "", None, kind, "Nothing was measured yet.")
+        return Goal(f"performance model: {what}", figure, "", "", None, kind, "Not measured yet.")
     beyond = {name: error for name, error in errors.items() if abs(error) > limit}
     summary = f"{len(errors) - len(beyond)} of {len(errors)}; worst {_percent(max(errors.values(), key=abs))}"
     remark = (
@@ -80,7 +82,7 @@ def _goal(
 
 
 def verdict_words(verdict: dict[str, Any]) -> tuple[str, ...]:
-    """Cells of one verdict: section, what, how many, the worst error, the limit, the verdict."""
+    """Table cells of one verdict: section, quantity, number of predictions, worst error, limit, verdict."""
     limit = "equal" if verdict["limit"] == 0 else f"{verdict['limit']:.0%}"
     few = verdict["count"] < verdict["least"]
     holds = "holds" if verdict["holds"] else f"fewer than {verdict['least']}" if few else "does not hold"
@@ -95,9 +97,9 @@ def _verdict_table(caption: str, verdicts: Iterable[dict[str, Any]]) -> Table:
 
 
 def published_parts(facts: Facts) -> list[str | Table]:
-    """Of the paper: how its runs are described, then every table."""
+    """The paper's section: how its runs are modeled, then every table."""
     _, _, described = inspect.cleandoc(published.__doc__ or "").partition("\n\n")
-    # A paragraph each: the points of its list too.
+    # List items become paragraphs too.
     paragraphs = [" ".join(text.split()) for text in re.split(r"\n\n|^- ", described, flags=re.MULTILINE)]
     parts: list[str | Table] = ["The paper's measurements.", *(text for text in paragraphs if text)]
     parts.append(f"Hardware: {facts['hardware']['title']}.")
@@ -114,17 +116,17 @@ NOTES = {
     "7B by architecture": "The same runs with other families: `lax` over cola, identity gate. Seconds are shown, not checked.",
     "communication volume": "Payload of the all-reduces of one block, forward, TP 4, batch 4, from the collective table, without "
     "RMSNorm's statistic, as in the paper. Its MB are MiB.",
-    "communication time": "The same all-reduces. Three constants of the profile's NVLink were fitted to these nine times.",
-    "GEMM time": "One 7B block, forward, TP 4, batch 4, per sequence. Fraction and half of the profile's GEMMs were fitted to the "
-    "utilization of attention. The MLP's times and utilization match four linears of d_ff 11008 in all columns, 4/3 of the "
-    "model's three; the reason is unknown, so both readings are shown, and four are checked.",
-    "GEMM utilization": "The same GEMMs, percent of the device's peak.",
-    "one block": "7B under BOOST, forward, TP 4. At batch 1 the paper's time exceeds its work: our model underestimates waiting "
-    "for the host. Not checked.",
+    "communication time": "The same all-reduces. Three NVLink constants of the profile were fitted to these nine times.",
+    "GEMM time": "One 7B block, forward, TP 4, batch 4, per sequence. `fraction` and `half` of the profile's GEMMs were fitted to "
+    "the utilization of attention. The MLP's times and utilization match four linears of d_ff 11008 in all columns, 4/3 of the "
+    "model's three. The reason is unknown, so both readings are shown, and the one with four is checked.",
+    "GEMM utilization": "The same GEMMs, in percent of the device's peak.",
+    "one block": "7B under BOOST, forward, TP 4. At batch 1 the paper's time exceeds that of its work: the model underestimates "
+    "the time spent waiting for the host. Not checked.",
     "norm": "Both RMSNorms of a 7B block, forward: sums of squares, scaling, and communication of the statistic, in our "
-    "implementation. The paper does not say what its times contain; the model does not reproduce them. Not checked.",
+    "implementation. The paper does not specify what its times include; the model does not reproduce them. Not checked.",
 }
-"""What stands above a table."""
+"""Captions of the tables."""
 
 _HEADINGS = ("what", "paper:", "predicted:", "off:", "limit:")
 
@@ -152,7 +154,7 @@ def _step_table(compared: Sequence[dict[str, Any]]) -> Table:
 
 
 def _sensitivity(facts: Sequence[Facts]) -> Table:
-    """What other micro-batches would change: the ratios beyond their limit, and the steps of each size."""
+    """Sensitivity to the micro-batch: ratios beyond their limit, and step times of each size."""
     rows = []
     for each in facts:
         beyond = [f"{ratio['what']} {_percent(ratio['off'])}" for ratio in each["ratios"] if not ratio["holds"]]
@@ -172,7 +174,7 @@ def _sensitivity(facts: Sequence[Facts]) -> Table:
 
 
 def both_table(facts: Sequence[Facts]) -> Table:
-    """Each size at the micro-batch that meets its seconds and its ratios best, and what is not met."""
+    """Each size at the micro-batch that fits its seconds and ratios best, and the numbers that are beyond their limit."""
     rows = []
     for row in STEPS:
         tried = []
@@ -180,7 +182,7 @@ def both_table(facts: Sequence[Facts]) -> Table:
             seconds = [step for step in each["steps"] if step["what"].split()[0] == row.size]
             ratios = [ratio for ratio in each["ratios"] if ratio["what"].split()[0] == row.size]
             limits = ((seconds, published.SECONDS_LIMIT), (ratios, published.CLOSE_RATIO))
-            # In multiples of the limit; nothing beyond 1 is met.
+            # Errors as multiples of their limit; at most 1 is within it.
             worst = max(abs(one["off"]) / limit for listed, limit in limits for one in listed)
             lacks = [one["what"] for listed, limit in limits for one in listed if abs(one["off"]) > limit]
             tried.append((len(lacks), worst, each["micro_batch"], seconds + ratios, lacks))
@@ -196,18 +198,18 @@ def both_table(facts: Sequence[Facts]) -> Table:
 
 
 _PROBED = (
-    "The speed of this shared machine varies by up to 2x. So calibration and measurement time the same small workload right before "
-    "and after each operation or step, in every process; seconds at the profile's speed are wall-clock seconds divided by the "
-    "slowdown of that workload since calibration. Medians of interleaved rounds. A share is single-rank emulation of TP, without "
-    "collectives."
+    "The speed of this shared machine varies by up to 2x. Therefore, the same small workload is timed right before "
+    "and after each operation or step, in every process, during calibration and measurement. Seconds at the profile's speed are "
+    "wall-clock seconds divided by the slowdown of that workload since calibration. All numbers are medians of interleaved "
+    "rounds. A share is single-rank emulation of TP, without collectives."
 )
-"""How steps on a shared machine are compared with a profile."""
+"""Explains how steps on a shared machine are compared with a profile."""
 
 
 def _measured(name: str, section: Facts | None) -> list[str | Table]:
     if section is None:
         where = "a machine with one" if name == GPU else "the machine"
-        what = "No GPU was available." if name == GPU else "Nothing was measured yet."
+        what = "No GPU was available." if name == GPU else "Not measured yet."
         return [f"{what} On {where}: `{CALIBRATE.format(name='gpu' if name == GPU else 'local')}`"]
     environment = section["environment"]
     caption = f"`{' '.join(environment['command'])}`; {origin(environment)}. Profile: {section['hardware']['title']}."
@@ -217,7 +219,7 @@ def _measured(name: str, section: Facts | None) -> list[str | Table]:
 
 
 def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[Table]:
-    """Of measured steps (`boost.measure.steps.MeasuredStep` as dictionaries): the verdicts, and every configuration."""
+    """Tables of measured steps (`boost.measure.steps.MeasuredStep` as dictionaries): the verdicts, and every configuration."""
     judged = [verdict.__dict__ | {"holds": verdict.holds} for verdict in measured_verdicts(name, rows)]
     headings: tuple[str, ...] = (
         "configuration",
@@ -240,22 +242,22 @@ def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[
                 f"{row['counted_sent']:,}", "equal" if errors["bytes sent"] == 0 else f"{row['predicted_sent']:,}",
             )
         )  # fmt: skip
-    caption = "Every configuration: measured time, counted memory and bytes, each next to its prediction."
+    caption = "Every configuration: measured time, counted memory and bytes, with predictions."
     return [_verdict_table("Verdicts for these steps.", judged), Table(caption, headings, tuple(body))]
 
 
 def _percent(share: float) -> str:
-    """Signed percentage; 'equal' for no error."""
+    """Formats a signed percentage; 'equal' for no error."""
     return "0" if share == 0 else f"{share:+.1%}"
 
 
 def _number(value: float) -> str:
-    """Three figures that count, or all of a larger number."""
+    """Formats a number with at least three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def draw(facts: Facts, path: Path) -> None:
-    """Predicted over measured: ratios and seconds of the paper, then measured steps; a +-10 % band."""
+    """Plots predicted over measured, with a +-10 % band: the paper's ratios and seconds, then measured steps."""
     compared = facts["published"]["compared"]
     ratios, steps = ([each for each in compared if key(each)] for key in (_is_ratio, _is_step))
     panels = [
@@ -275,7 +277,7 @@ def draw(facts: Facts, path: Path) -> None:
 
 
 _Groups = dict[str, list[tuple[float, float]]]
-"""(measured, predicted) by legend label."""
+"""(measured, predicted) pairs by legend label."""
 
 
 def _is_ratio(each: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Stacked bars of a step's time and memory, as SVG. Standard library only."""
+"""Stacked-bar charts of a step's time and memory, as SVG. Standard library only."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ WIDTH, MARGIN, BAR, ROW = 900, 26, 30, 22
 
 @dataclass(frozen=True)
 class StackedBar:
-    """One bar: its parts, then the free space."""
+    """One bar: its parts, then free space."""
 
     title: str
     parts: Mapping[str, float]
     words: Mapping[str, str]
     """The label of each part, such as '12 ms'."""
     room: float = 0.0
-    """Free space, drawn empty after the parts."""
+    """Free space, drawn as an empty segment after the parts."""
     room_words: str = ""
 
 
 def bars_picture(title: str, subtitle: str, bars: Sequence[StackedBar]) -> str:
-    """The SVG document. The same input gives the same bytes."""
+    """Returns the SVG document. Output is deterministic, byte for byte."""
     lines: list[str] = []
     y = _heading(lines, title, subtitle)
     for bar in bars:
@@ -48,7 +48,7 @@ def _heading(lines: list[str], title: str, subtitle: str) -> float:
 
 
 def _bar(lines: list[str], bar: StackedBar, y: float) -> float:
-    """Draws one bar with its legend; returns the y of the next."""
+    """Draws one bar with its legend and returns the y of the next one."""
     _text(lines, bar.title, MARGIN, y, 14, INK, bold=True)
     y += 12
     width, whole = WIDTH - 2 * MARGIN, sum(bar.parts.values()) + max(bar.room, 0.0)

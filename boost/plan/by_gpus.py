@@ -1,4 +1,4 @@
-"""Which layout is fastest, by tokens in a step and number of GPUs: with many GPUs or few tokens, replicas run out of sequences."""
+"""The fastest layout by tokens per step and number of GPUs. With many GPUs or few tokens, DP alone runs out of sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,28 +8,28 @@ from boost.plan.grid import GridCell, grid
 from boost.plan.search import Plan, Search, Tick
 
 MOST_TOKENS = 1 << 22
-"""In a step."""
+"""Largest number of tokens per step in the grid."""
 
 MOST_COLUMNS = 6
-"""Numbers of GPUs, the largest ones."""
+"""Maximum number of GPU counts in the grid; the largest are kept."""
 
-TIMES = 4
-"""How many times the sequences of a row those of the next are."""
+BATCH_RATIO = 4
+"""Ratio of the global batch sizes of consecutive rows."""
 
 
 @dataclass(frozen=True)
 class GpusCell:
-    """The fastest configuration on so many GPUs for steps of so many tokens."""
+    """The fastest configuration for `gpus` GPUs and `tokens` tokens per step."""
 
     tokens: int
     gpus: int
     plan: Plan | None
     why_none: str = ""
-    """Why there is none, in few words."""
+    """Short reason if there is no plan."""
 
     @property
     def way(self) -> str:
-        """'DP', 'CP 4', 'btp-sp TP 2', 'btp-cp TP 8 CP 2'; '' if none fits."""
+        """Label such as 'DP', 'CP 4', 'btp-sp TP 2' or 'btp-cp TP 8 CP 2'; '' if nothing fits."""
         if self.plan is None:
             return ""
         parallel = self.plan.config.parallel
@@ -38,7 +38,7 @@ class GpusCell:
 
     @property
     def kind(self) -> str:
-        """The layout, 'CP' or 'DP' without TP."""
+        """The layout, or 'CP' or 'DP' without TP; '' if nothing fits."""
         if self.plan is None:
             return ""
         parallel = self.plan.config.parallel
@@ -46,13 +46,13 @@ class GpusCell:
 
 
 def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
-    """A row for each number of tokens, a column for each power of two of GPUs up to the request's; no pipeline unless one is
-    fixed."""
+    """Computes the grid: one row per number of tokens, one column per power-of-two GPU count up to `request.gpus`. PP is not used
+    unless it is fixed."""
     base, fixed = request.base, request.fixed | {"parallel.pp", "train.global_batch"}
     columns = [gpus for gpus in powers_of_two(1 << (request.gpus.bit_length() - 1)) if gpus >= 2 or request.gpus < 2]
     columns = columns[-MOST_COLUMNS:]
     most = max(MOST_TOKENS // base.train.seq_len, 1)
-    batches = [TIMES**n for n in range(16) if TIMES**n <= most]
+    batches = [BATCH_RATIO**n for n in range(16) if BATCH_RATIO**n <= most]
     rows: list[list[GpusCell]] = []
     for batch in batches:
         asked = base.model_copy(update={"train": base.train.model_copy(update={"global_batch": batch})})
@@ -69,6 +69,6 @@ def by_gpus(request: Request, tick: Tick | None = None) -> list[list[GpusCell]]:
 
 
 def picture(title: str, subtitle: str, rows: Sequence[Sequence[GpusCell]]) -> str:
-    """A grid as SVG: a layout's color."""
+    """Draws the grid as SVG, with one color per layout."""
     cells = [(f"{row[0].tokens:,}", [GridCell(cell.way or cell.why_none, cell.kind) for cell in row]) for row in rows]
-    return grid(title, subtitle, "tokens a step", [f"{cell.gpus} GPUs" for cell in rows[0]], cells)
+    return grid(title, subtitle, "tokens per step", [f"{cell.gpus} GPUs" for cell in rows[0]], cells)

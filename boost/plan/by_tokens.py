@@ -1,4 +1,4 @@
-"""Which layout is fastest, by tokens in a step and TP size: what is sent once a step weighs less, the more tokens a step has."""
+"""The fastest layout by tokens per step and TP size. More tokens per step amortize the communication that happens once per step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,22 +8,22 @@ from boost.plan.grid import GridCell, grid
 from boost.plan.search import Plan, Search, Tick
 
 MOST_TOKENS = 1 << 22
-"""In a step."""
+"""Largest number of tokens per step in the grid."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The fastest configuration of one TP size for steps of so many tokens."""
+    """The fastest configuration at one TP size and number of tokens per step."""
 
     tokens: int
     tp: int
     plan: Plan | None
     why_none: str = ""
-    """Why there is none, in few words."""
+    """Short reason if there is no plan."""
 
     @property
     def layout(self) -> str:
-        """The layout, 'DP' or 'CP' without TP; '' if none fits."""
+        """The layout, or 'CP' or 'DP' without TP; '' if nothing fits."""
         if self.plan is None:
             return ""
         if self.tp == 1 and self.plan.config.parallel.cp > 1:
@@ -32,7 +32,7 @@ class Cell:
 
 
 def by_tokens(request: Request, tick: Tick | None = None) -> list[list[Cell]]:
-    """A row for each number of tokens, in powers of two sequences: TP sizes inside a node, and no pipeline unless one is fixed."""
+    """Computes the grid: one row per global batch (doubling), one column per TP size within a node. PP is not used unless fixed."""
     base, fixed = request.base, request.fixed | {"parallel.tp", "parallel.pp", "train.global_batch"}
     inside = [tp for tp in powers_of_two(request.gpus) if tp <= request.hardware.per_node]
     sizes = list(request.choices("parallel.tp", inside))
@@ -53,20 +53,20 @@ def by_tokens(request: Request, tick: Tick | None = None) -> list[list[Cell]]:
 
 
 def fastest(row: Sequence[Cell]) -> Cell | None:
-    """The fastest cell of a row, the smaller TP size of two that are equal."""
+    """Returns the fastest cell of a row; ties go to the smaller TP size."""
     found = [cell for cell in row if cell.plan is not None]
     return min(found, key=_seconds, default=None)
 
 
 def slower(cell: Cell, row: Sequence[Cell]) -> float:
-    """How many times the step of the row's fastest a cell's takes."""
+    """Step time of a cell relative to the fastest cell of its row."""
     best = fastest(row)
     assert best is not None and cell.plan is not None
     return _seconds(cell) / _seconds(best)
 
 
 def changes(rows: Sequence[Sequence[Cell]]) -> list[Cell]:
-    """The fastest cell where it is of another kind than with fewer tokens."""
+    """Returns the fastest cell of each row whose layout or TP size differs from the previous row's."""
     result: list[Cell] = []
     for row in rows:
         best = fastest(row)
@@ -81,11 +81,11 @@ def _seconds(cell: Cell) -> float:
 
 
 def picture(title: str, subtitle: str, rows: Sequence[Sequence[Cell]]) -> str:
-    """A grid as SVG: a layout's color, the fastest of each row framed."""
+    """Draws the grid as SVG, with one color per layout and a frame around the fastest cell of each row."""
     cells = []
     for row in rows:
         best = fastest(row)
         words = [cell.why_none if cell.plan is None else f"{cell.layout}, {slower(cell, row):.2f} x" for cell in row]
         drawn = [GridCell(each, cell.layout, cell is best) for each, cell in zip(words, row, strict=True)]
         cells.append((f"{row[0].tokens:,}", drawn))
-    return grid(title, subtitle, "tokens a step", [f"TP {cell.tp}" for cell in rows[0]], cells)
+    return grid(title, subtitle, "tokens per step", [f"TP {cell.tp}" for cell in rows[0]], cells)

@@ -1,13 +1,17 @@
-"""Every legal way to train a model on so many GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
+"""Enumerates every legal way to train a model on N GPUs: meshes, layouts, sharding, schedules, micro-batches, recomputation.
 
-TP stays inside a node, as in every published run (`boost.plan.record`): what it costs between nodes was never compared with a
-measurement. --parallel.tp asks for more.
+TP stays within a node, as in every published run (`boost.plan.record`): its cost across nodes has never been validated against
+measurements. Set --parallel.tp for a larger size.
 
-The rules that `boost train` obeys (`boost.config.rules`) decide what is legal. Some choices are left out, because another one is
-never slower and never larger: `gpipe`, which is 1F1B with more micro-batches in flight; ungrouped linears, which do the same work
-in more and smaller operations; layouts where another one sends less (`LayoutSpec.outdone_by`). Weights that are cast at each use
-(`train.working_copies`) are never faster either. Tests check this, at the sizes that people train too. Choices that the user fixed
-are kept.
+A configuration is legal if it passes the rules of `boost train` (`boost.config.rules`). Choices that are never better than another
+one are skipped:
+
+- `gpipe`: 1F1B with more micro-batches in flight.
+- Ungrouped linears: the same work in more and smaller operations.
+- Layouts that send more than another layout (`LayoutSpec.outdone_by`).
+- Casting weights at each use (`train.working_copies` off): never faster.
+
+Tests check this, including at realistic model sizes. A choice that the user fixed is always kept.
 """
 
 import functools
@@ -29,21 +33,21 @@ SCHEDULES = (
     ("zero-bubble", 1),
     ("zero-bubble", 2),
 )
-"""(pipeline schedule, stages per process); as many as there are layers."""
+"""(pipeline schedule, stages per process). Combinations with more stages than layers are skipped."""
 
 POLICIES: tuple[RecomputeName, ...] = (
     "none", "low-rank+attention-output", "low-rank", "low-rank-sharded", "full-block",
 )  # fmt: skip
-"""Recomputation policies, from the most saved activations to the least."""
+"""Recomputation policies, from the most to the fewest saved activations."""
 
 EVERY = (1, 2, 4)
-"""Recompute in every block, or in every second or fourth one."""
+"""Values of train.recompute_every: recompute every block, every second one or every fourth one."""
 
 LONG_SEQUENCE = 16_384
-"""Tokens of a sequence from which on it may be shared over a context axis, however many sequences there are."""
+"""Sequence length in tokens at or above which CP is always tried."""
 
 LEAST_SHARE = 1024
-"""Tokens of a sequence that a process of a context axis holds at least."""
+"""Minimum number of tokens of a sequence per CP rank."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,15 @@ class Request:
     """What to plan: a model and the GPUs to train it on."""
 
     base: Config
-    """The model and everything that is not searched; fixed choices are read from it."""
+    """The model, every field that is not searched, and the values of fixed choices."""
     gpus: int
-    """Number of processes in the mesh, one per GPU."""
+    """Number of GPUs, one process each."""
     hardware: Hardware
-    """The hardware profile, as its software uses it (`boost.plan.stack`)."""
+    """The hardware profile with its software stack applied (`boost.plan.stack`)."""
     fixed: frozenset[str] = frozenset()
     """Dotted keys that the user fixed, such as 'parallel.tp'."""
     margin: float = 0.0
-    """Fraction of the usable memory that a configuration leaves free."""
+    """Fraction of usable memory that must stay free."""
 
     _by_layout: dict[str, ParallelConfig | None] = field(default_factory=dict, compare=False, repr=False)
 
@@ -68,18 +72,18 @@ class Request:
 
     @property
     def allowed_bytes(self) -> int:
-        """Memory that tensors may take on one device."""
+        """Memory budget for tensors on one device, in bytes."""
         return int(self.hardware.usable_bytes * (1 - self.margin))
 
     def choices(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
-        """The values to try for a field: its fixed value, or else `usual`."""
+        """Values to try for a field: its fixed value, or `usual` if it is not fixed."""
         if key not in self.fixed:
             return usual
         section, name = key.split(".")
         return (getattr(getattr(self.base, section), name),)
 
     def under(self, layout: str) -> ParallelConfig | None:
-        """[parallel] under a layout, with the fixed options; None if a fixed option does not exist in this layout."""
+        """Returns [parallel] for a layout with the fixed options; None if the layout lacks one of them."""
         if layout not in self._by_layout:
             base = self.base.parallel
             of_layout = base.model_copy(update={"layout": layout})
@@ -93,7 +97,7 @@ class Request:
 
 @functools.cache
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """All divisors of `number`, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -104,7 +108,7 @@ def powers_of_two(number: int) -> list[int]:
 
 
 def legal(config: Config) -> bool:
-    """Whether `boost train` accepts it."""
+    """Whether `boost train` accepts this configuration."""
     try:
         rules.check(config)
     except ConfigError:
@@ -113,7 +117,7 @@ def legal(config: Config) -> bool:
 
 
 def structures(request: Request) -> Iterator[ParallelConfig]:
-    """Meshes, layouts, sharding and schedules. Not all are legal: that also depends on the micro-batch."""
+    """Yields combinations of mesh, layout, sharding and schedule. Some are illegal, depending on the micro-batch."""
     inside = [tp for tp in divisors(request.gpus) if tp <= request.hardware.per_node]
     for tp in request.choices("parallel.tp", inside):
         for pp in request.choices("parallel.pp", divisors(request.gpus)):
@@ -121,12 +125,15 @@ def structures(request: Request) -> Iterator[ParallelConfig]:
                 for dp in request.choices("parallel.dp", [request.gpus // (tp * pp * cp)]):
                     if tp * pp * cp * dp == request.gpus and pp <= request.base.model.layers:
                         mesh = request.base.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": dp, "cp": cp})
-                        yield from _of_mesh(request, mesh)
+                        yield from _structures_of_mesh(request, mesh)
 
 
 def context_sizes(request: Request, others: int) -> Sequence[int]:
-    """Sizes of the context axis beside `others` processes of a replica: powers of two, for sequences long enough that one may not
-    fit, or where there are fewer sequences than processes. Else data parallelism does the same work and sends less."""
+    """CP sizes to try when a replica has `others` processes without CP: powers of two.
+
+    CP is tried only for long sequences (LONG_SEQUENCE), or with fewer sequences than processes. Otherwise DP does the same work
+    with less communication.
+    """
     train = request.base.train
     few = train.global_batch < request.gpus // others
     if (train.seq_len < LONG_SEQUENCE and not few) or request.gpus % others:
@@ -134,7 +141,7 @@ def context_sizes(request: Request, others: int) -> Sequence[int]:
     return [cp for cp in powers_of_two(request.gpus // others) if cp == 1 or train.seq_len // cp >= LEAST_SHARE]
 
 
-def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
+def _structures_of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     model = request.base.model
     sharded = [name for name in layouts_of(model) if not layout_spec(name).outdone_by(model)]
     usual = sharded if mesh.tp > 1 else (spec_of(mesh).name,)
@@ -154,7 +161,7 @@ def _of_mesh(request: Request, mesh: ParallelConfig) -> Iterator[ParallelConfig]
 
 
 def _options(request: Request, layout: str) -> Iterator[dict[str, Any]]:
-    """Values of the options that only this layout has."""
+    """Combinations of the layout's own options."""
     searched = layout_spec(layout).searched
     every = [request.choices(f"parallel.{name}", values) for name, values in searched.items()]
     for values in itertools.product(*every):
@@ -162,7 +169,7 @@ def _options(request: Request, layout: str) -> Iterator[dict[str, Any]]:
 
 
 def _sharding(request: Request, mesh: ParallelConfig, layout: str) -> Iterator[tuple[str, bool]]:
-    """(shard, shard_outer). A single replica can shard outer factors only."""
+    """Yields (shard, shard_outer). A single replica can only shard outer factors."""
     has_outer = mesh.tp > 1 and layout_spec(layout).has_whole_factors
     for outer in request.choices("parallel.shard_outer", (False, True) if has_outer else (False,)):
         usual = [*(["none"] * (not outer)), *(["optimizer", "full"] * (mesh.dp_cp > 1 or outer))]
@@ -181,14 +188,14 @@ def _schedules(request: Request, mesh: ParallelConfig) -> Iterator[tuple[str, in
 
 
 def micro_batches(request: Request, dp: int) -> Sequence[int]:
-    """Micro-batch sizes in sequences, ascending: those that divide a replica's batch."""
+    """Micro-batch sizes in sequences, ascending: the divisors of a replica's batch."""
     batch = request.base.train.global_batch
     usual = [] if batch % dp else divisors(batch // dp)
     return request.choices("train.micro_batch", usual)
 
 
 def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[RecomputeName, int]]:
-    """(recompute, recompute_every), from the most saved activations to the least."""
+    """Yields (recompute, recompute_every), from the most to the fewest saved activations."""
     low_rank = request.base.model.low_rank
     usual = [
         name
@@ -203,14 +210,14 @@ def policies(request: Request, parallel: ParallelConfig) -> Iterator[tuple[Recom
 
 
 class Variants:
-    """Variants of one configuration. All share its model object, since predictions are cached by the model's identity."""
+    """Builds variants of one configuration. All share its model object, because predictions are cached by model identity."""
 
     def __init__(self, request: Request) -> None:
         self.base = request.base
         self._trains: dict[tuple[Any, ...], TrainConfig] = {}
 
     def of(self, parallel: ParallelConfig, micro_batch: int, policy: RecomputeName = "none", every: int = 1) -> Config:
-        """The configuration. Not validated."""
+        """Returns a variant, without validating it."""
         key = micro_batch, policy, every
         if key not in self._trains:
             changes = {"micro_batch": micro_batch, "recompute": policy, "recompute_every": every}
@@ -219,7 +226,7 @@ class Variants:
 
 
 def every_candidate(request: Request) -> Iterator[Config]:
-    """All legal configurations, one by one: the brute force that the search is tested against."""
+    """Yields every legal configuration: the brute force that tests compare the search with."""
     variants = Variants(request)
     for parallel in structures(request):
         for micro_batch in micro_batches(request, parallel.dp):

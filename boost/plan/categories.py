@@ -1,6 +1,6 @@
-"""Memory categories of a training step, and the rule that assigns a tensor to one.
+"""Memory categories of a training step, and the rule that assigns a category to each tensor.
 
-Predictions (`boost.plan.trace`) and measurements (`boost.measure.memory`) share the rule.
+Predictions (`boost.plan.trace`) and measurements (`boost.measure.memory`) use the same rule.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ BUFFERS = "pipeline buffers"
 GATHERED = "gathered weights"
 WORK = "workspace"
 OTHER = "other"
-"""Tokens, positions, masks."""
+"""Token ids, positions, masks."""
 
 STATES = (WEIGHTS, GRADIENTS, OPTIMIZER)
 """Persistent across steps."""
@@ -26,35 +26,35 @@ SAVED = (RESIDUAL, LATENTS, WIDE, COPIES, LOGITS)
 CATEGORIES = {
     WEIGHTS: "parameters, in train.param_dtype",
     GRADIENTS: "accumulated over one optimizer step",
-    OPTIMIZER: "moments: two per weight (Muon: one per factor)",
+    OPTIMIZER: "moments, two per weight (Muon: one per factor)",
     RESIDUAL: "inputs of attention and MLP",
     LATENTS: "width r, including online RMSNorm's statistic",
-    WIDE: "normed inputs, q, k, v, gate, up, products",
-    COPIES: "weights cast once a step, or cast or scaled for a GEMM",
+    WIDE: "normalized inputs, q, k, v, gate, up, products",
+    COPIES: "weights cast once per step, or cast or scaled for a GEMM",
     LOGITS: "gradients of the head and of its input",
     BUFFERS: "activations received and sent, and their gradients",
     GATHERED: "all-gathered weights of sharded units in use",
     WORK: "temporaries at the peak, in addition to what is saved",
 }
-"""All categories, with a description."""
+"""Every category and its description."""
 
 _MADE_BY = {"embed": RESIDUAL, "A": LATENTS, "enter.B": WIDE, "q.B": WIDE, "kv.B": WIDE, "leave.B": RESIDUAL}
 _MADE_BY |= {"enter.W": WIDE, "q.W": WIDE, "kv.W": WIDE, "o.W": RESIDUAL, "leave.W": RESIDUAL}
 _MADE_BY |= {"latent.rows": LATENTS, "latent.whole": LATENTS}
-"""Category of the output, by the role of the weight."""
+"""Category of a GEMM's output, by the role of its weight."""
 
 _MULTIPLIES = frozenset(("mm", "addmm", "bmm", "linear", "matmul", "embedding"))
 _SENT = "all_reduce all_gather_into_tensor all_gather reduce_scatter_tensor reduce_scatter all_to_all_single all_to_all wait_tensor"
 _MOVES = frozenset(f"add clone contiguous _to_copy to copy_ cat detach {_SENT}".split())
-"""Operations on the residual stream whose output is still the residual stream."""
+"""Operations that turn a residual stream into a residual stream."""
 
 
 def category_of(operation: str, roles: Sequence[str], categories: Sequence[str]) -> tuple[str, str]:
-    """(category, role) of the output of an operation on weights with these `roles` and tensors of these `categories`.
+    """Returns (category, role) of an operation's output. Inputs are weights with `roles` and tensors of `categories`.
 
-    The output of a factor A is a latent. The output of a factor B or weight W is a wide activation in an input projection and
-    the residual stream in an output projection, as is that of the embedding. Other operations keep the category of their
-    inputs; of several, the widest. Only tensors made from weights alone have a role.
+    A factor A gives latents. A factor B or a weight W gives wide activations in an input projection, and the residual stream in
+    an output projection. The embedding gives the residual stream. Other operations keep the category of their inputs, or the
+    widest of several. Only tensors computed from weights alone have a role.
     """
     if roles and not categories and operation != "embedding":
         return COPIES, next((role for role in roles if "norm" not in role), roles[0])
@@ -65,5 +65,5 @@ def category_of(operation: str, roles: Sequence[str], categories: Sequence[str])
 
 
 def short_role(role: str) -> str:
-    """A weight's role as `category_of` expects it: factors A give latents on either side."""
+    """Maps a weight's role to the form that `category_of` expects: every factor A becomes 'A'."""
     return "A" if role.endswith(".A") else role

@@ -1,9 +1,9 @@
-"""The collective table: every collective of a training step, computed. Tests compare it with what the runtime issues.
+"""The collective table: every collective of a training step, derived from the configuration. Tests compare it with the runtime.
 
-A layout's spec (`boost.config.layouts`) lists its differentiable collectives in forward order, each
-with its kind in both directions. The backward pass issues them in reverse.
+A layout's spec (`boost.config.layouts`) lists its differentiable collectives in forward order, with their forward and backward
+kinds. The backward pass issues them in reverse.
 
-Legend: T tokens per micro-batch, p TP processes; a width is the number of elements per token in the whole payload.
+Legend: T tokens per micro-batch, p TP processes; a width is the number of elements per token in the full payload.
 """
 
 import itertools
@@ -31,10 +31,10 @@ def micro_batch_collectives(
     recompute: Sequence[RecomputeName] = (),
     stage: Stage | None = None,
 ) -> list[Collective]:
-    """Collectives of one micro-batch of `tokens` tokens on one TP process, in the order in which they are issued.
+    """Collectives of one micro-batch of `tokens` tokens on one TP process, in order of issue.
 
-    `recompute`: the policy of each block (empty: none); re-communication has phase 'recompute'. `stage`: the
-    pipeline stage (None: the whole model).
+    `recompute`: the policy of each block (empty: none); re-communication has phase 'recompute'. `stage`: the pipeline stage
+    (None: the whole model).
     """
     stage = stage or whole(model)
     result = list(_forward(model, parallel, tokens, compute_dtype, stage))
@@ -44,11 +44,11 @@ def micro_batch_collectives(
 
 
 def step_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
-    """Collectives of a whole optimizer step on one process of the first replica: micro-batches, gradient reduction and step
-    stats. For LORO this is a regular step; `boost.plan.optimizer` has what an exact step adds.
+    """Collectives of a full optimizer step on one process of the first replica: micro-batches, gradient reduction and step stats.
 
-    Gradient reductions (phase 'step') overlap the last backward pass; here they come after it. The pipeline schedule decides
-    the order of micro-batches; here they come one after another.
+    For LORO this is a regular step; `boost.plan.optimizer` lists what an exact step adds. Gradient reductions (phase 'step')
+    overlap the last backward pass at run time, but are listed after it. Micro-batches are listed one after another, whatever the
+    pipeline schedule.
     """
     if config.divides_moments:
         exchanged = exchange_collectives(with_whole_weights(config), stages_of(config, pp_rank))
@@ -88,7 +88,7 @@ def _forward(
 
 
 def _parts(parallel: ParallelConfig, tokens: int) -> list[int]:
-    """Tokens of each part of a micro-batch that has collectives of its own. Parts interleave; here, one follows the other."""
+    """Tokens of each part of a micro-batch that communicates separately. Parts interleave at run time; here they are sequential."""
     if parallel.tp * parallel.cp == 1:
         return []
     return [tokens] if parallel.overlap == "none" else [tokens // 2] * 2
@@ -97,7 +97,7 @@ def _parts(parallel: ParallelConfig, tokens: int) -> list[int]:
 def boundary_sends(
     model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, stage: Stage
 ) -> Iterator[Collective]:
-    """What a stage sends for one micro-batch: forward to the next stage, backward to the previous one."""
+    """Sends of a stage for one micro-batch: forward to the next stage, backward to the previous one."""
     if not stage.has_head:
         yield from stage_sends("forward", model, parallel, tokens, dtype, stage.numbers[-1])
     if not stage.has_embedding:
@@ -128,8 +128,8 @@ def _backward_of(
 def stage_sends(
     phase: str, model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str, layer: int
 ) -> Iterator[Collective]:
-    """What a stage sends after block `layer`: the residual stream and the latents for the next block, or their gradients, as
-    sharded on one process."""
+    """Sends of one process at the stage boundary after block `layer`: its shard of the residual stream and of the latents for the
+    next block, or of their gradients."""
     spec = spec_of(parallel)
     shapes = [spec.residual_shape(model, parallel, tokens)]
     for group in groups(model, layer) if has_latent_gate(model, layer + 1) else ():
@@ -140,7 +140,7 @@ def stage_sends(
 
 
 def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Stage) -> Iterator[list[PlannedComm]]:
-    """Collectives of the embedding, of each block, and of the head; empty for an embedding or head of another stage."""
+    """Yields the collectives of the embedding, each block, and the head; empty if another stage holds the embedding or head."""
     spec = spec_of(parallel)
     yield [PlannedComm(comm, model.dim, place="embed") for comm in spec.embed_comms if stage.has_embedding]
     for layer in stage.numbers:
@@ -148,8 +148,8 @@ def _places(model: ModelConfig, parallel: ParallelConfig, dtype: str, stage: Sta
             GroupContext(group, model, parallel, dtype, has_latent_gate(model, layer)) for group in groups(model, layer)
         )
         qkv, *others = (spec.comms(context) for context in contexts)
-        crossing = context_comms(model, parallel)
-        yield [replace(comm, layer=layer) for comm in itertools.chain(qkv, crossing, *others)]
+        attention = context_comms(model, parallel)
+        yield [replace(comm, layer=layer) for comm in itertools.chain(qkv, attention, *others)]
     yield [PlannedComm(comm, model.dim, place="head") for comm in spec.head_comms if stage.has_head]
 
 
@@ -165,14 +165,14 @@ def _issued(
             processes = parallel.cp
             shape = (tokens, width) if kind == ALL_TO_ALL else (tokens * processes, width)
         else:
-            # In an all-to-all, a process holds its own shard: all tokens of its columns, or all columns of its tokens.
+            # In an all-to-all, a process holds one shard: all tokens of its columns, or all columns of its tokens.
             processes = parallel.tp
             shape = (tokens, width // processes) if kind == ALL_TO_ALL else (tokens, width)
         yield Collective(phase, kind, shape, each.dtype or dtype, processes, each.place, each.layer, each.axis)
 
 
 def _loss(model: ModelConfig, parallel: ParallelConfig, tokens: int, dtype: str) -> Iterator[Collective]:
-    """One all-gather of (logsumexp, target logit) per chunk of tokens, the same under every layout."""
+    """One all-gather of (logsumexp, target logit) per chunk of tokens, under every layout."""
     step = chunk_tokens(model.vocab_size // parallel.tp)
     for start in range(0, tokens, step):
         shape = (parallel.tp, 2, min(step, tokens - start))

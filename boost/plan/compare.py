@@ -1,6 +1,6 @@
-"""Why the best configuration wins: the best of every other kind, and in words why each one loses.
+"""Explains why the best configuration wins, by comparing it with the best of every other kind.
 
-The words come from differences in the parts of a step's time, or from the memory shortfall.
+Explanations name the parts of the step time that differ, or the memory shortfall.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,30 +31,30 @@ from boost.plan.step_time import (
 )
 
 WORDS = {
-    GEMMS: "in matrix products", ATTENTION_TIME: "in attention", OTHER: "in element-wise operations",
+    GEMMS: "in GEMMs", ATTENTION_TIME: "in attention", OTHER: "in element-wise operations",
     RECOMPUTED: "of recomputation", HOST: "waiting for the host", TENSOR: "in TP collectives",
     CONTEXT: "in CP collectives",
     PIPELINE: "of pipeline sends", BUBBLE: "of pipeline bubble", REPLICAS: "in DP collectives",
-    OPTIMIZER_TIME: "in the optimizer", STRAGGLERS: "of stragglers", REST: "of the rest",
+    OPTIMIZER_TIME: "in the optimizer", STRAGGLERS: "waiting for stragglers", REST: "elsewhere",
 }  # fmt: skip
-"""The parts of a step in a sentence: '12 ms more ...'."""
+"""Phrase for each part of a step: '12 ms more ...'."""
 
 MOST = 0.8
-"""Differences are listed, largest first, until they cover this fraction of the total."""
+"""Lists the largest differences until they cover this fraction of the total."""
 
 CLOSE = 0.05
-"""Time differences up to this fraction are within the prediction error ('boost plan validate')."""
+"""Time differences below this fraction are within the prediction error ('boost plan validate')."""
 
 TIGHT, ROOM, WORTH = 0.85, 0.1, 0.05
-"""Of the usable memory: used, from which on more room is looked for, and how much; of a step: what it may cost."""
+"""Above TIGHT of the usable memory, look for a plan with ROOM more of it free that costs at most WORTH of the step time."""
 
 LIMIT = 0.05
-"""Fraction of a step above which waiting for the host is reported."""
+"""Waiting for the host is reported above this fraction of a step."""
 
 
 @dataclass(frozen=True)
 class ConfigKind:
-    """A kind of configuration to compare."""
+    """A kind of configuration to compare with the best one."""
 
     name: str
     of: Callable[[ParallelConfig], bool]
@@ -67,18 +67,18 @@ class Alternative:
 
     kinds: tuple[str, ...]
     plan: Plan
-    """The fastest that fits, or the one with the lowest peak memory if none fits."""
+    """The fastest plan that fits; if none fits, the one with the lowest peak memory."""
     why: str
     """Why it loses."""
 
 
 def pure_data_parallel(parallel: ParallelConfig) -> bool:
-    """Whether there is neither TP nor PP nor CP: replicas only, sharded or not."""
+    """Whether the mesh is DP only, sharded or not."""
     return parallel.tp == parallel.pp == parallel.cp == 1
 
 
 def kinds(search: Search) -> Iterator[ConfigKind]:
-    """The kinds of configurations to compare in a search."""
+    """Yields the kinds of configurations to compare in a search."""
     model, gpus = search.request.base.model, search.request.gpus
     fixed = search.request.fixed
     yield ConfigKind("pure data parallelism", pure_data_parallel)
@@ -99,7 +99,7 @@ def kinds(search: Search) -> Iterator[ConfigKind]:
 
 
 def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[Alternative]:
-    """The best of each kind except the overall best, fastest first; those that do not fit come last."""
+    """Returns the best of each kind except the overall best, fastest first; those that do not fit come last."""
     found: dict[str, tuple[list[str], Plan]] = {}
     listed = list(kinds(search))
     for done, kind in enumerate(listed):
@@ -113,14 +113,14 @@ def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[A
 
 
 def why(best: Plan, other: Plan) -> str:
-    """Why `other` loses to `best`."""
+    """Explains why `other` loses to `best`."""
     if other.shortfall > 0:
-        return f"out of memory by {human_bytes(other.shortfall)}{_at_best(other.config)}"
+        return f"out of memory by {human_bytes(other.shortfall)}{_even_with(other.config)}"
     return time_difference(best.time, other.time)
 
 
-def _at_best(config: Config) -> str:
-    """What was tried to make it fit."""
+def _even_with(config: Config) -> str:
+    """The memory savers that were tried: ', even with ...'."""
     tried = []
     if config.train.recompute != "none":
         tried.append(f"{config.train.recompute} recomputation")
@@ -131,7 +131,7 @@ def _at_best(config: Config) -> str:
 
 
 def time_difference(best: StepTime, other: StepTime) -> str:
-    """Where `other` spends more time than `best`: '310 ms more in TP collectives, ...'."""
+    """Names the parts in which `other` spends more time than `best`: '310 ms more in TP collectives, ...'."""
     delta = {part: other.parts.get(part, 0.0) - best.parts.get(part, 0.0) for part in WORDS}
     more = sorted(((seconds, part) for part, seconds in delta.items() if seconds > 0), reverse=True)
     less = sorted((seconds, part) for part, seconds in delta.items() if seconds < 0)
@@ -146,7 +146,7 @@ def time_difference(best: StepTime, other: StepTime) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Three significant digits: '7.70 s', '412 ms', '88 us'."""
+    """Formats seconds with three significant digits: '7.70 s', '412 ms', '88.0 us'."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= 0.9995 * size:
             value = seconds / size
@@ -155,13 +155,13 @@ def human_seconds(seconds: float) -> str:
 
 
 def mesh(parallel: ParallelConfig) -> str:
-    """'TP 2, PP 4, DP 2'."""
+    """Formats the mesh: 'TP 2, PP 4, DP 2'."""
     sizes = {"TP": parallel.tp, "PP": parallel.pp, "DP": parallel.dp, "CP": parallel.cp}
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
 def choices(config: Config) -> str:
-    """The other choices: 'btp-sp, overlapped halves, shard = full, 1f1b, micro-batch 2, low-rank'."""
+    """Formats the other choices: 'btp-sp, overlapped halves, shard = full, 1f1b, micro-batch 2, low-rank'."""
     parallel, train = config.parallel, config.train
     words: list[str] = [parallel.layout] if parallel.tp > 1 else []
     words += ["sync norm"] * (parallel.norm == "sync" and parallel.tp > 1)
@@ -179,7 +179,7 @@ def choices(config: Config) -> str:
 
 
 def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | None) -> Iterator[str]:
-    """Notes for the user. `dense`: the best plan of the dense model of this shape, or its smallest."""
+    """Yields notes for the user. `dense`: the fastest plan of the dense model of this shape, or its smallest one if none fits."""
     yield from _against_data_parallelism(best, others)
     if dense is not None:
         yield _against_dense(best, dense)
@@ -188,17 +188,17 @@ def notes(search: Search, best: Plan, others: list[Alternative], dense: Plan | N
     waiting = best.time.parts.get(HOST, 0.0) / best.time.seconds
     if waiting > LIMIT:
         yield (
-            f"The host is the bottleneck: GPUs wait for kernel launches {waiting:.0%} of the step, since the kernels are too "
-            "small; use larger micro-batches if they fit."
+            f"The host is the bottleneck: GPUs wait for kernel launches for {waiting:.0%} of the step because kernels are too "
+            "small. Use larger micro-batches if they fit."
         )
-    yield from _with_room(search, best)
+    yield from _with_headroom(search, best)
     hardware = search.request.hardware
     if any(origin(hardware, field) != "calibrated" for field in QUANTITIES):
         yield f"Speeds: {provenance_words(hardware)}. 'boost plan calibrate' measures your machines."
 
 
-def _with_room(search: Search, best: Plan) -> Iterator[str]:
-    """Where memory is tight: what more room costs."""
+def _with_headroom(search: Search, best: Plan) -> Iterator[str]:
+    """If memory is tight: the cost of leaving more of it free."""
     used = best.memory / best.usable
     if used <= TIGHT:
         return
@@ -206,12 +206,12 @@ def _with_room(search: Search, best: Plan) -> Iterator[str]:
     roomy = search.fastest(lambda config: search.peak_memory(config)[0].total <= most)
     if roomy is None or roomy.time.seconds > (1 + WORTH) * best.time.seconds:
         yield (
-            f"Memory is tight ({used:.0%} of what is usable), and room for {ROOM:.0%} more costs over {WORTH:.0%} of the speed; if "
+            f"Memory is tight ({used:.0%} of the usable memory), and freeing {ROOM:.0%} more costs over {WORTH:.0%} in speed. If "
             "the first step runs out of memory, halve train.micro_batch or use a runner-up that needs less."
         )
         return
     yield (
-        f"With room: {mesh(roomy.config.parallel)}, {choices(roomy.config)} needs {human_bytes(roomy.memory)} "
+        f"With more headroom: {mesh(roomy.config.parallel)}, {choices(roomy.config)} needs {human_bytes(roomy.memory)} "
         f"({roomy.memory / roomy.usable:.0%}) and takes {roomy.time.seconds / best.time.seconds - 1:.1%} longer."
     )
 
@@ -225,8 +225,8 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
             slower = tp.plan.time.seconds / best.time.seconds - 1
             parallel = tp.plan.config.parallel
             yield (
-                f"Pure data parallelism beats TP here: {_room(best.config.parallel)}, and the fastest with TP ({mesh(parallel)}, "
-                f"{parallel.layout}) takes {slower:.1%} longer ({tp.why}).{_close(slower)}"
+                f"Pure data parallelism beats TP here: {_why_it_fits(best.config.parallel)}, and the fastest with TP "
+                f"({mesh(parallel)}, {parallel.layout}) takes {slower:.1%} longer ({tp.why}).{_caveat(slower)}"
             )
         return
     pure = next((c for c in others if pure_data_parallel(c.plan.config.parallel)), None)
@@ -234,16 +234,16 @@ def _against_data_parallelism(best: Plan, others: list[Alternative]) -> Iterator
         yield f"Pure data parallelism does not fit: {pure.why}."
     elif pure is not None:
         slower = pure.plan.time.seconds / best.time.seconds - 1
-        yield f"Pure data parallelism fits, but takes {slower:.1%} longer: {pure.why}.{_close(slower)}"
+        yield f"Pure data parallelism fits, but takes {slower:.1%} longer: {pure.why}.{_caveat(slower)}"
 
 
-def _room(parallel: ParallelConfig) -> str:
+def _why_it_fits(parallel: ParallelConfig) -> str:
     if parallel.shard == "full" and parallel.sharded:
         return "sharding over replicas (shard = full) makes the model fit"
     return "the model fits on one GPU"
 
 
-def _close(slower: float) -> str:
+def _caveat(slower: float) -> str:
     return " That is within the prediction error: run both for a few steps." if slower < CLOSE else ""
 
 

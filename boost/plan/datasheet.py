@@ -1,6 +1,6 @@
-"""A hardware profile from a datasheet line: `tflops=165,mem=24,bw=1008,link=pcie4`.
+"""Builds a hardware profile from a datasheet line: `tflops=165,mem=24,bw=1008,link=pcie4`.
 
-What a datasheet does not say is taken from GPUs that were measured, as shares of what it says, and marked as an estimate.
+Everything that a datasheet does not give is scaled from measured GPUs and marked as an estimate.
 """
 
 import copy
@@ -10,27 +10,27 @@ from typing import Any
 from boost.errors import ConfigError
 
 BASE = "h100-80g"
-"""The profile that everything else is taken from: latencies, launches, overlap, how speed grows with size."""
+"""The built-in profile that supplies everything else: latencies, launch overhead, overlap, and how speed scales with size."""
 
 LINKS = {
     "pcie3": 11.0, "pcie4": 22.0, "pcie5": 44.0,
     "nvlink2": 130.0, "nvlink3": 230.0, "nvlink4": 363.0, "nvlink5": 673.0,
 }  # fmt: skip
-"""GB/s that a process sends in large collectives over a link: of PCIe, about 0.7 of x16 in one direction (estimate); of NVLink
-with a switch, as in the profiles."""
+"""GB/s that a process sends in large collectives. PCIe: about 0.7 of the one-way x16 bandwidth (estimate). NVLink with a switch: as
+in the profiles."""
 
 RAMP_MB = {"pcie": 4.0, "nvlink": 40.0}
-"""Message size at which a link reaches two thirds of its bandwidth."""
+"""Message size in MB at which a link reaches two thirds of its bandwidth."""
 
 GEMM_SHARE, MEMORY_SHARE = 0.62, 0.85
-"""What products of large matrices sustain in training of the peak, as H100s in the public record; and element-wise operations of
-the memory bandwidth."""
+"""Fraction of peak FLOP/s that large GEMMs sustain in training (H100s in the public record), and fraction of memory bandwidth that
+element-wise operations reach."""
 
 ATTENTION_SHARES = ((64, 0.37, 0.34), (128, 0.50, 0.42))
-"""(head dimension, forward, backward): what fused attention reaches of the peak, between A100 and H100."""
+"""(head dimension, forward, backward): fraction of peak that fused attention reaches, between that of A100 and H100."""
 
 GIB = 1.0625
-"""What CUDA reports of a card of so many GB in its name: they are nearly GiB (80 GB: 85.0 GB)."""
+"""Memory that CUDA reports, relative to the GB in a card's name, which are nearly GiB (80 GB: 85.0 GB)."""
 
 _HELP = 'as in --gpu "tflops=165,mem=24,bw=1008,link=pcie4"'
 
@@ -39,15 +39,15 @@ KEYS = {
     "mem": "memory in GB",
     "bw": "memory bandwidth in GB/s",
     "link": f"{', '.join(LINKS)}, or GB/s (default pcie4)",
-    "net": "network port of a GPU in Gb/s (default 100)",
+    "net": "network port of each GPU in Gb/s (default 100)",
     "fp32": "fp32 peak in TFLOP/s (default tflops / 8)",
     "per_node": "GPUs per node (default 8)",
 }
-"""What a line may have; the first three it must."""
+"""Keys of a datasheet line; the first three are required."""
 
 
 def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
-    """The raw profile of a datasheet line. `base`: the raw profile of BASE. Raises ConfigError."""
+    """Builds the raw profile of a datasheet line. `base`: the raw profile of BASE. Raises ConfigError for an invalid line."""
     said = _parsed(line)
     missing = [key for key in ("tflops", "mem", "bw") if key not in said]
     if missing:
@@ -63,7 +63,7 @@ def tree_of(line: str, base: dict[str, Any]) -> dict[str, Any]:
     tree.update(
         title=f"datasheet: {tflops:g} TFLOP/s in bf16, {memory:g} GB at {bandwidth:g} GB/s, {said.get('link', 'pcie4')} (estimate)",
         architecture="datasheet", per_node=int(per_node), memory_gb=memory * GIB, reserve_gb=0.055 * memory * GIB,
-        sources=[f"--gpu: {line}", "All else: shares of measured GPUs (estimates)"],
+        sources=[f"--gpu: {line}", "Everything else: scaled from measured GPUs (estimates)"],
         provenance={"": "estimate"} | dict.fromkeys(("memory_gb", "speeds.memory_gb_s"), "datasheet"),
     )  # fmt: skip
     speeds = tree["speeds"]
@@ -101,7 +101,7 @@ def _number(line: str, said: dict[str, str], key: str, otherwise: float | None =
 
 
 def _link(line: str, word: str) -> tuple[float, str]:
-    """(GB/s, key of RAMP_MB)."""
+    """Parses a link: (GB/s, key of RAMP_MB)."""
     if word.lower() in LINKS:
         return LINKS[word.lower()], word.lower().rstrip("0123456789")
     speed = _positive(word, lambda: f"--gpu = '{line}': link = {word} is not {KEYS['link']}")

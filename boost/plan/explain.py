@@ -1,4 +1,4 @@
-"""One configuration, broken down: GEMMs and collectives of the slowest pipeline rank in a step, with their times."""
+"""Breaks one configuration down: GEMMs, element-wise work and collectives of one pipeline rank in a step, with their times."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,24 +21,24 @@ from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted, Work
 
 @dataclass(frozen=True)
 class WorkTotal:
-    """All GEMMs (or attention calls) of one shape in a step on one process."""
+    """All GEMMs or attention calls of one shape in a step, on one process."""
 
     work: Work
     """A single call."""
     calls: int
     seconds: float
-    """All calls together."""
+    """Total seconds of all calls."""
     peak_flops: float
-    """Of the GPU, in this dtype."""
+    """Peak FLOP/s of the device in this dtype."""
 
     @property
     def flops(self) -> int:
-        """All calls together."""
+        """Total FLOPs of all calls."""
         return self.calls * self.work.flops
 
     @property
     def bytes(self) -> int:
-        """Read and written by all calls."""
+        """Total bytes read and written."""
         return self.calls * self.work.bytes
 
     @property
@@ -49,24 +49,24 @@ class WorkTotal:
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Identical collectives in a step on one process."""
+    """All identical collectives in a step, on one process."""
 
     collective: Collective
     times: int
     link: str
     """Name of the link in the hardware profile."""
     seconds: float
-    """All of them, overlapped or not."""
+    """Total seconds, overlapped or not."""
 
     @property
     def bytes(self) -> int:
-        """Sent by one process."""
+        """Total bytes sent by one process."""
         return self.times * self.collective.sent_bytes
 
 
 @dataclass(frozen=True)
 class ElementwiseTotal:
-    """All operations of one kind at one place of the model in a step on one process, in one pass."""
+    """All operations of one kind, in one part of the model and one pass, in a step on one process."""
 
     place: str
     phase: str
@@ -74,9 +74,9 @@ class ElementwiseTotal:
     """One of `boost.plan.work.KERNELS`."""
     calls: int
     bytes: int
-    """Read and written by all calls."""
+    """Total bytes read and written."""
     seconds: float
-    """All calls together."""
+    """Total seconds of all calls."""
 
 
 Row = TypeVar("Row", WorkTotal, ElementwiseTotal)
@@ -97,7 +97,7 @@ def products(config: Config, hardware: Hardware, pp_rank: int) -> list[WorkTotal
 
 
 def elementwise(config: Config, hardware: Hardware, pp_rank: int) -> list[ElementwiseTotal]:
-    """Everything else that pipeline rank `pp_rank` computes in a step, by place, pass and kind of kernel, longest first."""
+    """All other operations of pipeline rank `pp_rank` in a step, by part of the model, pass and kind of kernel, longest first."""
     speeds = hardware.speeds_of(min(config.parallel.world_size, hardware.per_node))
     found: dict[tuple[str, str, str], tuple[int, int, float]] = {}
     for work, times in _all_work(config, hardware, pp_rank).items():
@@ -109,7 +109,7 @@ def elementwise(config: Config, hardware: Hardware, pp_rank: int) -> list[Elemen
 
 
 def _all_work(config: Config, hardware: Hardware, pp_rank: int) -> Counted:
-    """Every operation of pipeline rank `pp_rank` in a step."""
+    """Counts every operation of pipeline rank `pp_rank` in a step."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     policies, on_gpu = train.recompute_by_layer(config.model.layers), hardware.is_gpu
@@ -130,7 +130,7 @@ def _add(total: Counted, work: Counted, times: int) -> None:
 
 
 def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTotal]:
-    """Collectives of pipeline rank `pp_rank` in a step, in order of first use; TP's first."""
+    """Collectives of pipeline rank `pp_rank` in a step, in order of first use, TP collectives first."""
     train, parallel = config.train, config.parallel
     count = train.global_batch // (parallel.dp * train.micro_batch)
     held, tokens = stages_of(config, pp_rank), train.micro_batch * train.seq_len // parallel.cp
@@ -138,8 +138,8 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTot
     found: Counter[Collective] = Counter()
     for stage in held:
         listed = micro_batch_collectives(config.model, parallel, tokens, train.compute_dtype, True, policies, stage)
-        found.update({each: times * count for each, times in _alike(listed).items()})
-    for each, times in _alike((*gradient_collectives(config, held), *gathers(config, held))).items():
+        found.update({each: times * count for each, times in _count_identical(listed).items()})
+    for each, times in _count_identical((*gradient_collectives(config, held), *gathers(config, held))).items():
         found[each] += times * (count if each.phase in ("forward", "backward") else 1)
     return [
         CollectiveTotal(
@@ -149,8 +149,8 @@ def sent(config: Config, hardware: Hardware, pp_rank: int) -> list[CollectiveTot
     ]
 
 
-def _alike(collectives: Iterable[Collective]) -> Counter[Collective]:
-    """Counts of identical collectives, over all blocks."""
+def _count_identical(collectives: Iterable[Collective]) -> Counter[Collective]:
+    """Counts identical collectives over all blocks."""
     return Counter(replace(each, layer=None) for each in collectives)
 
 
@@ -160,13 +160,13 @@ def _link(collective: Collective, config: Config, hardware: Hardware) -> str:
 
 
 def busiest(config: Config, predictor: Predictor) -> int:
-    """The pipeline rank that the others wait for."""
+    """The slowest pipeline rank."""
     passes = predictor.passes(config)
     return max(range(len(passes)), key=lambda rank: passes[rank].total)
 
 
 def rows_that_matter(listed: Sequence[Row], share: float = 0.97) -> Iterator[Row]:
-    """The first rows, until they cover `share` of the time."""
+    """Yields the first rows until they cover `share` of the total time."""
     total, covered = sum(each.seconds for each in listed), 0.0
     for each in listed:
         if covered >= share * total:

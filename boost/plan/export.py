@@ -1,7 +1,7 @@
-"""A plan of a dense model as the settings of other frameworks: torchtitan's TOML, Megatron-LM's flags.
+"""Exports a plan of a dense model to other frameworks: a torchtitan TOML file or Megatron-LM flags.
 
-Names of settings are those of torchtitan 0.2 (`torchtitan/config/job_config.py`) and of Megatron-LM core 0.12
-(`megatron/training/arguments.py`). What they cannot express is said in a comment of the text.
+Setting names follow torchtitan 0.2 (`torchtitan/config/job_config.py`) and Megatron-LM core 0.12
+(`megatron/training/arguments.py`). A comment in the output lists every choice that the framework cannot express.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ Framework = Literal["torchtitan", "megatron"]
 FRAMEWORKS = get_args(Framework)
 
 FLAVORS = {(4096, 32): "8B", (8192, 80): "70B", (16384, 126): "405B"}
-"""torchtitan's Llama 3 by (width, blocks)."""
+"""torchtitan's Llama 3 flavors by (hidden size, number of blocks)."""
 
 _SCHEDULES = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
@@ -25,19 +25,19 @@ _SCHEDULES = {
 
 
 def exported(config: Config, framework: Framework) -> str:
-    """The text. Raises ConfigError for a low-rank model, which neither has."""
+    """Returns the settings as text. Raises ConfigError for a low-rank model, which neither framework supports."""
     if config.model.low_rank:
         raise ConfigError(
             f"--export {framework}: model.family = '{config.model.family}' is low-rank, which only boost trains; "
-            "take --family dense, or leave --export out"
+            "use --family dense, or drop --export"
         )
-    write, lacks = _WRITERS[framework]
-    first = f"From a plan of boost for {config.parallel.world_size} GPUs; tokenizer and data are yours to add."
-    return "".join(f"# {line}\n" for line in (first, *lacks(config))) + write(config)
+    write, gaps = _WRITERS[framework]
+    first = f"From a boost plan for {config.parallel.world_size} GPUs; add your own tokenizer and data."
+    return "".join(f"# {line}\n" for line in (first, *gaps(config))) + write(config)
 
 
 def torchtitan(config: Config) -> str:
-    """A job file."""
+    """Returns a torchtitan job file."""
     model, parallel, train, optim = config.model, config.parallel, config.train, config.optim
     piped = parallel.pp > 1
     sharded = parallel.sharded and parallel.shard != "none"
@@ -60,7 +60,7 @@ def torchtitan(config: Config) -> str:
         "optimizer": {"name": "AdamW", "lr": optim.lr},
         "lr_scheduler": {"warmup_steps": optim.warmup_steps},
         "training": {
-            # With a pipeline, a batch is cut into micro-batches; without, gradients of several batches are added up.
+            # With PP, a local batch is split into micro-batches; without PP, each micro-batch is one local batch.
             "local_batch_size": train.global_batch // parallel.dp if piped else train.micro_batch,
             "global_batch_size": train.global_batch,
             "seq_len": train.seq_len,
@@ -75,7 +75,7 @@ def torchtitan(config: Config) -> str:
 
 
 def megatron(config: Config) -> str:
-    """Flags of `pretrain_gpt.py`, one a line."""
+    """Returns flags for `pretrain_gpt.py`, one per line."""
     return "\n".join(" ".join(flag) for flag in _megatron_flags(config)) + "\n"
 
 
@@ -114,7 +114,7 @@ def _megatron_flags(config: Config) -> Iterator[tuple[str, ...]]:
         yield ("--bf16",)
     if train.recompute != "none":
         yield "--recompute-granularity", "full"
-        # uniform, 1: every block; block, n: the first n of a stage.
+        # uniform, 1: every block; block, n: the first n blocks of each stage.
         yield "--recompute-method", "uniform" if train.recompute_every == 1 else "block"
         count = 1 if train.recompute_every == 1 else -(-model.layers // (parallel.stages * train.recompute_every))
         yield "--recompute-num-layers", f"{count}"
@@ -123,29 +123,29 @@ def _megatron_flags(config: Config) -> Iterator[tuple[str, ...]]:
     yield "--train-iters", f"{train.steps}"
 
 
-def _torchtitan_lacks(config: Config) -> Iterator[str]:
-    """What torchtitan has no setting for."""
+def _torchtitan_gaps(config: Config) -> Iterator[str]:
+    """Choices of the plan that torchtitan cannot express."""
     model, parallel = config.model, config.parallel
     if (model.dim, model.layers) not in FLAVORS:
         yield f"FLAVOR: add one with dim={model.dim}, n_layers={model.layers}, n_heads={model.heads}, n_kv_heads={model.kv_heads}"
     if parallel.shard == "optimizer" and parallel.sharded:
-        yield "Optimizer state alone cannot be sharded (ZeRO-1): weights are too, and stay gathered after the first forward."
+        yield "ZeRO-1 is not available: weights are sharded too, and stay gathered after the first forward pass."
     if parallel.tp > 1 and spec_of(parallel).residual != "tokens":
-        yield "TP shards the residual stream over tokens there (sequence parallelism); the plan does not."
+        yield "torchtitan's TP uses sequence parallelism; the plan does not."
 
 
-def _megatron_lacks(config: Config) -> Iterator[str]:
-    """What Megatron-LM has no flag for."""
+def _megatron_gaps(config: Config) -> Iterator[str]:
+    """Choices of the plan that Megatron-LM cannot express."""
     model, parallel = config.model, config.parallel
     if parallel.shard == "full" and parallel.sharded:
-        yield "Weights stay whole (the distributed optimizer shards state and gradients): more memory than planned."
+        yield "Weights are not sharded (the distributed optimizer shards optimizer state and gradients): more memory than planned."
     if parallel.schedule == "zero-bubble" and parallel.pp > 1:
-        yield "Zero bubble has no flag: 1F1B, with a larger bubble than planned."
+        yield "Zero bubble is not available: 1F1B is used, with a larger bubble than planned."
     if model.layers % parallel.stages:
-        yield f"{model.layers} blocks do not divide over {parallel.stages} stages: set the layout of the pipeline by hand."
+        yield f"{model.layers} blocks do not divide evenly over {parallel.stages} stages: set the pipeline layout by hand."
 
 
 _WRITERS: dict[Framework, tuple[Callable[[Config], str], Callable[[Config], Iterator[str]]]] = {
-    "torchtitan": (torchtitan, _torchtitan_lacks),
-    "megatron": (megatron, _megatron_lacks),
+    "torchtitan": (torchtitan, _torchtitan_gaps),
+    "megatron": (megatron, _megatron_gaps),
 }

@@ -1,4 +1,4 @@
-"""A grid of colored cells as SVG: what is best by two quantities."""
+"""Draws a grid of colored cells as SVG: the best choice as a function of two quantities."""
 
 import html
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ WIDTH, LEFT, TOP, ROW, MARGIN = 900, 150, 128, 40, 26
 
 @dataclass(frozen=True)
 class GridCell:
-    """A cell."""
+    """One cell of a grid."""
 
     words: str
     kind: str = ""
-    """Cells of one kind have one color; '': none."""
+    """Selects the color; '' leaves the cell uncolored."""
     framed: bool = False
 
 
 def grid(
     title: str, subtitle: str, corner: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[GridCell]]]
 ) -> str:
-    """The document. `corner`: what the rows' labels are. The same input gives the same bytes."""
+    """Returns the SVG document. `corner`: heading of the row labels. Output is deterministic, byte for byte."""
     kinds = sorted({cell.kind for _, cells in rows for cell in cells if cell.kind})
     hue = dict(zip(kinds, HUES, strict=False))
     width = (WIDTH - LEFT - MARGIN) / len(columns)

@@ -1,7 +1,7 @@
 """Hardware profiles: achievable speeds of a device and its links, as data files with sources.
 
-Speeds are achieved speeds, not datasheet peaks: the peak times the fraction that large operations reach, or
-points measured on the machine.
+Speeds are achieved speeds, not datasheet peaks: the peak times the fraction that large operations reach, or points measured on the
+machine.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from boost.plan.provenance import Origin, provenance_of_file
 from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Work
 
 PROFILES = Path(__file__).parent / "profiles"
-"""Folder of the profiles in the package, `<name>.toml`."""
+"""Folder of the built-in profiles, `<name>.toml`."""
 
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
@@ -32,7 +32,7 @@ Triple = Annotated[tuple[Amount, Amount, Amount], Field(strict=False)]
 
 
 def seconds_at(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds for `size` bytes, interpolated from measured (bytes, microseconds) sorted by bytes.
+    """Seconds for `size` bytes, interpolated from measured (bytes, microseconds) points sorted by bytes.
 
     Log-log interpolation between points; constant time below the first, constant speed beyond the last.
     """
@@ -47,17 +47,17 @@ def seconds_at(points: Sequence[tuple[float, float]], size: float) -> float:
 
 
 class GemmSpeed(Section):
-    """GEMM speed in one dtype: tflops * fraction * the product over m, n, k of dim / (dim + half)."""
+    """GEMM speed in one dtype: tflops * fraction * product over m, n, k of dim / (dim + half)."""
 
     tflops: Positive
-    """Dense peak in TFLOP/s, the reference of MFU."""
+    """Dense peak in TFLOP/s. MFU is relative to it."""
     fraction: Positive
     """Fraction of peak that GEMMs with large dimensions reach."""
     half: Triple = (0.0, 0.0, 0.0)
-    """m, n and k at which that dimension halves the speed (partial tiles, prologue and epilogue)."""
+    """Sizes of m, n and k at which that dimension halves the speed (partial tiles, prologue and epilogue)."""
 
     def flops_per_s(self, m: int, n: int, k: int) -> float:
-        """FLOP/s of [m, k] x [k, n]."""
+        """Achieved FLOP/s of [m, k] x [k, n]."""
         speed = self.tflops * _TERA * self.fraction
         for dim, half in zip((m, n, k), self.half, strict=True):
             speed *= dim / (dim + half)
@@ -65,51 +65,53 @@ class GemmSpeed(Section):
 
 
 class AttentionSpeed(Section):
-    """Speed of fused causal attention for one head dimension, at sequences of a few thousand tokens. Masked scores are not
-    counted; the backward pass has five products, the forward pass two."""
+    """Speed of fused causal attention for one head dimension, at sequence lengths of a few thousand tokens.
+
+    FLOPs exclude masked scores: two matmuls in the forward pass, five in the backward pass.
+    """
 
     head_dim: int
     """Head dimension."""
     forward: Positive
-    """TFLOP/s."""
+    """TFLOP/s of the forward pass."""
     backward: Positive
-    """TFLOP/s."""
+    """TFLOP/s of the backward pass."""
     half: Amount = 0.0
-    """Sequence length at which the speed halves."""
+    """Sequence length in tokens at which the speed halves."""
 
 
 class Speeds(Section):
     """Speeds of one device."""
 
     memory_gb_s: Positive
-    """Memory bandwidth in GB/s, from the datasheet."""
+    """Peak memory bandwidth in GB/s, from the datasheet."""
     memory_fraction: Positive
-    """Fraction of it that element-wise operations on large tensors reach."""
+    """Fraction of `memory_gb_s` that element-wise operations on large tensors reach."""
     fusion: Positive = 1.0
-    """How many times fewer bytes the element-wise work of a pass moves than ours does: that of other software
+    """Factor by which the element-wise work of a pass moves fewer bytes than in boost; above 1 for software that fuses more
     (`boost.plan.stack`)."""
     probe_us: Amount = 0.0
-    """Microseconds of a small fixed workload during calibration (`boost.measure.speed.Probe`), which shows how fast the machine was
-    then; 0: unknown."""
+    """Microseconds of a small fixed workload during calibration (`boost.measure.speed.Probe`), a reference for how fast the machine
+    was at that time; 0: unknown."""
     kernel_us: Amount
     """Fixed cost of every kernel on the device, in microseconds."""
     gemm: dict[str, GemmSpeed]
-    """By dtype."""
+    """GEMM speed by dtype."""
     attention: dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]
-    """By dtype; the nearest head dimension applies."""
+    """Attention speeds by dtype; the entry with the nearest head dimension applies."""
     other_attention: dict[str, dict[str, Annotated[tuple[AttentionSpeed, ...], Field(strict=False)]]] = Field(
         default_factory=dict
     )
-    """By kernel and dtype: kernels that other software calls (`boost.plan.stack`)."""
+    """Attention speeds by kernel and dtype, for kernels that other software calls (`boost.plan.stack`)."""
     kernels: dict[str, Points] = Field(default_factory=dict)
-    """Measured (bytes, microseconds) of other kernels, by kind or 'kind dtype'; all others run at memory bandwidth."""
+    """Measured (bytes, microseconds) points by kernel kind or 'kind dtype'. Kernels without points run at memory bandwidth."""
 
     def gemm_speed(self, dtype: str) -> GemmSpeed:
-        """Raises ConfigError for a dtype that the profile does not have."""
+        """GEMM speed in a dtype. Raises ConfigError if the profile has none."""
         return _of_dtype(self.gemm, dtype)
 
     def seconds(self, work: Work) -> float:
-        """Device time of one call. Raises ConfigError for a dtype that the profile does not have."""
+        """Device seconds of one call. Raises ConfigError if the profile has no speed for its dtype."""
         bandwidth = self.memory_gb_s * _GIGA * self.memory_fraction
         moving = work.bytes / bandwidth
         if work.kernel == GEMM:
@@ -135,36 +137,37 @@ _T = TypeVar("_T")
 def _of_dtype(table: dict[str, _T], dtype: str) -> _T:
     if dtype not in table:
         raise ConfigError(
-            f"train.compute_dtype = '{dtype}' has no speed in this hardware profile; it has {', '.join(table)}"
+            f"train.compute_dtype = '{dtype}' has no speed in this hardware profile, which has {', '.join(table)}"
         )
     return table[dtype]
 
 
 class Link(Section):
-    """An interconnect. Time of a collective: latency + latency of further hops + bytes sent by one process / bandwidth."""
+    """An interconnect. Time of a collective: latency + latency of additional hops + bytes sent by one process / bandwidth."""
 
     name: str
-    """NVLink | PCIe | InfiniBand | loopback | ..."""
+    """Name, such as NVLink, PCIe, InfiniBand or loopback."""
     latency_us: Amount
-    """Latency of a small collective over the processes of one node, or over two nodes, in microseconds."""
+    """Latency of a small collective within one node, or over two nodes, in microseconds."""
     hop_us: Amount = 0.0
-    """Latency that each further process on this link adds to a ring, in microseconds."""
+    """Latency that each additional process adds to a ring, in microseconds."""
     gb_s: Positive
-    """GB/s sent by one process in large collectives (bus bandwidth in nccl-tests)."""
+    """GB/s sent by one process in large collectives (nccl-tests' bus bandwidth)."""
     half_mb: Amount = 0.0
-    """Message size in MB at which bandwidth is two thirds of the peak; small messages get half of it."""
+    """Message size in MB at which bandwidth reaches two thirds of its peak; small messages get half of the peak."""
     all_reduce: Annotated[tuple[Point, ...], Field(strict=False)] = ()
-    """(processes, GB/s) of all-reduces over at least so many processes, where the switch reduces (NVLink SHARP)."""
+    """(processes, GB/s) of all-reduces over at least that many processes, where the switch reduces (NVLink SHARP)."""
     measured: dict[str, Points] = Field(default_factory=dict)
-    """Measured (payload bytes, microseconds) of collectives over `processes` processes, by kind or 'kind dtype'."""
+    """Measured (payload bytes, microseconds) points of collectives over `processes` processes, by kind or 'kind dtype'."""
     processes: int = 2
     """Group size of the measured collectives."""
     known: bool = True
-    """False in a profile calibrated with one process: the speeds above are placeholders."""
+    """False if the profile was calibrated with one process: its link speeds are then placeholders."""
 
     def seconds(self, kind: str, dtype: str, payload: int, sent: int, processes: int, share: float = 1.0) -> float:
-        """Time of one collective of `payload` bytes in which each of `processes` sends `sent`; `share`: over how many links, each
-        of which then sends only a part.
+        """Seconds of one collective of `payload` bytes in which each of `processes` processes sends `sent` bytes.
+
+        `share`: number of links that the traffic is spread over.
 
         Raises ConfigError if the profile has no link speeds.
         """
@@ -187,76 +190,76 @@ class Link(Section):
 
 
 def _rounds(kind: str, processes: int) -> float:
-    """Bytes sent by one of `processes` per byte of payload."""
+    """Bytes sent by each process per byte of payload."""
     if kind == "send":
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (processes - 1) / processes
 
 
 class PipelineHabit(Section):
-    """How software sends between pipeline stages."""
+    """How a software stack sends between pipeline stages."""
 
     hides_sends: bool = False
-    """Whether sends overlap with computation of another micro-batch."""
+    """Whether sends overlap with the computation of another micro-batch."""
     blocking: Amount = 0.0
-    """Fraction of a pass that a stage with neighbors on both sides waits for their sends; stages with one do not."""
+    """Fraction of a pass that a stage with two neighbors waits for blocking sends; stages with one neighbor do not wait."""
 
 
 class Hardware(Section):
-    """A cluster of equal nodes."""
+    """A cluster of identical nodes."""
 
     title: str
     """Human-readable name."""
     architecture: str = ""
-    """Generation of the device, such as a100; '': that of a calibrated profile, whose speeds are those of this software
+    """Device generation, such as a100. '' in a calibrated profile, whose speeds already include the software stack
     (`boost.plan.stack`)."""
     device: Literal["cuda", "cpu"]
-    """What runs the operations. On CUDA the host launches kernels asynchronously; on CPU it runs them itself."""
+    """Device type. On CUDA the host launches kernels asynchronously; on CPU it runs them itself."""
     per_node: Annotated[int, Field(ge=1)]
     """Devices per node."""
     memory_gb: Positive
     """Memory of one device, in GB (10^9 bytes)."""
     reserve_gb: Amount
-    """Memory not available to tensors: context, communication buffers, fragmentation."""
+    """Memory in GB that is not available to tensors: CUDA context, communication buffers, fragmentation."""
     host_us: Amount
     """Host time to launch one operation, in microseconds."""
     step_ms: Amount = 0.0
-    """Overhead per step in milliseconds: data loading, logging, step stats."""
+    """Fixed overhead per step in milliseconds: data loading, logging, step stats."""
     overlap: Annotated[float, Field(ge=0, le=1)]
     """Fraction of compute time that asynchronous communication can overlap."""
     straggling: Amount = 0.0
-    """Fraction of a step that waiting for the slowest node adds with each doubling of nodes."""
+    """Fraction of the step time that each doubling of nodes adds, because all wait for the slowest node."""
     pipeline: PipelineHabit = PipelineHabit()
-    """How the software on it runs pipelines (`boost.plan.stack`)."""
+    """How the software stack runs pipelines (`boost.plan.stack`)."""
     speeds: Speeds
-    """Speeds with all devices of a node busy."""
+    """Speeds while all devices of a node are busy."""
     alone: Speeds | None = None
-    """Speeds with a single busy device, where they differ (CPU cores share memory bandwidth)."""
+    """Speeds while a single device is busy, if they differ (CPU cores share memory bandwidth)."""
     node: Link
-    """Within a node."""
+    """Interconnect within a node."""
     network: Link
-    """Between nodes, per device when all devices of a node send."""
+    """Interconnect between nodes; bandwidth is per device while all devices of a node send."""
     sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Sources of the numbers."""
     provenance: dict[str, Origin] = Field(default_factory=dict)
-    """Where each number is from, by dotted field or table; '' for all others (`boost.plan.provenance`)."""
+    """Origin of each number by dotted field or table; the key '' covers all others (`boost.plan.provenance`)."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it has kernels of its own for norms, attention and what is compiled."""
+        """Whether the device runs fused kernels for norms, attention and compiled code."""
         return self.device == "cuda"
 
     @property
     def usable_bytes(self) -> int:
-        """Memory available to tensors on one device."""
+        """Bytes available to tensors on one device."""
         return int((self.memory_gb - self.reserve_gb) * _GIGA)
 
     def speeds_of(self, processes: int) -> Speeds:
-        """Speeds with this many processes on a node."""
+        """Speeds with `processes` busy processes on a node."""
         return self.alone if self.alone is not None and processes == 1 else self.speeds
 
     def peak_flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device, for MFU."""
+        """Peak FLOP/s of one device in a dtype, for MFU. Raises ConfigError if the profile has none."""
         return _of_dtype(self.speeds.gemm, dtype).tflops * _TERA
 
 
@@ -266,12 +269,14 @@ def names() -> list[str]:
 
 
 def profile_of(name: str, memory_bytes: int) -> str | None:
-    """The built-in profile of a GPU that torch calls `name` and that has so much memory; None if there is none. Of several, the one
-    that more of the name speaks for: an H100 PCIe is no H100 SXM, a GB200 no B200."""
+    """Returns the built-in profile of a GPU by torch's device name and its memory; None if there is none.
+
+    The longest match wins, so that an H100 PCIe is not taken for an H100 SXM, nor a GB200 for a B200.
+    """
     found: list[tuple[int, str]] = []
     for profile in names():
         kinds, _, rest = profile.rpartition("g")[0].rpartition("-") if not profile[-1].isdigit() else ("", "", "")
-        if not kinds:  # a number of GPUs comes last: a100-80g-8
+        if not kinds:  # the name ends in the number of GPUs per node: a100-80g-8
             kinds, rest = profile.rsplit("-", 2)[0], profile.rsplit("-", 2)[1].rstrip("g")
         words = kinds.upper().split("-")
         if all(word in name.upper() for word in words) and abs(memory_bytes / 1e9 / int(rest) - 1) < 0.15:
@@ -280,8 +285,8 @@ def profile_of(name: str, memory_bytes: int) -> str | None:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Loads a profile by name (or the first word of one: h100), from a `.toml` file, or from a datasheet line: 'tflops=165,mem=24'
-    (`boost.plan.datasheet`). Raises ConfigError if it does not exist or is invalid."""
+    """Loads a profile by name or its first word ('h100'), from a `.toml` file, or from a datasheet line ('tflops=165,mem=24,...',
+    `boost.plan.datasheet`). Raises ConfigError if it does not exist or is invalid."""
     try:
         return Hardware.model_validate(tree_of(name, _read(BASE)) if "=" in name else _read(name))
     except ValidationError as error:
@@ -291,7 +296,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """The raw tables of a profile; `like` names a built-in profile whose values it overrides."""
+    """Reads the raw tables of a profile. `like` names a built-in profile to inherit from."""
     own = name.endswith(".toml")
     path = Path(name) if own else PROFILES / f"{full_name(name)}.toml"
     if not path.is_file():
@@ -301,7 +306,7 @@ def _read(name: str) -> dict[str, Any]:
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise ConfigError(
             f"--gpu = '{name}' is not a hardware profile; {hint}profiles: {', '.join(names())}; "
-            "'boost plan calibrate' profiles this machine; a datasheet will do: --gpu \"tflops=165,mem=24,bw=1008,link=pcie4\""
+            "'boost plan calibrate' profiles this machine; or use a datasheet: --gpu \"tflops=165,mem=24,bw=1008,link=pcie4\""
         )
     try:
         tree = read_toml(path)
@@ -318,14 +323,14 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def full_name(name: str) -> str:
-    """The profile that a name is short for: of those that begin with this word, the shortest, then the first."""
+    """Expands an abbreviated profile name: the shortest, then first, of the profiles that begin with this word."""
     known = names()
     begins = [each for each in known if each.startswith(f"{name.lower()}-")]
     return name.lower() if name.lower() in known or not begins else min(begins, key=len)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges two tables recursively; `above` wins."""
+    """Merges two tables recursively; values in `above` win."""
     both = {
         key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
         for key, value in above.items()

@@ -1,6 +1,6 @@
-"""How a configuration is sharded: every weight, the residual stream, and every collective of an optimizer step.
+"""Inspects how a configuration is sharded: every weight, the residual stream, and every collective of an optimizer step.
 
-Legend: T tokens per micro-batch of a TP group, p TP processes; d hidden width, f MLP width.
+Legend: T tokens per micro-batch of a TP group, p TP processes; d hidden size, f MLP width.
 """
 
 import re
@@ -29,7 +29,7 @@ from boost.plan.replicas import stored_tensors
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter and its shard on one process."""
+    """One parameter and how it is sharded."""
 
     name: str
     """Parameter name; `layers.N.` stands for every block."""
@@ -41,13 +41,13 @@ class Weight:
 
     @property
     def short_name(self) -> str:
-        """The name without its block."""
+        """The name without the block prefix."""
         return self.name.removeprefix("layers.N.")
 
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """One collective of an optimizer step, and its micro-batch."""
+    """One collective of an optimizer step and its micro-batch."""
 
     collective: Collective
     micro_batch: int | None
@@ -56,35 +56,35 @@ class IssuedCollective:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Collectives of a step that differ in block and micro-batch only."""
+    """Collectives of a step that differ only in block and micro-batch."""
 
     collective: Collective
-    """The first of them."""
+    """The first of these collectives."""
     count: int
 
     @property
     def total_bytes(self) -> int:
-        """Bytes sent by one process in all of them."""
+        """Total bytes sent by one process."""
         return self.count * self.collective.sent_bytes
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one process of a TP group holds and sends. Shapes are (rows, columns); bytes are sent bytes."""
+    """What one process of a TP group stores and sends. Shapes are (rows, columns); bytes are sent bytes."""
 
     config: Config
     pp_rank: int
-    """The pipeline rank."""
+    """Pipeline rank of this process."""
     stages: tuple[Stage, ...]
-    """Its stages."""
+    """Pipeline stages of this process."""
     weights: tuple[Weight, ...]
-    """Its parameters outside blocks and those of one block, in model order."""
+    """Parameters outside blocks and those of one block, in model order."""
     parameters: int
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     parameters_per_process: int
-    """Parameters stored on this process: only its rows of weights sharded over replicas."""
+    """Number of parameters stored on this process, after sharding over TP, PP and replicas."""
     tokens: int
-    """T."""
+    """T, tokens per micro-batch."""
     micro_batches: int
     """Micro-batches per optimizer step on one process."""
     issued: tuple[IssuedCollective, ...]
@@ -95,12 +95,12 @@ class Inspection:
 
     @property
     def spec(self) -> LayoutSpec:
-        """The layout in effect: with one process, every layout is `single`."""
+        """Spec of the layout in effect; with one process, every layout is `single`."""
         return spec_of(self.config.parallel)
 
     @property
     def layout(self) -> str:
-        """Its name."""
+        """Name of the layout in effect."""
         return self.spec.name
 
     @property
@@ -110,23 +110,23 @@ class Inspection:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Local shape of the attention's input of queries, and of its output."""
+        """Local shape of the queries and of the attention output."""
         return self.tokens, self.config.model.dim // num_shards(self.config.parallel)
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Local shape of gate, of up and of their product."""
+        """Local shape of gate, up and their product."""
         return self.spec.channels_shape(self.config.model, self.config.parallel, self.tokens)
 
     @cached_property
     def rows(self) -> tuple[CollectiveRow, ...]:
-        """The collectives of a step, aggregated over blocks and micro-batches, in order of first use."""
-        return _added_up([issued.collective for issued in self.issued])
+        """Collectives of a step, aggregated over blocks and micro-batches, in order of first use."""
+        return _aggregated([issued.collective for issued in self.issued])
 
     @cached_property
     def exact_rows(self) -> tuple[CollectiveRow, ...]:
-        """The additional collectives of an exact step, aggregated."""
-        return _added_up(self.exact)
+        """Additional collectives of an exact step, aggregated."""
+        return _aggregated(self.exact)
 
     @cached_property
     def bytes_per_step(self) -> int:
@@ -145,13 +145,13 @@ class Inspection:
 
     @property
     def layer(self) -> int:
-        """The block that represents all: the last one of this process's first stage. (With latent gates, the first block
-        of the model differs from the others.)"""
+        """Index of the block that represents all others: the last one of this process's first stage. (With latent gates, the first
+        block of the model differs from the others.)"""
         return self.stages[0].numbers[-1]
 
     @property
     def has_latent_gate(self) -> bool:
-        """Whether that block takes latents of the previous block."""
+        """Whether that block gates its latents with those of the previous block."""
         return has_latent_gate(self.config.model, self.layer)
 
     @property
@@ -185,7 +185,7 @@ def inspect(config: Config, pp_rank: int = 0) -> Inspection:
     )
 
 
-def _added_up(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
+def _aggregated(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
     counts: dict[tuple[object, ...], int] = {}
     first: dict[tuple[object, ...], Collective] = {}
     for c in collectives:
@@ -196,7 +196,7 @@ def _added_up(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
 
 
 def human_bytes(number: float) -> str:
-    """Three significant digits in decimal units: 151584768 -> '152 MB'."""
+    """Formats bytes with three significant digits in decimal units: 151584768 -> '152 MB'."""
     units = ["B", "kB", "MB", "GB", "TB", "PB"]
     while number >= 999.5 and len(units) > 1:
         number /= 1000
@@ -222,7 +222,7 @@ def _words(placement: Placement, processes: int) -> str:
 
 
 def _numbered(collectives: list[Collective], micro_batches: int) -> list[IssuedCollective]:
-    """All micro-batches issue the same collectives; those of the step come last."""
+    """Assigns collectives to micro-batches. All micro-batches issue the same ones; those of the step come last."""
     of_one = sum(collective.phase != "step" for collective in collectives) // micro_batches
     return [
         IssuedCollective(collective, None if collective.phase == "step" else position // of_one)

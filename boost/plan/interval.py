@@ -1,8 +1,8 @@
-"""How far a measured step may be from the predicted one: the interval that holds eight of ten, and the probability that it fits.
+"""Uncertainty of predictions: the 80% interval of step time, and the probability that a configuration fits in memory.
 
-`intervals.toml` has the spread of measured over predicted seconds of the public record (`boost.plan.record`), of the half of its
-rows that constants are fitted to, and of steps measured beside a calibrated profile. `boost plan validate --record` makes these
-numbers again, and says how many rows of the other half they hold.
+`intervals.toml` lists the spread of measured over predicted seconds. It comes from the fitted half of the public record
+(`boost.plan.record`), and from steps measured on a machine with a calibrated profile. `boost plan validate --record` recomputes
+these numbers and reports how many held-out rows lie inside the intervals.
 """
 
 import functools
@@ -19,42 +19,42 @@ FILE = Path(__file__).parent / "intervals.toml"
 Kind = Literal["replicas", "sharded", "blocking", "calibrated", "unmeasured"]
 
 MEASURED = ("a100", "h100")
-"""Architectures that the record has rows of."""
+"""Architectures with rows in the public record."""
 
 SHARE = 0.8
-"""Fraction of steps that an interval holds."""
+"""Fraction of measured steps that lie inside an interval."""
 
 MEMORY_ERROR = 0.05
-"""Standard deviation of the log of measured over predicted peak memory. An estimate: bytes that tensors need are exact (`boost plan
-validate`), what a GPU's allocator adds in fragments and NCCL in buffers is not."""
+"""Standard deviation of log(measured / predicted peak memory), an estimate. Tensor bytes are exact (`boost plan validate`);
+allocator fragmentation and NCCL buffers are not."""
 
 
 class Spread(Section):
-    """Of measured over predicted seconds."""
+    """Spread of measured over predicted seconds."""
 
     low: Positive
-    """A tenth of steps took less."""
+    """10th percentile."""
     high: Positive
-    """A tenth took more."""
+    """90th percentile."""
     rows: int
-    """Steps that it comes from."""
+    """Number of steps it is based on."""
 
 
 @functools.cache
 def spreads() -> dict[str, Spread]:
-    """By `Kind`."""
+    """Returns the spread of each `Kind`."""
     return {name: Spread.model_validate(tree) for name, tree in read_toml(FILE).items()}
 
 
 def kind_of(tp: int, pp: int, cp: int = 1, blocking: bool = False) -> Kind:
-    """Which steps of the record a mesh is like. `blocking`: whether sends between stages block."""
+    """Returns the kind of steps in the record that a mesh resembles. `blocking`: whether sends between stages block."""
     if pp > 1 and blocking:
         return "blocking"
     return "replicas" if tp * pp * cp == 1 else "sharded"
 
 
 def interval(seconds: float, parallel: ParallelConfig, hardware: Hardware) -> tuple[float, float]:
-    """(low, high) seconds of a predicted step: SHARE of measured ones are between."""
+    """(low, high) seconds of a predicted step: a fraction SHARE of measured steps lie between them."""
     kind: Kind = kind_of(parallel.tp, parallel.pp, parallel.cp, hardware.pipeline.blocking > 0)
     if not hardware.architecture:
         kind = "calibrated"
@@ -65,5 +65,5 @@ def interval(seconds: float, parallel: ParallelConfig, hardware: Hardware) -> tu
 
 
 def fit_probability(peak: int, usable: int) -> float:
-    """Probability that a predicted peak of `peak` bytes fits in `usable` bytes (MEMORY_ERROR)."""
+    """Probability that a predicted peak of `peak` bytes fits in `usable` bytes, given MEMORY_ERROR."""
     return 0.5 * math.erfc(math.log(peak / usable) / (MEMORY_ERROR * math.sqrt(2)))

@@ -1,5 +1,6 @@
-"""Predicted memory of one process: training state, and the activations that each block saves for its backward pass under each
-recomputation policy. Saved activations come from a trace of the decoder (`boost.plan.trace`).
+"""Predicts the memory of one process: training state, and the activations saved for the backward pass under a recomputation policy.
+
+Saved activations come from a trace of the decoder (`boost.plan.trace`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,23 +27,23 @@ class SavedTensor:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor."""
+        """Size of the tensor in bytes."""
         return self.held.bytes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that one process holds, by category."""
+    """Memory of one process in bytes, by category."""
 
     states: dict[str, int]
-    """WEIGHTS, GRADIENTS, OPTIMIZER."""
+    """Bytes of WEIGHTS, GRADIENTS and OPTIMIZER."""
     saved: tuple[SavedTensor, ...]
-    """Tensors saved between the forward and the backward pass of a micro-batch, working copies of weights among them: one for
-    all micro-batches."""
+    """Tensors saved between the forward and the backward pass of a micro-batch. Working copies of weights are included; they are
+    shared by all micro-batches."""
 
     @property
     def by_category(self) -> dict[str, int]:
-        """STATES and SAVED, and of what is saved beside them the masks that attention takes on a CPU."""
+        """Bytes of STATES and SAVED, and of the attention masks that CPUs save."""
         sums = {**self.states, **dict.fromkeys(SAVED, 0)}
         for item in self.saved:
             sums[item.held.category] = sums.get(item.held.category, 0) + item.bytes
@@ -50,17 +51,17 @@ class Memory:
 
     @property
     def activations(self) -> int:
-        """Bytes saved for the backward pass."""
+        """Total bytes saved for the backward pass."""
         return sum(item.bytes for item in self.saved)
 
     @property
     def total(self) -> int:
-        """Bytes between forward and backward pass, with gradients of an earlier micro-batch."""
+        """Total bytes between forward and backward pass, including gradients of an earlier micro-batch."""
         return self.activations + sum(self.states.values())
 
 
 def memory(config: Config, pp_rank: int = 0) -> Memory:
-    """Bytes on one process: the training state of its stages, and the activations that one micro-batch saves."""
+    """Memory of one process: the training state of its stages, and the activations that one micro-batch saves."""
     config, share = with_whole_weights(config), moments_share(config)
     stages = stages_of(config, pp_rank)
     saved = [item for stage in stages for layer in stage.numbers for item in _block_saved_tensors(config, layer)]
@@ -73,10 +74,10 @@ def memory(config: Config, pp_rank: int = 0) -> Memory:
 
 
 def states_of(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> dict[str, int]:
-    """STATES of the stored tensors of these stages; only this process's shards."""
+    """Bytes of STATES for this process's shards of the stored tensors of these stages."""
     weights = sum(tensor.shard(config.parallel) for tensor in stored) * ITEMSIZE[config.train.param_dtype]
-    kept = 2 if config.run.recovery == "in-step" else 1  # beside their sums
-    return {WEIGHTS: weights, GRADIENTS: kept * weights, OPTIMIZER: state_bytes(config, stored, stages)}
+    copies = 2 if config.run.recovery == "in-step" else 1  # local gradients, in addition to their sums
+    return {WEIGHTS: weights, GRADIENTS: copies * weights, OPTIMIZER: state_bytes(config, stored, stages)}
 
 
 def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
@@ -85,7 +86,7 @@ def copies_bytes(config: Config, stored: Sequence[StoredTensor]) -> int:
 
 
 def _copy(config: Config, tensor: StoredTensor) -> Held | None:
-    """The working copy of a stored tensor."""
+    """The working copy of a stored tensor; None if it has none."""
     if not (tensor.may_have_copy and has_working_copies(config)):
         return None
     dtype = config.train.compute_dtype
@@ -101,7 +102,7 @@ def _block_saved_tensors(config: Config, layer: int) -> Iterator[SavedTensor]:
 
 
 def prev_latents_saved(config: Config, layer: int, on_gpu: bool = False) -> list[int]:
-    """Bytes of the previous block's latents that this block alone keeps alive."""
+    """Bytes of each latent of the previous block that only this block keeps alive."""
     saved = pass_of_block(config, layer, on_gpu).prev_saved
     if not any(saved):
         return []

@@ -1,6 +1,6 @@
-"""Cost of a collective: which processes take part, over which link, for how long.
+"""Cost of a collective: its processes, the link that they use, and the time it takes.
 
-Global ranks are ordered (pp, dp, cp, tp) with TP innermost; nodes take them in that order.
+Global ranks are ordered (pp, dp, cp, tp) with TP innermost, and are assigned to nodes in that order.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Span:
 
 
 def span(axis: str, parallel: ParallelConfig, per_node: int) -> Span:
-    """Span of one group of an axis, of those of `Collective.axis`."""
+    """Span of one group of an axis; axes are those of `Collective.axis`."""
     return _span(axis, parallel.tp, parallel.cp, parallel.dp_cp, parallel.pp, per_node)
 
 
@@ -40,33 +40,33 @@ def _span(axis: str, tp: int, cp: int, dp_cp: int, pp: int, per_node: int) -> Sp
     size, stride = strides[axis]
     here = min(size, max(per_node // stride, 1))
     if axis == "pp" and world > per_node:
-        here = 1  # some neighbors are on different nodes, and all others wait for those
-    # A group that is not aligned with nodes may still cross them: TP 3 on nodes of 4.
+        here = 1  # some neighbors are on different nodes, and the rest wait for them
+    # A group that is not aligned with nodes may span two of them: TP 3 on nodes of 4.
     if axis != "pp" and here == size and per_node % (size * stride) and world > per_node:
         here = max(size // 2, 1)
     return Span(size, here)
 
 
 def seconds(collective: Collective, parallel: ParallelConfig, hardware: Hardware) -> float:
-    """Time of one collective when all groups of its axis run it at once."""
+    """Seconds of one collective while all groups of its axis run it concurrently."""
     where = span(collective.axis, parallel, hardware.per_node)
     payload = collective.elements * ITEMSIZE[collective.dtype]
     link = hardware.node if where.inside else hardware.network
-    # Processes of one node share its network bandwidth.
+    # The processes of a group on one node use all of their network ports.
     share = 1.0 if where.inside or collective.kind == "send" else float(where.per_node)
     if not where.inside:
         share = min(share, hardware.node.gb_s / hardware.network.gb_s)
     sending = link.seconds(
         collective.kind, collective.dtype, payload, collective.sent_bytes, collective.processes, max(share, 1.0)
     )
-    return sending + (0.0 if collective.kind == "send" else _further_hops(collective.kind, where, hardware) * 1e-6)
+    return sending + (0.0 if collective.kind == "send" else _extra_hop_us(collective.kind, where, hardware) * 1e-6)
 
 
-def _further_hops(kind: str, where: Span, hardware: Hardware) -> float:
-    """Microseconds that a collective over more than one node, or two, waits for more of them.
+def _extra_hop_us(kind: str, where: Span, hardware: Hardware) -> float:
+    """Additional latency in microseconds of a collective over more than two nodes.
 
-    Gathers and scatters are rings: a hop for each further process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over
-    nodes: two hops for each doubling. A link's own latency covers the processes of one node, and two nodes.
+    Gathers and scatters are rings: one hop per additional process (NCCL, `src/graph/tuning.cc`). All-reduces are trees over
+    nodes: two hops per doubling. A link's own latency covers one node, and two nodes.
     """
     nodes = -(-where.processes // where.per_node)
     if nodes <= 2:

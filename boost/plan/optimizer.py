@@ -1,4 +1,4 @@
-"""Collectives and memory of optimizers that need unsharded factors: gathered factors, triangles, Gram matrices, solutions."""
+"""Collectives and memory of optimizers that need unsharded factors: gathered factors, QR triangles, Gram matrices, solutions."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ PLACE = "optimizer"
 
 @dataclass(frozen=True)
 class _FactorUnit:
-    """The factors of linears with the same input: the A's are fused into one stored tensor, each B is its own."""
+    """The factors of linears with the same input. The A's are fused into one stored tensor; each B is a separate one."""
 
     pairs: tuple[tuple[FactorShape, FactorShape], ...]
     """(A, B) of each linear."""
@@ -42,9 +42,10 @@ class _FactorUnit:
 
 
 def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
-    """Collectives of a step that needs unsharded factors, bucket by bucket, in order of issue.
+    """Collectives that unsharded factors add to a step, bucket by bucket, in order of issue.
 
-    That is LORO's exact step (every optim.exact_every steps), and each step of Muon and of Frobenius decay; otherwise [].
+    LORO needs them in exact steps (every optim.exact_every steps), Muon and Frobenius decay in every step; for other optimizers the
+    list is empty.
     """
     optim, parallel = config.optim, config.parallel
     if not (needs_whole_factors(optim) or _has_exact_steps(optim)):
@@ -72,8 +73,8 @@ def optimizer_collectives(config: Config, pp_rank: int = 0) -> list[Collective]:
 
 
 def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
-    """Factors on whose Gram matrices Muon iterates in a step: bucket by bucket those of the process with the most to do, for
-    which the others wait."""
+    """Factors whose Gram matrices Muon iterates on in a step, on the critical path: for each bucket, those of the process with the
+    most work."""
     result: Counter[FactorShape] = Counter()
     for bucket in _buckets(config, stages):
         shapes, deal = [shape for unit in bucket for shape in unit.shapes], _deal(config, bucket)
@@ -84,7 +85,7 @@ def iterations(config: Config, stages: Sequence[Stage]) -> Counter[FactorShape]:
 
 
 def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUnit]]:
-    """The factors of these stages as a step takes them."""
+    """Yields the factors of these stages, bucket by bucket."""
     units = [unit for stage in stages for unit in _units(config, stage)]
     itemsize = ITEMSIZE[work_dtype(config.optim, config.train.param_dtype)]
     for length in factor_buckets([unit.shapes for unit in units], config.optim, itemsize):
@@ -93,7 +94,7 @@ def _buckets(config: Config, stages: Sequence[Stage]) -> Iterator[list[_FactorUn
 
 
 def _deal(config: Config, bucket: Sequence[_FactorUnit]) -> Deal | None:
-    """Of what the processes with the same weights share: LORO's small problems, Muon's iterations. None: nothing."""
+    """How processes with the same weights divide LORO's small problems or Muon's iterations. None: nothing to divide."""
     tp, processes = config.parallel.tp, config.parallel.tp * config.parallel.dp_cp
     if isinstance(config.optim, LOROConfig):
         sides = [(b.basis(tp), a.basis(tp), a.rank) for unit in bucket for a, b in unit.pairs]
@@ -107,10 +108,10 @@ def _has_exact_steps(optim: OptimConfig) -> bool:
 
 
 def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence[Stage]) -> int:
-    """Bytes of optimizer state for these stored tensors of one process; `stages` are its stages."""
+    """Bytes of optimizer state for the stored tensors of one process; `stages`: its stages."""
     optim, parallel, itemsize = config.optim, config.parallel, ITEMSIZE[config.train.param_dtype]
     held = 2 * sum(tensor.shard(parallel) for tensor in stored) * itemsize
-    counted = len(stored)  # each tensor has a step counter in fp32
+    counted = len(stored)  # each tensor has an fp32 step counter
     if isinstance(optim, MuonConfig):
         factors = [tensor for stage in stages for unit in _units(config, stage) for tensor in unit.stored]
         held -= sum(tensor.shard(parallel) for tensor in factors) * itemsize
@@ -121,10 +122,10 @@ def state_bytes(config: Config, stored: Sequence[StoredTensor], stages: Sequence
 
 
 def work_bytes(config: Config, stages: Sequence[Stage]) -> int:
-    """Peak workspace of the optimizer step in bytes, in addition to its state.
+    """Peak workspace of the optimizer step in bytes, in addition to optimizer state.
 
-    torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors; LORO's exact step a bucket of
-    factors and directions in fp64, and a basis of each.
+    torch's fused AdamW needs none. Muon and Frobenius decay gather a bucket of factors. LORO's exact step gathers a bucket of
+    factors and directions in fp64, and computes a basis of each.
     """
     optim = config.optim
     exact = _has_exact_steps(optim)
@@ -147,18 +148,18 @@ class _LoroBucket:
         stored = [tensor for unit in units for tensor in unit.stored]
         self.shard = sum(tensor.shard(parallel) for tensor in stored)
         self.local = sum(tensor.elements for tensor in stored)
-        """On this TP process, gathered over replicas."""
+        """Elements on this TP process, gathered over replicas."""
         self.largest = max(tensor.shard(parallel) for tensor in stored)
         self.shared = any(tensor.shard_count(parallel) > 1 for tensor in stored)
         self.whole = sum(shape.elements for shape in self.shapes)
         self.solved = deal.part if deal else 0
-        """Own solutions of what is dealt out."""
+        """Elements of the solutions computed by this process."""
         self.received = deal.elements if deal and parallel.tp * parallel.dp_cp > 1 else 0
-        """Everyone's."""
+        """Elements of the solutions of all processes."""
         self.rank_sharded = self.tp > 1 and any(shape.sharded == "rank" for shape in self.shapes)
 
     def _whole_factors(self, copies: int, held: int) -> tuple[int, int]:
-        """(peak while gathering, live afterwards) of `copies` of whole factors, from `held` elements per stored one."""
+        """(peak while gathering, live afterwards) in elements, for `copies` unsharded copies; `held`: live copies of each shard."""
         stored, local, whole = held * self.shard, copies * self.local, copies * self.whole
         most = live = stored
         if self.shared:  # send buffer, receive buffer, assembled factors
@@ -172,7 +173,7 @@ class _LoroBucket:
         making, tall = self._whole_factors(2, 2)
         bases = sum(s.rows * min(s.rows, 2 * s.rank) + min(s.rows, 2 * s.rank) * 2 * s.rank for s in self.shapes)
         final = sum(s.rows * s.basis(self.tp) + s.basis(self.tp) * 2 * s.rank for s in self.shapes)
-        # Gathered triangles; for one factor a copy, its QR and the product.
+        # Gathered triangles; for one factor at a time a copy, its QR and the product.
         triangles = sum(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         triangles += 3 * max(s.triangle(self.tp) for s in self.shapes) if self.tp > 1 else 0
         largest = max(s.elements for s in self.shapes)
@@ -183,7 +184,7 @@ class _LoroBucket:
         return max(making + 4 * self.largest, finding, moving)
 
     def grams(self, config: Config) -> int:
-        """Muon's step and Frobenius decay's: whole factors, Gram matrices, and temporaries of one factor."""
+        """Muon and Frobenius decay: unsharded factors, Gram matrices, and temporaries of one factor."""
         muon = isinstance(config.optim, MuonConfig)
         same = work_dtype(config.optim, config.train.param_dtype) == config.train.param_dtype
         views = same and not (isinstance(config.optim, MuonConfig) and config.optim.muon_nesterov)
@@ -193,7 +194,7 @@ class _LoroBucket:
         summed = sum(s.gram for s in self.shapes) * (self.tp > 1)
         if not muon:
             return max(making, tall + max(3 * summed, grams + largest))
-        # Gram matrices of which nothing is summed are made by the process that iterates on them, one at a time.
+        # A Gram matrix that needs no sum is computed by the process that iterates on it, one at a time.
         iterating = max(3 * summed, summed + self.solved + max(7 * rank**2, self.received))
         return max(making, tall + max(iterating, (self.received or self.solved) + largest))
 
@@ -214,7 +215,7 @@ def _units(config: Config, stage: Stage) -> Iterator[_FactorUnit]:
 
 
 def _extra_parts(config: Config, stage: Stage) -> int:
-    """Extra slices of fused tensors that LORO updates separately: linears with the same input but different learning rates."""
+    """Number of extra slices of fused tensors that LORO updates separately: same input, but different learning rates."""
     extra = 0
     for layer in stage.numbers:
         for group in groups(config.model, layer):

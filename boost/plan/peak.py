@@ -1,8 +1,8 @@
-"""Peak memory of one process in an optimizer step, and in which pass it occurs. Arithmetic only: a search calls it thousands of
-times.
+"""Predicts the peak memory of one process in an optimizer step, and the pass in which it occurs.
 
-A trace (`boost.plan.trace`) gives the memory of each kind of block; this file adds up blocks, micro-batches in flight and
-gathered weights. The allocator's rounding and fragmentation are not included.
+A trace (`boost.plan.trace`) gives the memory of each kind of block. This module adds up blocks, micro-batches in flight and
+gathered weights with plain arithmetic, because a search calls it thousands of times. Allocator rounding and fragmentation are not
+included.
 """
 
 import math
@@ -36,12 +36,12 @@ STEP = "optimizer step"
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes at the peak."""
+    """Memory at the peak, in bytes."""
 
     by_category: dict[str, int]
-    """Keys are `boost.plan.categories.CATEGORIES`."""
+    """Bytes by category (`boost.plan.categories.CATEGORIES`)."""
     during: str
-    """FORWARD, BACKWARD, LOSS, LOSS_BACKWARD, EMBEDDING, SUM or STEP."""
+    """When the peak occurs: FORWARD, BACKWARD, LOSS, LOSS_BACKWARD, EMBEDDING, SUM or STEP."""
 
     @property
     def total(self) -> int:
@@ -50,13 +50,13 @@ class PeakMemory:
 
 
 def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float = math.inf) -> PeakMemory:
-    """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the most).
+    """Peak memory of a step on pipeline rank `pp_rank` (TP rank 0 of replica 0, which has the highest).
 
-    `on_gpu`: on a device with kernels of its own (`boost.plan.trace.trace_block`). `enough`: a peak of more bytes may come back as
-    any one moment with more, which is found sooner.
+    `on_gpu`: as in `boost.plan.trace.trace_block`. `enough`: stops at the first snapshot with more than this many bytes, and
+    returns that snapshot instead of the peak.
 
-    Within a few percent of what `boost.measure.memory` measures; LORO's exact step and Muon's within the size of a bucket.
-    With LORO, every step counts as an exact step.
+    Accurate to a few percent of `boost.measure.memory`; for LORO's exact step and for Muon, to the size of a bucket. With LORO,
+    every step counts as an exact step.
     """
     found = _StepMemory(with_whole_weights(config), pp_rank, on_gpu).peak_memory(enough)
     share = moments_share(config)
@@ -65,9 +65,10 @@ def peak(config: Config, pp_rank: int = 0, on_gpu: bool = False, enough: float =
 
 @dataclass(frozen=True)
 class _BlockFacts:
-    """Bytes of one block and one micro-batch: its trace, and saved activations by category (previous latents included)."""
+    """Memory of one block and micro-batch."""
 
     saved: Counter[str]
+    """Saved bytes by category, including latents of the previous block."""
     traced: TracedPass
 
 
@@ -80,11 +81,11 @@ def _block(config: Config, layer: int, on_gpu: bool) -> _BlockFacts:
 
 
 def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _BlockFacts]:
-    """Facts of these blocks; equal ones share theirs."""
+    """Computes the facts of these blocks; identical blocks share them."""
     model, known = config.model, dict[Any, _BlockFacts]()
     policies, found = config.train.recompute_by_layer(model.layers), dict[int, _BlockFacts]()
     for n in numbers:
-        # What a block keeps of the previous one's latents depends on that one too.
+        # Which latents of the previous block stay alive depends on that block too.
         kind = n if model.has_latent_gates else (alike(model, n), policies[n])
         if kind not in known:
             known[kind] = _block(config, n, on_gpu)
@@ -94,7 +95,7 @@ def _blocks(config: Config, numbers: Iterable[int], on_gpu: bool) -> dict[int, _
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Bytes in addition to the baseline of a pass."""
+    """Bytes in addition to the baseline of a pass, at one point in time."""
 
     name: str
     saved: Counter[str]
@@ -103,24 +104,26 @@ class _Snapshot:
 
 
 class _Storage:
-    """What one process stores, whatever its micro-batches and what it recomputes."""
+    """Storage of one process that does not depend on micro-batches or recomputation."""
 
     def __init__(self, config: Config, stages: Sequence[Stage]) -> None:
-        self.made_for = config.model, config.parallel, config.optim
+        self._sections = config.model, config.parallel, config.optim
         self.tensors = {stage.index: list(stored_tensors(config.model, config.parallel, stage)) for stage in stages}
-        """By stage index."""
+        """Stored tensors by stage index."""
         self.size = ITEMSIZE[config.train.param_dtype]
         self.gradient_bytes = [self.size * sum(t.elements for t in tensors) for tensors in self.tensors.values()]
         """Bytes of all gradients, per stage."""
         stored = [t for tensors in self.tensors.values() for t in tensors]
         self.states, self.copies = states_of(config, stored, stages), copies_bytes(config, stored)
-        """Bytes between steps, by category, and of working copies, while passes run."""
+        """Bytes between steps by category; bytes of working copies while passes run."""
         self.shards = Shards(config, stages, self.tensors)
         self.buckets = self._copied(config)
 
     def _copied(self, config: Config) -> dict[int | None, int]:
-        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the
-        step. A bucket of one tensor is not copied. Copies in another dtype stay, all of them, until they have been summed."""
+        """Bytes of the flat copy of a gradient bucket, by the block whose backward pass fills it; None: at the end of the step.
+
+        A bucket of one tensor is not copied. Copies in another dtype all stay allocated until they have been reduced.
+        """
         parallel, ratio = config.parallel, ITEMSIZE[config.train.sum_dtype] / self.size
         kept = 0
         stored = [tensor for tensors in self.tensors.values() for tensor in tensors][::-1]
@@ -154,13 +157,14 @@ _MAX_STORAGE = 512
 
 
 def made_with(config: Config) -> tuple[object, ...]:
-    """What storage depends on beside sections."""
+    """Fields that storage depends on, in addition to [model], [parallel] and [optim]."""
     train = config.train
     return train.param_dtype, train.compute_dtype, train.reduce_dtype, train.working_copies, config.run.recovery
 
 
 def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
-    """Cached by the identity of sections, which the entries keep alive: a search asks for each mesh with many micro-batches."""
+    """Returns the storage, cached because a search needs each mesh with many micro-batches. Entries keep the sections in their key
+    alive, so that no id is reused."""
     parts = config.model, config.parallel, config.optim
     key = *map(id, parts), *made_with(config), stages
     found = _STORAGE.get(key)
@@ -172,7 +176,7 @@ def _storage(config: Config, stages: tuple[Stage, ...]) -> _Storage:
 
 
 class _StepMemory:
-    """Replays the step of one process."""
+    """Replays one optimizer step of one process."""
 
     def __init__(self, config: Config, pp_rank: int, on_gpu: bool) -> None:
         self.config, self.on_gpu, parallel = config, on_gpu, config.parallel
@@ -200,11 +204,11 @@ class _StepMemory:
         self._peak: tuple[int, str, dict[str, int]] = (-1, "", {})
 
     def peak_memory(self, enough: float) -> PeakMemory:
-        """The largest of all snapshots, or the first with more than `enough` bytes."""
+        """Returns the largest snapshot, or the first one with more than `enough` bytes."""
         kinds: set[Any] = set()
         for action in self.actions:
             stage = action.stage
-            # Passes with the same state have the same memory.
+            # Passes that start in the same state use the same memory.
             seen = action.kind, stage, tuple(self.in_flight.items()), tuple(self.deferring.items()), tuple(
                 min(n, 1) + (n == self.micro_batches - 1) for n in self.backward_done
             )  # fmt: skip
@@ -264,7 +268,7 @@ class _StepMemory:
         return self._with_in_flight(held)
 
     def _baseline_at_end(self) -> Counter[str]:
-        """Bytes held when all gradients exist."""
+        """Bytes held once all gradients exist."""
         return self._with_in_flight(Counter(self.states))
 
     def _with_in_flight(self, held: Counter[str]) -> Counter[str]:
@@ -307,7 +311,7 @@ class _StepMemory:
             yield _Snapshot(LOSS, +saved, {WORK: arriving + self.loss.forward}, gathered(None))
 
     def _backward(self, stage: Stage, action: Action, inputs_only: bool) -> Iterator[_Snapshot]:
-        """The baseline includes this micro-batch's saved activations; they are freed block by block."""
+        """The baseline includes this micro-batch's saved activations, which are freed block by block."""
         done = self.backward_done[action.stage]
         is_new = self._new_weight_gradients(done)
         last = done == self.micro_batches - 1
@@ -329,7 +333,7 @@ class _StepMemory:
         waiting = 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
         for n in reversed(stage.numbers):
             block = self.blocks[n]
-            handed = 0 if waiting else block.traced.output_bytes
+            output_grad = 0 if waiting else block.traced.output_bytes
             waiting = 0
             extra = (
                 block.traced.input_backward
@@ -338,7 +342,7 @@ class _StepMemory:
                 if is_new
                 else block.traced.backward
             )
-            temporary = {GRADIENTS: new, WORK: handed + deferred + extra}
+            temporary = {GRADIENTS: new, WORK: output_grad + deferred + extra}
             yield _Snapshot(BACKWARD, Counter(freed), temporary, gathered(n))
             if inputs_only:
                 deferred += block.traced.deferred
@@ -362,7 +366,7 @@ class _StepMemory:
     # Baseline.
 
     def _new_weight_gradients(self, done: int) -> bool:
-        """Whether weight gradients are new tensors that stay allocated, rather than accumulated into existing ones."""
+        """Whether weight gradients are new tensors that stay allocated, instead of being accumulated into existing ones."""
         return done == 0 or self.shards.scatters_each
 
     def _gradients(self, place: int) -> int:
@@ -371,7 +375,7 @@ class _StepMemory:
         return self.storage.gradient_bytes[place] if self.backward_done[place] else 0
 
     def _block_saved(self, stage: Stage, n: int) -> Counter[str]:
-        """Saved activations of a block. The input of a stage is in a receive buffer, counted separately."""
+        """Saved activations of a block. The input of a stage is in a receive buffer, which is counted separately."""
         saved = self.blocks[n].saved
         if self.has_pipeline and n == stage.first_layer and not stage.has_embedding:
             saved = Counter(saved)
@@ -391,7 +395,7 @@ class _StepMemory:
         return 0 if stage.has_head or not self.has_pipeline else self.blocks[stage.numbers[-1]].traced.output_bytes
 
     def _buffers(self) -> int:
-        """Receive buffers per micro-batch and stage boundary: activations, and gradients of sent activations."""
+        """Receive buffers for each micro-batch and stage boundary: activations, and gradients of sent activations."""
         if not self.has_pipeline:
             return 0
         each = sum(
@@ -401,7 +405,7 @@ class _StepMemory:
         return self.micro_batches * each
 
     def _context(self) -> int:
-        """Tokens, positions, rotary angles, and the mask of documents where attention takes one."""
+        """Token ids, positions, rotary angles, and the document mask if attention needs one."""
         model, train = self.config.model, self.config.train
         size = ITEMSIZE[train.compute_dtype]
         length = train.seq_len // self.config.parallel.cp

@@ -1,10 +1,10 @@
-"""One block as an SVG: the shard of every tensor on each TP process, and the collectives between them.
+"""Draws one block as an SVG: the shard of every tensor on each TP process, and the collectives between them.
 
-The picture is derived: placements come from the layout, collectives from the collective table. A layout that communicates at
-the bottleneck has its collectives between A and B. Otherwise a group gathers (forward) and reduces (backward) at its
-input, and the other way round at its output.
+Placements come from the layout, collectives from the collective table. A layout that communicates at the bottleneck has its
+collectives between A and B. Any other layout gathers (forward) and reduces (backward) at a group's input, and vice versa at its
+output.
 
-Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the residual, the MLP and the bottleneck.
+Legend: T tokens of one micro-batch, p TP processes; d, f, r widths of the residual stream, the MLP and the bottleneck.
 """
 
 import itertools
@@ -21,7 +21,7 @@ UNIT = 70.0
 
 
 def block_picture(inspection: Inspection, name: str) -> str:
-    """The SVG document of one block. `name`: the model in the title. The same input gives the same bytes."""
+    """Returns the SVG document of one block. `name`: model name in the title. Output is deterministic, byte for byte."""
     config = inspection.config
     model, parallel = config.model, config.parallel
     label = printable(name)
@@ -46,7 +46,7 @@ def block_picture(inspection: Inspection, name: str) -> str:
 
 
 def printable(name: str) -> str:
-    """A file name with unprintable characters replaced."""
+    """Replaces the unprintable characters of a file name."""
     return "".join(c if c.isprintable() else "?" for c in name)
 
 
@@ -63,7 +63,7 @@ def _summary(inspection: Inspection) -> str:
 
 
 def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
-    """The rows of the picture, from the block's input to its output."""
+    """Yields the rows of the picture, from the block's input to its output."""
     config = inspection.config
     yield _residual(inspection, "Residual stream")
     for group in groups(config.model, inspection.layer):
@@ -77,7 +77,7 @@ def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
 
 
 def _length(n: int, inspection: Inspection) -> float:
-    """Pixels of a width: proportional up to d, compressed beyond, and never too thin to show shards."""
+    """Width in pixels: proportional up to d, compressed beyond, and never too thin to show shards."""
     model, p = inspection.config.model, inspection.config.parallel.tp
     panel = panel_width(p)
     relative = [_relative(slot.rank or slot.d_in, model.dim) for slot in groups(model, inspection.layer)[0].slots]
@@ -132,7 +132,7 @@ def _wide(inspection: Inspection, group: GroupSpec) -> DiagramRow:
 
 
 def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
-    """Weights, latents and collectives of one group, in forward order."""
+    """Yields the weights, latents and collectives of one group, in forward order."""
     model, parallel = inspection.config.model, inspection.config.parallel
     bars = _bars(inspection, group)
     yield from bars["norm"]
@@ -141,8 +141,8 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
         yield _weights(inspection, group, "W")
         yield from bars["exit"]
         return
-    cut_a = placement_of(group.parameters("", "A")[0].role, model, parallel)
-    axis = "x" if cut_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
+    placement_a = placement_of(group.parameters("", "A")[0].role, model, parallel)
+    axis = "x" if placement_a.dim == 0 else "y" if inspection.spec.residual == "tokens" else ""
     pieces = tuple(DiagramTensor(_length(r, inspection), 20.0, axis, activation=True) for r in group.ranks)
     k, p = len(group.ranks), parallel.tp
     width = "r" if k == 1 else f"{k}r"
@@ -157,10 +157,10 @@ def _group(inspection: Inspection, group: GroupSpec) -> Iterator[DiagramRow]:
         details.append(f"{act}LayerNorm(u + {gate})")
     latents = DiagramRow(title, tuple(details), pieces)
     yield _weights(inspection, group, "A")
-    # A factor sharded along its input gives partial sums: latents come after the collective. An activation of sharded
-    # latents needs collectives of its own.
-    behind = cut_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
-    yield from [*bars["between"], latents] if behind else [latents, *bars["between"]]
+    # A factor sharded along its input gives partial sums, so the latents follow the collective. Gating latents that are sharded
+    # along the rank takes collectives of its own.
+    latents_last = placement_a.dim == 1 or (inspection.has_latent_gate and axis == "x")
+    yield from [*bars["between"], latents] if latents_last else [latents, *bars["between"]]
     yield _weights(inspection, group, "B")
     yield from bars["exit"]
 
@@ -192,15 +192,15 @@ def _sizes(shape: tuple[int, ...], local: tuple[int, ...], placement: Placement,
 
 
 def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow]]:
-    """The collectives of a group by position: before the norm, at its input, between the factors, at its output."""
+    """Collectives of a group by position: before the norm, at its input, between the factors, at its output."""
     found: dict[tuple[str, str], list[str]] = {}
     for issued in inspection.issued:
         c = issued.collective
         if issued.micro_batch == 0 and c.layer == inspection.layer and c.place == group.name:
-            found.setdefault((_position(inspection, group, c), c.phase), []).append(_says(inspection, group, c))
+            found.setdefault((_position(inspection, group, c), c.phase), []).append(_label(inspection, group, c))
     bars: dict[str, list[DiagramRow]] = {}
     for position in ("norm", "entry", "between", "exit"):
-        # The backward pass issues them in reverse.
+        # The backward pass issues collectives in reverse order.
         sides = found.get((position, "forward"), []), found.get((position, "backward"), [])[::-1]
         pairs = tuple(itertools.zip_longest(*sides, fillvalue=""))
         bars[position] = [DiagramRow("", bars=pairs)] if pairs else []
@@ -208,7 +208,7 @@ def _bars(inspection: Inspection, group: GroupSpec) -> dict[str, list[DiagramRow
 
 
 def _at_bottleneck(inspection: Inspection) -> bool:
-    """Whether what the layout communicates, but for heads, are latents."""
+    """Whether the layout communicates only latents, apart from attention heads."""
     spec = inspection.spec
     return inspection.config.model.low_rank and (spec.communicates_at_bottleneck or spec.mlp_stays)
 
@@ -218,37 +218,37 @@ def _position(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
         return "norm"
     if c.kind == ALL_TO_ALL:  # of heads
         return "exit" if group.side == "enter" else "entry"
-    if _at_bottleneck(inspection) or _of_crossing(inspection, group, c.shape[-1]):
+    if _at_bottleneck(inspection) or _is_for_latent_gate(inspection, group, c.shape[-1]):
         return "between"
     leaves = ("all-reduce", "reduce-scatter") if c.phase == "forward" else ("all-gather",)
     return "exit" if c.kind in leaves else "entry"
 
 
-def _of_crossing(inspection: Inspection, group: GroupSpec, width: int) -> bool:
-    """Whether a collective is for gated latents that are sharded along the bottleneck rank."""
+def _is_for_latent_gate(inspection: Inspection, group: GroupSpec, width: int) -> bool:
+    """Whether a collective belongs to gated latents that are sharded along the bottleneck rank."""
     if not inspection.has_latent_gate or not inspection.spec.shards_rank:
         return False
     return width in (2, 2 * len(group.slots), sum(group.ranks), *group.ranks)
 
 
 def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
-    """Whether a collective sends only RMSNorm's statistic."""
+    """Whether a collective sends only the RMSNorm statistic."""
     return width == 1 and group.side == "enter" and inspection.config.parallel.norm == "sync"
 
 
-def _says(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
-    """'all-reduce T x (3r + statistic) · 152 MB': bytes sent by one process."""
+def _label(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
+    """Label such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process."""
     return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {human_bytes(c.sent_bytes)}"
 
 
 def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:
-    """A width as a multiple of r, d or f, plus online RMSNorm's statistic if included."""
+    """Expresses a width as a multiple of r, d or f, plus the statistic of online RMSNorm if included."""
     config = inspection.config
     model, parallel = config.model, config.parallel
     units = {"d": model.dim, "f": model.ffn_dim}
     if group.name in ("gate_up", "down"):
         units = {"f": model.ffn_dim, "d": model.dim}
-    crossing = _of_crossing(inspection, group, width)
+    crossing = _is_for_latent_gate(inspection, group, width)
     if crossing and width in (2, 2 * len(group.slots)):
         return "sums"
     if crossing or _at_bottleneck(inspection):

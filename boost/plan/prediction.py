@@ -1,4 +1,4 @@
-"""Predictions to compare with a measured step: seconds, peak memory and sent bytes."""
+"""Predictions to compare with a measured step: seconds, peak memory and bytes sent."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from boost.plan.timing import predict
 
 @dataclass(frozen=True)
 class Prediction:
-    """Maxima over pipeline ranks."""
+    """Predicted maxima over pipeline ranks."""
 
     predicted_s: float
     predicted_peak: int
@@ -20,7 +20,7 @@ class Prediction:
 
 
 def prediction(config: Config, hardware: Hardware, share: bool = False) -> Prediction:
-    """`share`: single-rank emulation, the work of one TP process without its collectives."""
+    """Predicts a step. `share`: single-rank emulation, the work of one TP process without its collectives."""
     ranks = range(config.parallel.pp)
     step = predict(config, hardware.model_copy(update={"speeds": hardware.speeds_of(1)}) if share else hardware)
     sent = exposed_collectives(step) if share else 0.0
@@ -32,5 +32,5 @@ def prediction(config: Config, hardware: Hardware, share: bool = False) -> Predi
 
 
 def exposed_collectives(step: StepTime) -> float:
-    """Seconds of a step in TP collectives and in DP collectives that do not overlap with compute."""
+    """Seconds of a step in TP and DP collectives that do not overlap with computation."""
     return sum(step.parts.get(part, 0.0) for part in (TENSOR, CONTEXT, REPLICAS))

@@ -1,4 +1,4 @@
-"""Where each number of a hardware profile comes from."""
+"""Provenance: where each number of a hardware profile comes from."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -6,19 +6,19 @@ if TYPE_CHECKING:
     from boost.plan.hardware import Hardware
 
 Origin = Literal["calibrated", "yours", "published", "fitted", "datasheet", "estimate"]
-"""calibrated: measured by 'boost plan calibrate'; yours: written in a file of yours; published: measured by others, who are named
-in the profile's sources; fitted: to the public record (`boost.plan.record`); datasheet: a vendor's; estimate: ours."""
+"""calibrated: measured by 'boost plan calibrate'; yours: from your own profile; published: measured by others, cited in `sources`;
+fitted: to the public record (`boost.plan.record`); datasheet: from the vendor; estimate: our own."""
 
 QUANTITIES = {
     "memory_gb": "memory size",
-    "speeds.gemm.bfloat16": "matrix products",
+    "speeds.gemm.bfloat16": "GEMMs",
     "speeds.attention.bfloat16": "attention",
     "speeds.memory_gb_s": "memory bandwidth",
     "node.gb_s": "links in a node",
     "network.gb_s": "network",
     "host_us": "launches",
 }
-"""The numbers that decide most predictions, by their field."""
+"""The numbers that matter most for predictions, by field."""
 
 _WORDS: dict[Origin, str] = {
     "calibrated": "calibrated",
@@ -31,7 +31,7 @@ _WORDS: dict[Origin, str] = {
 
 
 def origin(hardware: "Hardware", field: str) -> Origin:
-    """Of a dotted field: that of the longest part of its name that the profile's [provenance] has; '' there is all others'."""
+    """Origin of a dotted field: the entry of [provenance] with the longest matching prefix; the entry '' matches all fields."""
     parts = field.split(".")
     for length in range(len(parts), 0, -1):
         if (name := ".".join(parts[:length])) in hardware.provenance:
@@ -40,7 +40,7 @@ def origin(hardware: "Hardware", field: str) -> Origin:
 
 
 def provenance_words(hardware: "Hardware") -> str:
-    """'matrix products and attention measured by others; memory size from a datasheet; network estimated'."""
+    """Summary such as 'GEMMs, attention measured by others; memory size from a datasheet; network estimated'."""
     found: dict[Origin, list[str]] = {}
     for field, words in QUANTITIES.items():
         found.setdefault(origin(hardware, field), []).append(words)
@@ -48,7 +48,7 @@ def provenance_words(hardware: "Hardware") -> str:
 
 
 def provenance_of_file(tree: dict[str, Any]) -> dict[str, Origin]:
-    """Of a user's file that says nothing itself: every number in it is theirs."""
+    """Provenance of a user's file without its own [provenance]: every number in it is 'yours'."""
     return tree.get("provenance") or (dict.fromkeys(_leaves(tree), "yours") if "like" in tree else {"": "yours"})
 
 

@@ -1,7 +1,7 @@
-"""The longest sequence, the largest micro-batch and the largest model that these GPUs can train, with the configuration.
-Memory decides: per mesh, only the configurations with the lowest peak memory are tried.
+"""Finds the longest sequence, the largest micro-batch or the largest model that these GPUs can train, with its configuration.
 
-The global batch is two micro-batches per replica and stage, so that gradients of an earlier one exist.
+Only memory matters here, so only the configurations with the lowest peak memory are tried for each mesh. The global batch is two
+micro-batches per replica and stage, so that gradients of an earlier micro-batch exist.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ SEQUENCE_STEP = 1024
 """Granularity of sequence lengths, in tokens."""
 
 MAX_AMOUNT = 1 << 14
-"""Upper bound of the search, in length steps or sequences."""
+"""Upper bound of a search for sequence length (in SEQUENCE_STEP) or micro-batch (in sequences)."""
 
 MAX_BLOCKS = 512
-"""Upper bound of the search, in blocks."""
+"""Upper bound of a search for model depth, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Answer:
     amount: int
     """Tokens per sequence, sequences per micro-batch, or blocks; 0: none fits."""
     plan: Plan | None
-    """The configuration that reaches it."""
+    """The configuration that reaches this maximum; None if none fits."""
 
 
 Grow = Callable[[Config, int], Config]
@@ -40,7 +40,7 @@ Grow = Callable[[Config, int], Config]
 
 
 def longest_sequence(request: Request, tick: Tick | None = None) -> list[Answer]:
-    """Longest sequence in tokens at micro-batch 1, by recomputation policy, in steps of SEQUENCE_STEP."""
+    """Longest sequence in tokens at micro-batch 1, for each recomputation policy, in steps of SEQUENCE_STEP."""
 
     def grow(config: Config, n: int) -> Config:
         return _train(config, seq_len=n * SEQUENCE_STEP, **_least_batch(config.parallel, 1))
@@ -49,7 +49,7 @@ def longest_sequence(request: Request, tick: Tick | None = None) -> list[Answer]
 
 
 def largest_batch(request: Request, tick: Tick | None = None) -> list[Answer]:
-    """Largest micro-batch in sequences, by recomputation policy."""
+    """Largest micro-batch in sequences, for each recomputation policy."""
 
     def grow(config: Config, n: int) -> Config:
         return _train(config, **_least_batch(config.parallel, n))
@@ -58,7 +58,7 @@ def largest_batch(request: Request, tick: Tick | None = None) -> list[Answer]:
 
 
 def max_layers(request: Request, tick: Tick | None = None) -> list[Answer]:
-    """Most blocks of this shape at micro-batch 1, by recomputation policy."""
+    """Largest number of blocks of this shape at micro-batch 1, for each recomputation policy."""
 
     def grow(config: Config, n: int) -> Config:
         model = config.model.model_copy(update={"layers": n})
@@ -68,7 +68,7 @@ def max_layers(request: Request, tick: Tick | None = None) -> list[Answer]:
 
 
 def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tuple[str, ModelConfig] | None:
-    """Of named shapes, the one of the most parameters that fits with one sequence a micro-batch."""
+    """Returns the named shape with the most parameters that fits at micro-batch 1; None if none does."""
     for name, model in sorted(shapes, key=lambda each: -parameter_count(each[1])):
         asked = replace(request, base=request.base.model_copy(update={"model": model}))
         if fits_at_all(asked):
@@ -77,7 +77,7 @@ def largest_model(request: Request, shapes: list[tuple[str, ModelConfig]]) -> tu
 
 
 def fits_at_all(request: Request) -> bool:
-    """Whether some configuration has room for micro-batches of one sequence, whatever the global batch."""
+    """Whether any configuration fits at micro-batch 1, whatever the global batch."""
     smallest = _smallest_configs(request, POLICIES[::-1])
     return any(_fits(_train(config, **_least_batch(config.parallel, 1)), request) for config in smallest)
 
@@ -88,7 +88,7 @@ def fits(request: Request) -> bool:
 
 
 def where_it_fits(search: Search) -> str:
-    """For a model that does not fit: on how many of these GPUs, or with how short a sequence, it does."""
+    """For a model that does not fit: the number of GPUs, or the sequence length, at which it does."""
     request = search.request
     ways: list[str] = []
     gpus = request.gpus
@@ -96,9 +96,7 @@ def where_it_fits(search: Search) -> str:
     while free and gpus < 1024 and not ways:
         gpus *= 2
         if fits(replace(request, gpus=gpus)):
-            ways.append(
-                f"on {gpus} of them (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)"
-            )
+            ways.append(f"on {gpus} GPUs (the fewest of {request.gpus}, {2 * request.gpus}, {4 * request.gpus}, ...)")
     length = request.base.train.seq_len // 2
     while length >= 64:
         if fits(replace(request, base=_train(request.base, seq_len=length))):
@@ -127,8 +125,10 @@ def _by_policy(request: Request, grow: Grow, tick: Tick | None, most: int = MAX_
 
 
 def _smallest_configs(request: Request, names: tuple[RecomputeName, ...]) -> Iterator[Config]:
-    """Each mesh, layout and sharding under 1F1B, with each of these policies in every block, and without overlap: halves need
-    even micro-batches, and hold about as much."""
+    """Yields each mesh, layout and sharding with 1F1B and each of these policies in every block.
+
+    Overlap is off: halves need an even micro-batch, and use about as much memory.
+    """
     if "parallel.overlap" not in request.fixed:
         parallel = request.base.parallel.model_copy(update={"overlap": "none"})
         request = replace(
@@ -144,16 +144,16 @@ def _smallest_configs(request: Request, names: tuple[RecomputeName, ...]) -> Ite
                 yield variants.of(parallel, 1, name, every)
 
 
-def _largest(config: Config, grow: Grow, request: Request, beyond: int, most: int) -> int:
-    """The largest n > `beyond` that is legal and fits; `beyond` if there is none."""
+def _largest(config: Config, grow: Grow, request: Request, above: int, most: int) -> int:
+    """The largest n > `above` that is legal and fits; `above` if there is none."""
 
     def good(n: int) -> bool:
         asked = grow(config, n)
         return legal(asked) and _fits(asked, request)
 
-    first = next((n for n in range(beyond + 1, beyond + 3) if legal(grow(config, n))), beyond + 1)
+    first = next((n for n in range(above + 1, above + 3) if legal(grow(config, n))), above + 1)
     if not good(first):
-        return beyond
+        return above
     low, high = first, 2 * first
     while high <= most and good(high):
         low, high = high, 2 * high

@@ -1,13 +1,13 @@
-"""The public record: training speeds that others measured and published, as data, and our prediction of each.
+"""The public record: training speeds measured and published by others, as data, with a prediction of each.
 
-`record.json` holds facts only: shape, mesh, batch, GPU and software of a run, and its tokens per second or FLOP/s a GPU, with where
-they were published. How a row becomes a configuration, the same for every row of a source:
+`record.json` holds facts only: shape, mesh, batch, GPU and software of each run, its tokens per second or FLOP/s per GPU, and where
+they were published. A row becomes a configuration by the same rules for every source:
 
-- An MLP without a gate of width 4 d has the parameters and the FLOPs of a gated one of width 8/3 d, which is what we run.
-- Checkpointing of whole blocks is `full-block`; selective checkpointing of single operations is priced as `full-block` in every
-  second block, which recomputes as many matrix products.
-- Where the micro-batch or the interleaving was not published, those that are fastest by the model are taken.
-- The software stack of the source sets what is compiled, the attention kernel and what hides (`boost.plan.stack`).
+- An ungated MLP of width 4 d has the parameters and FLOPs of a gated MLP of width 8/3 d, which we use instead.
+- Activation checkpointing of whole blocks is `full-block`. Selective checkpointing of single operations is modeled as `full-block`
+  in every second block, which recomputes as many GEMMs.
+- An unpublished micro-batch or degree of interleaving is set to the fastest one according to the performance model.
+- The software stack of the source determines what is compiled, the attention kernel and what overlaps (`boost.plan.stack`).
 """
 
 import contextlib
@@ -30,29 +30,29 @@ from boost.plan.timing import Predictor
 FILE = Path(__file__).parent / "record.json"
 
 INTERLEAVED = (1, 2, 3, 4, 6)
-"""Stages per process, tried where none was published (as `boost.plan.published.MICRO_BATCHES` are). Our runtime refuses some."""
+"""Stages per process to try if none was published, like `boost.plan.published.MICRO_BATCHES`. The runtime rejects some of them."""
 
 
 class Source(Section):
-    """Where rows were published."""
+    """A publication with training speeds."""
 
     title: str
     url: str
     stack: StackName
-    """Of its rows, if they do not say otherwise."""
+    """Software stack of its rows, unless a row overrides it."""
     layout: str
-    """Of what TP shards."""
+    """TP layout of its rows."""
     shard: Literal["none", "optimizer", "full"]
     param_dtype: Literal["float32", "bfloat16"]
     attention: str = ""
-    """Attention kernel, where it is not that of the stack."""
+    """Attention kernel, if it differs from the stack's."""
     fusion: float = 1.0
-    """How many times fewer bytes the element-wise work of its blocks moves than that of ours, under its stack."""
+    """Factor by which the element-wise work of its blocks moves fewer bytes than in boost, under its stack."""
     note: str = ""
 
 
 class Row(Section):
-    """A run."""
+    """A published run."""
 
     source: str
     model: str
@@ -60,31 +60,31 @@ class Row(Section):
     layers: int
     heads: int
     kv_heads: int | None = None
-    """None: as many as heads."""
+    """Number of key/value heads; None: as many as `heads`."""
     ffn: int | None = None
-    """Width of a gated MLP; None: one of 4 d without a gate."""
+    """Width of a gated MLP; None: an ungated MLP of width 4 d."""
     vocab: int
     seq: int
     gpu: str
-    """A hardware profile."""
+    """Name of a hardware profile."""
     gpus: int
     tp: int = 1
     pp: int = 1
     micro_batch: int | None = None
-    """Sequences; None: not published."""
+    """Micro-batch in sequences; None: not published."""
     global_batch: int
     recompute: Literal["none", "selective", "full"] = "none"
     stack: StackName | None = None
-    """None: that of the source."""
+    """Software stack; None: that of the source."""
     tokens_per_s: float | None = None
-    """Of one GPU."""
+    """Tokens per second per GPU."""
     tflops: float | None = None
-    """Model TFLOP/s of one GPU, as the source counts FLOPs. Without a gate: 72 B s l d^2 (1 + s/6d + V/12dl), which counts all
-    scores; else 6 a weight and token, and the causal half of the scores."""
+    """Model TFLOP/s per GPU, as the source counts FLOPs. Ungated MLP: 72 B s l d^2 (1 + s/6d + V/12dl), which counts all attention
+    scores. Gated MLP: 6 per weight and token, plus the causal half of the scores."""
     way: Way | None = None
-    """Of the BOOST paper's rows (`boost.plan.published`), which are not dense alone."""
+    """Method of a BOOST paper row (`boost.plan.published`); None for all other rows, which are dense."""
     peak_gib: float | None = None
-    """Of the fullest GPU, as torch's allocator counts it."""
+    """Peak memory of the GPU that uses the most, in GiB, as reported by torch's allocator."""
 
     @property
     def dp(self) -> int:
@@ -93,7 +93,7 @@ class Row(Section):
 
     @property
     def seconds(self) -> float:
-        """Of a step, as measured."""
+        """Measured seconds per step."""
         tokens = self.global_batch * self.seq
         if self.tokens_per_s is not None:
             return tokens / (self.tokens_per_s * self.gpus)
@@ -108,7 +108,7 @@ class Row(Section):
 
 
 class Record(Section):
-    """All of it."""
+    """All sources and rows."""
 
     sources: dict[str, Source]
     rows: tuple[Row, ...]
@@ -116,12 +116,12 @@ class Record(Section):
 
 @functools.cache
 def record() -> Record:
-    """What is in the package, and the BOOST paper's steps."""
+    """Returns the packaged record plus the BOOST paper's steps."""
     found = Record.model_validate_json(FILE.read_text(encoding="utf-8"), strict=False)
-    return found.model_copy(update={"rows": (*found.rows, *_of_the_paper())})
+    return found.model_copy(update={"rows": (*found.rows, *_paper_rows())})
 
 
-def _of_the_paper() -> Iterator[Row]:
+def _paper_rows() -> Iterator[Row]:
     for published in STEPS:
         for way, seconds in published.seconds.items():
             model = configuration(way, published).model
@@ -141,16 +141,16 @@ class Scored:
     stack: StackName
     predicted_s: float
     predicted_gib: float | None
-    """Peak memory, where it was published."""
+    """Predicted peak memory in GiB, if the row has a published one."""
 
 
 def stack_of(row: Row) -> StackName:
-    """The software it ran on."""
+    """Software stack of a row."""
     return row.stack or record().sources[row.source].stack
 
 
 def score(rows: Sequence[Row]) -> Iterator[Scored]:
-    """Predictions of these rows, in order."""
+    """Yields a prediction for each row, in order."""
     machines: dict[tuple[str, str, StackName], tuple[Hardware, Predictor, Comparison]] = {}
     for row in rows:
         stack = stack_of(row)
@@ -168,7 +168,7 @@ def score(rows: Sequence[Row]) -> Iterator[Scored]:
 
 
 def hardware_of(row: Row) -> Hardware:
-    """The profile of a row's GPUs as its software uses it."""
+    """Hardware profile of a row's GPUs with its software stack applied."""
     source = record().sources[row.source]
     found = with_stack(load_hardware(row.gpu), stack_of(row), source.attention)
     return found.model_copy(update={"speeds": found.speeds.model_copy(update={"fusion": source.fusion})})
@@ -179,7 +179,7 @@ def _peak_gib(config: Config, hardware: Hardware) -> float:
 
 
 def configurations(row: Row) -> Iterator[Config]:
-    """What a row may have run: one configuration, or those with each micro-batch and interleaving that were not published."""
+    """Yields the possible configurations of a row: one, or one per candidate if micro-batch or interleaving are unpublished."""
     if row.way is not None:
         published = next(each for each in STEPS if row.model == f"{each.size} {row.way}")
         yield from (configuration(row.way, published, micro_batch) for micro_batch in MICRO_BATCHES)
@@ -188,7 +188,7 @@ def configurations(row: Row) -> Iterator[Config]:
     for micro_batch in [row.micro_batch] if row.micro_batch else [n for n in MICRO_BATCHES if each % n == 0]:
         interleaved = row.pp > 1 and row.micro_batch is None and (each // micro_batch) % row.pp == 0
         for virtual in INTERLEAVED if interleaved else INTERLEAVED[:1]:
-            with contextlib.suppress(ConfigError):  # more stages than the runtime interleaves
+            with contextlib.suppress(ConfigError):  # more stages than the runtime supports
                 yield _configuration(row, stack_of(row), micro_batch, virtual)
 
 

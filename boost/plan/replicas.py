@@ -1,7 +1,7 @@
-"""What one process stores, which rows are sharded over replicas, and the collectives between replicas.
+"""What one process stores, how rows are sharded over replicas, and the collectives between replicas.
 
-With `parallel.shard`, each replica stores an equal number of consecutive rows of every matrix; if rows do not divide evenly,
-the last replicas store fewer. Numbers here are for the first replica, which has the most.
+With `parallel.shard`, each replica stores an equal number of consecutive rows of every matrix; if rows do not divide evenly, the
+last replicas store fewer. All numbers are for the first replica, which stores the most.
 """
 
 import functools
@@ -30,7 +30,7 @@ from boost.config.traffic import ITEMSIZE, Collective, bucket_lengths
 
 
 class StoredTensor(NamedTuple):
-    """One stored tensor of one process; several parameters may be fused along its rows."""
+    """One stored tensor of one process. Several parameters may be fused along its rows."""
 
     rows: int
     columns: int
@@ -38,17 +38,17 @@ class StoredTensor(NamedTuple):
     vector: bool
     placement: Placement
     unit: int | None
-    """The block that it is gathered with; None: gathered with the embedding and the head of its stage."""
+    """Block (FSDP unit) that it is gathered with; None: the unit of embedding and head of its stage."""
     may_have_copy: bool
-    """Whether passes use a working copy of it, where there are any (`boost.config.copies`)."""
+    """Whether forward and backward use a working copy of it, if working copies are on (`boost.config.copies`)."""
 
     @property
     def elements(self) -> int:
-        """Elements of the gathered tensor."""
+        """Number of elements of the gathered tensor."""
         return self.rows * self.columns
 
     def shard_count(self, parallel: ParallelConfig) -> int:
-        """Number of processes that its rows are sharded over; 1 if not sharded."""
+        """Number of processes that its rows are sharded over; 1 if it is not sharded."""
         if self.vector or not parallel.sharded:
             return 1
         return parallel.dp_cp * (parallel.tp if parallel.shard_outer and self.placement.partial else 1)
@@ -58,14 +58,14 @@ class StoredTensor(NamedTuple):
         return parallel.shard_outer and self.placement.partial and not self.vector and parallel.sharded
 
     def shard(self, parallel: ParallelConfig) -> int:
-        """Elements of the first shard, the largest one."""
+        """Number of elements of the first shard, which is the largest."""
         return -(-self.rows // self.shard_count(parallel)) * self.columns
 
 
 def stored_tensor(
     model: ModelConfig, parallel: ParallelConfig, unit: int | None, *parameters: Parameter
 ) -> StoredTensor:
-    """The stored tensor of these fused parameters on one process; `unit` as in `StoredTensor`."""
+    """Returns the stored tensor of these fused parameters on one process; `unit` as in `StoredTensor`."""
     placement = placement_of(parameters[0].role, model, parallel)
     shapes = [local_shape(parameter, placement, parallel.tp) for parameter in parameters]
     rows, columns = sum(shape[0] for shape in shapes), math.prod(shapes[0][1:])
@@ -74,7 +74,7 @@ def stored_tensor(
 
 
 def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | None = None) -> Sequence[StoredTensor]:
-    """Every stored tensor of one process, in forward order. Made once for all configurations that agree on what it depends on."""
+    """Every stored tensor of one process, in forward order. Cached by the fields that they depend on."""
     of_tp = (getattr(parallel, field) for field in _fields_of_tp(type(parallel)))
     key = id(model), type(parallel), *of_tp, stage
     if key not in _known or _known[key][0] is not model:
@@ -86,7 +86,7 @@ def stored_tensors(model: ModelConfig, parallel: ParallelConfig, stage: Stage | 
 
 _known: dict[Any, tuple[ModelConfig, Sequence[StoredTensor]]] = {}
 _NOT_OF_TP = ("pp", "dp", "cp", "shard", "shard_outer", "schedule", "virtual", "split", "overlap")
-"""Fields of [parallel] that say nothing of the tensors of one process of a TP group."""
+"""Fields of [parallel] that do not affect the tensors of a TP rank."""
 
 
 @functools.cache
@@ -129,19 +129,19 @@ def _block_tensors(model: ModelConfig, parallel: ParallelConfig, layer: int) -> 
 
 
 def with_whole_weights(config: Config) -> Config:
-    """The same with parallel.shard = "none" where replicas divide moments only (`boost.optim.divided`)."""
+    """The configuration with parallel.shard = "none" if replicas divide only the moments (`boost.optim.divided`)."""
     if not config.divides_moments:
         return config
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
 
 
 def moments_share(config: Config) -> float:
-    """The part of all moments of its weights that a process holds, where replicas divide them: two copies of each."""
+    """Fraction of the moments that a process holds: replicas that divide moments keep two copies of each in total."""
     return min(1.0, 2 / config.parallel.dp) if config.divides_moments else 1.0
 
 
 def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """All-gathers of updated weights where replicas divide moments: buckets, padded to the longest of equal parts of their rows."""
+    """All-gathers of updated weights if replicas divide moments: one per bucket, with parts padded to the longest."""
     dp, dtype = config.parallel.dp, config.train.param_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, config.parallel, stage)]
     result = []
@@ -153,8 +153,8 @@ def exchange_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
 
 
 def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collective]:
-    """Bucketed gradient all-reduces of one optimizer step: partial gradients over TP and DP, complete ones over DP, and
-    partial ones of sharded weights over TP."""
+    """Bucketed gradient all-reduces of one optimizer step: partial gradients over TP and DP, complete gradients over DP, and
+    partial gradients of sharded weights over TP."""
     parallel, dtype, sent = config.parallel, config.train.param_dtype, config.train.sum_dtype
     stored = [t for stage in stages for t in stored_tensors(config.model, parallel, stage)][::-1]
     held = [t for t in stored if t.vector or not parallel.sharded]
@@ -179,11 +179,12 @@ def gradient_collectives(config: Config, stages: Sequence[Stage]) -> list[Collec
 def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
     """All-gathers of sharded weights and reduce-scatters of their gradients: one per block, and one for embedding and head.
 
-    ZeRO-1 gathers and scatters once per step. FSDP gathers a block before its forward and before its backward pass and scatters
-    after it, in phases 'forward' and 'backward' of each micro-batch. In a pipeline, where passes of several micro-batches
-    alternate, FSDP reshards a block that was gathered for a backward pass after the next forward pass, and scatters once per
-    step: one gather per micro-batch and one more, under any schedule, all in phase 'step'. (For up to three stages per process;
-    torch's schedules reshard more of them.)
+    - ZeRO-1 gathers and scatters once per step.
+    - FSDP gathers a block before its forward and before its backward pass and scatters after the latter, in phases 'forward' and
+      'backward' of each micro-batch.
+    - FSDP in a pipeline, where passes of several micro-batches alternate, reshards a block gathered for a backward pass only after
+      the next forward pass, and scatters once per step. That makes one gather per micro-batch plus one, under any schedule, all in
+      phase 'step'. (True for up to three stages per process; with more, torch's schedules reshard more often.)
     """
     parallel, train = config.parallel, config.train
     if not parallel.sharded:
@@ -199,7 +200,7 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
             scatter = Collective(
                 "step", "reduce-scatter", (elements,), train.sum_dtype, processes, "gradients", unit, axis
             )
-            between = full and unit is not None  # resharded between the two passes
+            between = full and unit is not None  # resharded between forward and backward
             if full and not piped:
                 result.append(replace(gather, phase="forward"))
                 result += [replace(gather, phase="backward")] * between
@@ -211,10 +212,10 @@ def gathers(config: Config, stages: Sequence[Stage]) -> list[Collective]:
 
 
 def _units(config: Config, stage: Stage) -> Iterator[tuple[int | None, int, int, str]]:
-    """(block or None for embedding and head, gathered elements with padding, processes, axis) per FSDP unit."""
+    """Yields (block, gathered elements with padding, processes, axis) for each FSDP unit; block None: embedding and head."""
     parallel = config.parallel
     elements: Counter[tuple[int | None, bool]] = Counter()
-    """Of shards."""
+    """Elements of one shard by (unit, whether it is sharded over TP too)."""
     for tensor in stored_tensors(config.model, parallel, stage):
         if tensor.shard_count(parallel) > 1:
             elements[tensor.unit, tensor.over_replicas(parallel)] += tensor.shard(parallel)

@@ -1,7 +1,7 @@
-"""Rules of torch functions on `ShapeTensor`: the output, the saved tensors and the bytes moved, forward and backward.
+"""Shape-tensor rules for torch functions: the output, saved tensors and bytes moved, in the forward and the backward pass.
 
-A rule allocates its output with `make` and adds it to the graph with `record`; its backward pass uses the same operations.
-`moves` counts elements read and written per output element, without broadcast operands.
+A rule allocates its output with `make` and adds it to the graph with `record`; its backward function is made of rules too. `moves`
+counts elements read and written per output element, without broadcast operands.
 """
 
 import functools
@@ -41,7 +41,7 @@ def _broadcast(operands: Sequence[ShapeTensor]) -> Shape:
 
 @functools.lru_cache(maxsize=8192)
 def _broadcast_shapes(*shapes: Shape) -> Shape:
-    return np.broadcast_shapes(*shapes)  # torch's own imports its symbolic shapes first, half a second
+    return np.broadcast_shapes(*shapes)  # torch.broadcast_shapes imports symbolic shapes first: half a second
 
 
 def _promoted(operands: Sequence[ShapeTensor]) -> torch.dtype:
@@ -53,7 +53,7 @@ def _promoted(operands: Sequence[ShapeTensor]) -> torch.dtype:
 
 
 def _strides(operands: Sequence[ShapeTensor], shape: Shape) -> Shape:
-    """Strides of the first operand with the output's shape, if it is dense."""
+    """Strides of the output: those of the first operand that has its shape, made dense."""
     for x in operands:
         if x.shape == shape:
             return contiguous(shape) if x.is_contiguous() else _dense(shape, x.strides)
@@ -81,19 +81,19 @@ def _made(operation: str, operands: Sequence[ShapeTensor], kernel: str = STREAM)
 
 @rule("elementwise")
 def elementwise(operation: str, *operands: Any) -> ShapeTensor:
-    """Element-wise operation on one or more tensors, outside autograd only."""
+    """Element-wise operation on one or more tensors. Outside autograd only."""
     _require_no_graph(operation, operands)
     return _made(operation, [x for x in operands if isinstance(x, ShapeTensor)])
 
 
 def _require_no_graph(operation: str, operands: Sequence[Any]) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, ShapeTensor) and x.node is not None for x in operands):
-        raise NoRuleError(f"no rule for what '{operation}' saves for backward; add one to boost.plan.rules")
+        raise NoRuleError(f"no rule for '{operation}' under autograd; add one to boost.plan.rules")
 
 
 @rule("compare")
 def compare(x: ShapeTensor) -> ShapeTensor:
-    """Comparison, which gives a mask."""
+    """Comparison; returns a bool mask."""
     return make(x, x.shape, "compare", dtype=torch.bool)
 
 
@@ -109,13 +109,13 @@ def in_place(x: ShapeTensor, *operands: Any) -> ShapeTensor:
 
 @rule("exp_")
 def exp_(x: ShapeTensor) -> ShapeTensor:
-    """In-place exp, at the speed of a softmax."""
+    """In-place exp, timed like a softmax."""
     x.tape.record_op(LOSS, (x.numel_,), x.dtype, 2)
     return x
 
 
 def _summed_to(gradient: ShapeTensor, like: ShapeTensor) -> ShapeTensor:
-    """Gradient of a broadcast operand."""
+    """Sums a gradient over the broadcast dimensions of an operand."""
     if gradient.shape == like.shape:
         return gradient
     if not gradient.is_small:
@@ -161,7 +161,7 @@ def mul(x: ShapeTensor, y: Any, out: ShapeTensor | None = None) -> ShapeTensor:
 
 @rule("div")
 def div(x: ShapeTensor, y: Any) -> ShapeTensor:
-    """x / y; under autograd y must be a number."""
+    """x / y. Under autograd y must be a number."""
     if isinstance(y, ShapeTensor):
         return elementwise("div", x, y)
     return record(lambda: _made("div", [x]), [x], lambda g, s: [_made("div", [g[0]])])
@@ -191,7 +191,7 @@ def silu(x: ShapeTensor, inplace: bool = False) -> ShapeTensor:
 
 @rule(torch.ops.aten.silu_backward)
 def silu_backward(dy: ShapeTensor, x: ShapeTensor) -> ShapeTensor:
-    """Outside autograd only."""
+    """Gradient of silu. Outside autograd only."""
     _require_no_graph("silu_backward", (dy, x))
     return _made("silu_backward", [dy, x], SILU_BACKWARD)
 
@@ -204,7 +204,7 @@ def addcmul(bias: ShapeTensor, x: ShapeTensor, weight: ShapeTensor) -> ShapeTens
     def backward(g: Sequence[Any], s: Sequence[ShapeTensor]) -> Sequence[Any]:
         dbias = _summed_to(g[0], few)
         dx = mul(g[0], s[1])
-        ones = _made("mul", [g[0]])  # times the value, which is one
+        ones = _made("mul", [g[0]])  # multiplied by value = 1
         dweight = _summed_to(mul(ones, s[0]), like)
         return [dbias, dx, dweight]
 
@@ -228,7 +228,7 @@ def reduce(
 
 @rule("logsumexp")
 def logsumexp(x: ShapeTensor, dim: int) -> ShapeTensor:
-    """logsumexp over one dimension, at the speed of a softmax."""
+    """logsumexp over one dimension, timed like a softmax."""
     return reduce(x, dim, LOSS)
 
 
@@ -269,7 +269,7 @@ def cat(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
 
 @rule(F.pad)
 def pad(x: ShapeTensor, sizes: Sequence[int], mode: str = "constant", value: float | None = None) -> ShapeTensor:
-    """Numbers around x; the gradient is a copy of what is not padding."""
+    """Pads x; the gradient is a copy of the unpadded part."""
     added = [before + after for before, after in zip(sizes[::2], sizes[1::2], strict=True)][
         ::-1
     ]  # the last dimension is first
@@ -281,7 +281,7 @@ def pad(x: ShapeTensor, sizes: Sequence[int], mode: str = "constant", value: flo
 
 @rule(torch.stack)
 def stack(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
-    """Stack, outside autograd only."""
+    """Stacks tensors. Outside autograd only."""
     _require_no_graph("stack", parts)
     dim %= parts[0].ndim + 1
     shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
@@ -290,7 +290,7 @@ def stack(parts: Sequence[ShapeTensor], dim: int = 0) -> ShapeTensor:
 
 @rule("repeat_interleave")
 def repeat_interleave(x: ShapeTensor, times: int, dim: int) -> ShapeTensor:
-    """Repeats each slice; gradients are summed."""
+    """Repeats each slice; the gradient sums over the repeats."""
     shape = (*x.shape[:dim], x.shape[dim] * times, *x.shape[dim + 1 :])
     like = x.without_storage()
     return record(
@@ -306,7 +306,7 @@ def empty_like(x: ShapeTensor, **_: Any) -> ShapeTensor:
 
 @rule(torch.zeros_like)
 def zeros_like(x: ShapeTensor, dtype: torch.dtype | None = None) -> ShapeTensor:
-    """Writes once."""
+    """Allocates, and writes each element once."""
     return make(x, x.shape, "zeros", 1.0, dtype=dtype)
 
 
@@ -324,7 +324,7 @@ def _product(
 
 @rule(F.linear)
 def linear(x: ShapeTensor, weight: ShapeTensor, bias: ShapeTensor | None = None) -> ShapeTensor:
-    """x W^T (+ b); saves x and W. Leading dimensions are folded first, with a copy if x is not contiguous."""
+    """x W^T (+ b); saves x and W. Folds leading dimensions first, with a copy if x is not contiguous."""
     if x.ndim > 2:
         folded = x.reshape(-1, x.shape[-1])
         return linear(folded, weight, bias).view(*x.shape[:-1], weight.shape[0])
@@ -344,7 +344,7 @@ def linear(x: ShapeTensor, weight: ShapeTensor, bias: ShapeTensor | None = None)
 
 
 def _write(out: ShapeTensor, operation: str, inputs: Sequence[ShapeTensor]) -> None:
-    """Memory that was allocated without contents is what is written into it."""
+    """Records a write into `out`, which may be uninitialized memory: it takes the category of what is written into it."""
     storage, tape = out.storage, out.tape
     if storage is not None and storage.category:
         storage.category, storage.role = origin(tape, operation, inputs)
@@ -379,11 +379,11 @@ def addmm_(x: ShapeTensor, a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 @rule("matmul", torch.matmul)
 def matmul(a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
-    """[m, k] x [k, n], or [m, k] x [b, k, n], which torch folds into one GEMM of the transposed batch."""
+    """[m, k] x [k, n], or [m, k] x [b, k, n], which torch folds into one GEMM on the transposed batch."""
     if a.ndim == b.ndim == 2:
         return mm(a, b)
     if not (a.ndim == 2 and b.ndim == 3):
-        raise NoRuleError(f"no rule for matmul of {a.ndim} and {b.ndim} dimensions; add one to boost.plan.rules")
+        raise NoRuleError(f"no rule for matmul of a {a.ndim}-D and a {b.ndim}-D tensor; add one to boost.plan.rules")
     turned = b.transpose(1, 2)
     folded = turned.reshape(-1, turned.shape[-1])
     return mm(folded, a.t()).view(*turned.shape[:-1], a.shape[0]).transpose(1, 2).contiguous()
@@ -394,7 +394,7 @@ def matmul(a: ShapeTensor, b: ShapeTensor) -> ShapeTensor:
 
 @rule(F.layer_norm)
 def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 0.0) -> ShapeTensor:
-    """Without weight and bias; saves x, and mean and rstd per row."""
+    """LayerNorm without weight and bias; saves x, and mean and rstd per row."""
     assert weight is None and bias is None
     return record(
         lambda: make(x, x.shape, "layer_norm", 2.0),
@@ -407,7 +407,7 @@ def layer_norm(x: ShapeTensor, shape: Any, weight: Any = None, bias: Any = None,
 
 @rule(F.rms_norm)
 def rms_norm(x: ShapeTensor, shape: Any, weight: ShapeTensor, eps: float) -> ShapeTensor:
-    """torch's fused kernel; saves x and rstd per row."""
+    """torch's fused RMSNorm; saves x, and rstd per row."""
     acc_dtype, few = torch.promote_types(x.dtype, torch.float32), weight.without_storage()
     place, x.tape.place = x.tape.place, "norm"
     made = record(
@@ -430,11 +430,11 @@ def attention(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> ShapeTensor:
-    """Fused attention; saves the logsumexp per row of scores. Its output is laid out by tokens, not by heads."""
+    """Fused attention; saves the logsumexp of each row of scores. Its output is token-major, not head-major."""
     batch, heads, length, width = q.shape
     shape: tuple[int, ...] = batch, heads, k.shape[1], length, width
     if k.shape[2] != length:
-        assert attn_mask is not None, "queries of the last tokens say so"
+        assert attn_mask is not None, "fewer queries than keys need a mask"
         shape = *shape, k.shape[2]
     tape, acc_dtype = q.tape, torch.promote_types(q.dtype, torch.float32)
 
@@ -475,7 +475,7 @@ def embedding(tokens: Any, table: ShapeTensor, *_: Any, **__: Any) -> ShapeTenso
 
 @rule(torch.ops.aten.embedding_dense_backward)
 def embedding_backward(dy: ShapeTensor, tokens: Any, rows: int, padding: int, scaled: bool) -> ShapeTensor:
-    """Zeroes the table, then accumulates."""
+    """Zeroes the gradient of the table, then accumulates into it."""
     table = make(dy, (rows, dy.shape[1]), "embedding_backward", 1.0)
     dy.tape.record_op(LOOKUP, (dy.numel_,), dy.dtype, 3)
     return table
@@ -484,7 +484,7 @@ def embedding_backward(dy: ShapeTensor, tokens: Any, rows: int, padding: int, sc
 def zeros(
     tape_device: tuple[Any, torch.device], *shape: Any, dtype: torch.dtype | None = None, **_: Any
 ) -> ShapeTensor:
-    """torch.zeros on a tape."""
+    """torch.zeros, recorded on the tape."""
     tape, device = tape_device
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = tuple(shape[0])

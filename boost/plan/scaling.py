@@ -1,7 +1,7 @@
-"""The trace of any micro-batch, from the traces of two.
+"""Derives the trace of any micro-batch from the traces of two others.
 
-Every size in a block is either constant or proportional to the micro-batch: two traces show which. Bytes that are live at an
-allocation are sums of both kinds, thus a line, and a peak is the maximum of these lines.
+Every size in a block is either constant or proportional to the micro-batch, and two traces show which. Live bytes are sums of both
+kinds, so they are linear in the micro-batch. A peak is the maximum of these lines.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ class _DiffersError(Exception):
 
 @dataclass(frozen=True)
 class _Scale:
-    """From two micro-batches to another one."""
+    """Extrapolates sizes from two micro-batches to a third one."""
 
     low: int
     high: int
     wanted: int
 
     def shape(self, small: tuple[int, ...], large: tuple[int, ...]) -> tuple[int, ...]:
-        """Each dimension is constant or proportional."""
+        """Scales a shape; each dimension must be constant or proportional."""
         if small == large:
             return small
         low, high = self.low, self.high
@@ -34,21 +34,21 @@ class _Scale:
         return tuple(x if x == y else x * self.wanted // low for x, y in zip(small, large, strict=True))
 
     def bytes(self, small: int, large: int) -> int:
-        """On the line through both."""
+        """Evaluates the line through both sizes."""
         more, rest = divmod((large - small) * (self.wanted - self.low), self.high - self.low)
         if rest:
             raise _DiffersError
         return small + more
 
     def all_bytes(self, small: Sequence[int], large: Sequence[int]) -> tuple[int, ...]:
-        """Of sizes at the same places."""
+        """The same for two sequences of sizes, element by element."""
         if len(small) != len(large):
             raise _DiffersError
         return tuple(map(self.bytes, small, large))
 
 
 def scaled_pass(small: TracedPass, large: TracedPass, micro_batches: tuple[int, int], wanted: int) -> TracedPass | None:
-    """The trace of micro-batch `wanted`; None if it does not follow from those of `micro_batches`."""
+    """Returns the trace of micro-batch `wanted`; None if it cannot be derived from those of `micro_batches`."""
     scale = _Scale(*micro_batches, wanted)
     try:
         return _scaled(small, large, scale)

@@ -1,7 +1,7 @@
-"""Order of passes on one pipeline rank, which decides how many micro-batches are in flight.
+"""Order of passes on one pipeline rank, which determines how many micro-batches are in flight.
 
-These are the schedules of torch.distributed.pipelining (`schedules.py`, torch 2.13) without its sends and waits, which do not
-change the order on one rank. A test compares them.
+These are the schedules of torch.distributed.pipelining (`schedules.py`, torch 2.13) without sends and waits, which do not change
+the order on one rank. A test compares both.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ class Action:
 
 
 def micro_batches(config: Config) -> int:
-    """Micro-batches per replica and step."""
+    """Number of micro-batches per replica and step."""
     return config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
 
 
 def actions(config: Config, pp_rank: int) -> list[Action]:
-    """The actions of pipeline rank `pp_rank` in a step, in order."""
+    """Returns the actions of pipeline rank `pp_rank` in a step, in order."""
     parallel, count = config.parallel, micro_batches(config)
     if parallel.pp == 1:
         return [Action(kind, 0, n) for n in range(count) for kind in ("forward", "backward")]
@@ -41,7 +41,7 @@ def actions(config: Config, pp_rank: int) -> list[Action]:
 
 
 def _one_stage(count: int, ahead: int) -> Iterator[Action]:
-    """`ahead` warmup forward passes, then one backward, one forward."""
+    """One stage per process: `ahead` warmup forward passes, then alternating backward and forward passes."""
     yield from (Action("forward", 0, n) for n in range(ahead))
     for n in range(count):
         yield Action("backward", 0, n)
@@ -50,8 +50,8 @@ def _one_stage(count: int, ahead: int) -> Iterator[Action]:
 
 
 def _several_stages(pp: int, held: int, count: int, rank: int, zero_bubble: bool) -> Iterator[Action]:
-    """Interleaved 1F1B (arXiv 2104.04473): rounds of micro-batches through one stage, then the next. Zero bubble (2401.10241)
-    defers weight gradients."""
+    """Several stages per process. Interleaved 1F1B (arXiv 2104.04473) runs rounds of micro-batches through one stage, then through
+    the next. Zero bubble (arXiv 2401.10241) also defers weight gradients."""
     a_round = count // max(1, count // pp)
     total = held * count
     ahead = min((held - 1) * a_round + (1 if zero_bubble else 2) * (pp - 1 - rank), total)

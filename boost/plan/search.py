@@ -1,9 +1,9 @@
 """Finds the fastest legal configuration that fits, in seconds.
 
-Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that
-fits. Candidates that differ only in recomputation form one node. No recomputation is the fastest of them: a lower bound of its
-time, then its time, orders the node. If a node's policy with the lowest memory does not fit, no other policy and no larger
-micro-batch of the same structure fits.
+Time is cheaper to predict than memory, so the search visits candidates in order of step time and returns the first one that fits.
+Candidates that differ only in recomputation form one node. Nodes are ordered by the step time without recomputation, which is the
+fastest policy: first by a lower bound, then by the predicted time. If a node's policy with the lowest memory does not fit, no other
+policy and no larger micro-batch of the same structure fits.
 """
 
 import heapq
@@ -36,7 +36,7 @@ from boost.plan.timing import Predictor
 from boost.plan.trace import trace_block, trace_loss, traced_values
 
 AXES = ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp")
-"""Mesh sizes; their product is the number of processes."""
+"""Keys of the mesh sizes; their product is the number of processes."""
 
 FEW_BLOCKS = 3
 """With fewer blocks per stage, full recomputation may need more memory than saving activations."""
@@ -62,9 +62,9 @@ class Plan:
     pp_rank: int
     """That pipeline rank."""
     usable: int
-    """Bytes available to tensors on one device."""
+    """Usable memory of one device, in bytes."""
     margin: float = 0.0
-    """Fraction of them that is to stay free."""
+    """Fraction of `usable` that must stay free."""
 
     @property
     def memory(self) -> int:
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def shortfall(self) -> int:
-        """Bytes over the usable memory less its margin; 0 or less if it fits."""
+        """Bytes by which peak memory exceeds usable memory minus the margin; 0 or less if it fits."""
         return self.memory - int(self.usable * (1 - self.margin))
 
 
@@ -82,39 +82,39 @@ class _SearchNode:
     """Candidates that differ only in recomputation."""
 
     bound: float
-    """Step time without recomputation, or a lower bound of it."""
+    """Step time without recomputation, or a lower bound on it."""
     config: Config
-    """A legal one of them."""
+    """One legal candidate of this node."""
     exact: bool = False
-    """Whether `bound` is the predicted time."""
+    """Whether `bound` is the predicted time rather than a lower bound."""
     children: list[tuple[float, Config]] | None = None
     """Candidates that may fit, by step time; None until the node is visited."""
 
 
 @dataclass
 class Search:
-    """The candidates of a request, with cached predictions."""
+    """Searches the candidates of a request. Predictions are cached."""
 
     request: Request
     tick: Tick | None = None
     considered: int = 0
-    """Number of candidates."""
+    """Number of candidates considered."""
     time_estimates: int = 0
-    """Number of step time predictions."""
+    """Number of step-time predictions so far."""
     memory_estimates: int = 0
-    """Number of memory predictions."""
+    """Number of memory predictions so far."""
     _nodes: list[_SearchNode] = field(default_factory=list)
     _peaks: dict[Any, tuple[PeakMemory, int]] = field(default_factory=dict)
-    _misfits: dict[Any, int] = field(default_factory=dict)
+    _oom_states: dict[Any, int] = field(default_factory=dict)
     """Candidates that do not fit, with the bytes of weights and optimizer state on the rank that runs out of memory."""
-    _oom_from: dict[Any, int] = field(default_factory=dict)
-    """By structure and by mesh: the smallest micro-batch at which no candidate fits; 0: none fits at any."""
+    _smallest_oom_batch: dict[Any, int] = field(default_factory=dict)
+    """Smallest micro-batch at which no candidate fits, by structure and by mesh; 0: no micro-batch fits."""
 
     def __post_init__(self) -> None:
         self.predictor, self._variants = Predictor(self.request.hardware), Variants(self.request)
         self.usable = self.request.allowed_bytes
         self._limits: dict[tuple[Any, ...], tuple[int, float]] = {}
-        """By traced values of [parallel]: the largest micro-batch that may fit, the smallest one that does not."""
+        """(largest micro-batch that may fit, smallest one that does not), by traced values of [parallel]."""
         self._tp_legal: dict[tuple[Any, ...], bool] = {}
         self._smallest_structure: dict[tuple[Any, ...], ParallelConfig] = {}
         listed = list(structures(self.request))
@@ -125,11 +125,11 @@ class Search:
 
     @property
     def empty(self) -> bool:
-        """True if no configuration is legal."""
+        """Whether no configuration is legal."""
         return not self._nodes
 
     def why_no_tp(self) -> str:
-        """The rule that forbids the smallest TP size, if no TP size is legal; else ''."""
+        """If no TP size is legal, the rule that the smallest one violates; else ''."""
         request = self.request
         if any(node.config.parallel.tp > 1 for node in self._nodes) or "parallel.tp" in request.fixed:
             return ""
@@ -142,7 +142,7 @@ class Search:
         return ""
 
     def fastest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """The fastest candidate that fits and passes `test` (and whose [parallel] passes `of`), or None."""
+        """Returns the fastest candidate that fits and passes `test`, and whose [parallel] passes `of`; None if there is none."""
         numbers = itertools.count()
         waiting: list[tuple[float, int, _SearchNode | Config]] = [
             (node.bound, next(numbers), node) for node in self._nodes if of is None or of(node.config.parallel)
@@ -163,7 +163,7 @@ class Search:
         return None
 
     def smallest(self, test: Test = any_config, of: Callable[[ParallelConfig], bool] | None = None) -> Plan | None:
-        """The candidate with the lowest peak memory that passes, or None; per mesh, only the presumably smallest is estimated."""
+        """Returns the candidate with the lowest peak memory that passes, or None. Estimates one candidate per mesh."""
         thrifty: dict[Any, tuple[Any, Config]] = {}
         for node in self._nodes:
             parallel = node.config.parallel
@@ -177,26 +177,26 @@ class Search:
         return self.plan(min(found, key=lambda config: self.peak_memory(config)[0].total)) if found else None
 
     def plan(self, config: Config) -> Plan:
-        """Predicts one configuration."""
+        """Predicts time and peak memory of one configuration."""
         held, pp_rank = self.peak_memory(config)
         request = self.request
         usable = request.hardware.usable_bytes
         return Plan(config, self.predictor.predict(config), held, pp_rank, usable, request.margin)
 
     def fits(self, config: Config) -> bool:
-        """Whether every rank fits in memory."""
+        """Whether every pipeline rank fits in memory."""
         key = self._key(config)
-        if key not in self._peaks and key not in self._misfits:
+        if key not in self._peaks and key not in self._oom_states:
             self.memory_estimates += 1
             held = list[tuple[PeakMemory, int]]()
             for rank in peak_ranks(config):
                 held.append((peak(config, rank, self.predictor.on_gpu, self.usable), rank))
                 if held[-1][0].total > self.usable:
                     states = sum(held[-1][0].by_category.get(category, 0) for category in (WEIGHTS, OPTIMIZER))
-                    self._misfits[key] = states
+                    self._oom_states[key] = states
                     return False
             self._peaks[key] = max(held, key=lambda each: each[0].total)
-        return key not in self._misfits and self._peaks[key][0].total <= self.usable
+        return key not in self._oom_states and self._peaks[key][0].total <= self.usable
 
     def peak_memory(self, config: Config) -> tuple[PeakMemory, int]:
         """(peak memory, pipeline rank) of the rank that needs the most."""
@@ -211,13 +211,13 @@ class Search:
         return repr(config.parallel), repr(config.train)
 
     def _list(self, parallel: ParallelConfig) -> None:
-        """Adds the nodes of one structure."""
+        """Adds the nodes of one structure, one per micro-batch size."""
         for micro_batch in micro_batches(self.request, parallel.dp):
             if not self._tp_is_legal(parallel, micro_batch):
                 continue
             known = any(node.config.parallel is parallel for node in self._nodes[-1:])
             if known and not self._may_fit(parallel, micro_batch):
-                return  # the smallest micro-batch stays listed, to report the shortfall
+                return  # the smallest micro-batch stays in the list, so that its shortfall can be reported
             listed = list(policies(self.request, parallel))
             config = next((c for each in listed if legal(c := self._variants.of(parallel, micro_batch, *each))), None)
             if config is None:
@@ -229,7 +229,7 @@ class Search:
             self._nodes.append(_SearchNode(self.predictor.lower_bound(without), config))
 
     def _refine(self, node: _SearchNode) -> None:
-        """Replaces the lower bound by the predicted time."""
+        """Replaces the lower bound with the predicted time."""
         self.time_estimates += 1
         without = self._variants.of(node.config.parallel, node.config.train.micro_batch)
         node.bound, node.exact = self.predictor.predict(without).seconds, True
@@ -242,7 +242,7 @@ class Search:
         return [config for config in listed if legal(config)]
 
     def _expand(self, node: _SearchNode) -> list[tuple[float, Config]]:
-        """Children of a node with their step times; empty if even the smallest does not fit."""
+        """Returns the children of a node with their step times; empty if even the smallest does not fit."""
         if node.children is None:
             configs = self._all_children(node)
             if self._out_of_memory(node, min(configs, key=_memory_rank)):
@@ -257,23 +257,23 @@ class Search:
         """Whether no child fits: tests the smallest structure of the mesh first, then the node's own."""
         parallel, micro_batch = node.config.parallel, node.config.train.micro_batch
         if self.request.base.model.layers < FEW_BLOCKS * parallel.stages:
-            return False  # recomputing a block may need more memory than saving its activations
-        # A structure may allow fewer policies than the smallest of its mesh (zero bubble: none).
+            return False  # recomputing a block may take more memory than saving its activations
+        # A structure may allow fewer policies than the smallest one of its mesh (zero bubble allows none).
         of_mesh = min(
             self._legal_variants(self._smallest_structure[_mesh(parallel)], micro_batch), key=_memory_rank, default=None
         )
         asked = [(_mesh(parallel), of_mesh)] if of_mesh is not None else []
         for place, config in (*asked, (repr(parallel), smallest)):
-            if micro_batch >= self._oom_from.get(place, micro_batch + 1):
+            if micro_batch >= self._smallest_oom_batch.get(place, micro_batch + 1):
                 return True
             if not self.fits(config):
-                states = self._misfits.get(self._key(config), 0)
-                self._oom_from[place] = 0 if states > self.usable else micro_batch
+                states = self._oom_states.get(self._key(config), 0)
+                self._smallest_oom_batch[place] = 0 if states > self.usable else micro_batch
                 return True
         return False
 
     def _one_tp_group(self, parallel: ParallelConfig, micro_batch: int) -> Config:
-        """The configuration with one TP group and one micro-batch: no pipeline, no replicas."""
+        """Returns the configuration reduced to one TP group and one micro-batch, without PP or DP."""
         changes = {
             "pp": 1,
             "dp": 1,
@@ -290,14 +290,14 @@ class Search:
         )
 
     def _tp_is_legal(self, parallel: ParallelConfig, micro_batch: int) -> bool:
-        """Whether this TP sharding of the model is legal; checked once, not for each mesh."""
+        """Whether this TP sharding of the model is legal. Cached across meshes."""
         key = *traced_values(parallel, "parallel"), micro_batch
         if key not in self._tp_legal:
             self._tp_legal[key] = legal(self._one_tp_group(parallel, micro_batch))
         return self._tp_legal[key]
 
     def _may_fit(self, parallel: ParallelConfig, micro_batch: int) -> bool:
-        """Whether a block and the loss may fit without any training state. False: no configuration can fit."""
+        """Whether a block and the loss fit without any training state. If not, no configuration fits."""
         key = traced_values(parallel, "parallel")
         fits_up_to, too_large = self._limits.get(key, (0, math.inf))
         if fits_up_to < micro_batch < too_large:
@@ -309,8 +309,8 @@ class Search:
         return micro_batch <= fits_up_to
 
     def _floor(self, parallel: ParallelConfig, micro_batch: int) -> int:
-        """Lower bound of the bytes that some rank needs in addition to training state: for the loss, or for one block."""
-        if parallel.overlap != "none" and micro_batch > 1:  # two halves hold at least what one does
+        """Lower bound on the bytes that some rank needs in addition to training state: for the loss, or for one block."""
+        if parallel.overlap != "none" and micro_batch > 1:  # two halves use at least as much memory as one
             parallel, micro_batch = parallel.model_copy(update={"overlap": "none"}), micro_batch // 2
         config, on_gpu = self._one_tp_group(parallel, micro_batch), self.predictor.on_gpu
         loss = trace_loss(config, on_gpu)
@@ -328,12 +328,12 @@ class Search:
 
 
 def _mesh(parallel: ParallelConfig) -> tuple[Any, ...]:
-    """Key of structures that differ only in the pipeline schedule."""
+    """Key that structures share if they differ only in the pipeline schedule."""
     return *traced_values(parallel, "parallel"), parallel.pp, parallel.dp, parallel.shard, parallel.shard_outer
 
 
 def _memory_rank(config: Config) -> tuple[Any, ...]:
-    """Sort key: lower for less memory, among configurations with the same model, mesh, layout and sharding."""
+    """Sort key: lower means less memory, among configurations with the same model, mesh, layout and sharding."""
     train = config.train
     return train.micro_batch, -POLICIES.index(train.recompute), train.recompute_every, *_schedule_rank(config.parallel)
 
@@ -343,9 +343,9 @@ def _schedule_rank(parallel: ParallelConfig) -> tuple[Any, ...]:
 
 
 def peak_ranks(config: Config) -> list[int]:
-    """Pipeline ranks that may have the highest peak memory.
+    """Returns the pipeline ranks that may have the highest peak memory.
 
-    Among ranks with equally many blocks under each policy, the first has the most micro-batches in flight.
+    Among ranks with the same number of blocks under each policy, the first has the most micro-batches in flight.
     """
     policies_of, pp = config.train.recompute_by_layer(config.model.layers), config.parallel.pp
     every, ranks = stages(config), dict[Any, int]()
@@ -363,7 +363,7 @@ def max_peak(config: Config, on_gpu: bool = False) -> tuple[PeakMemory, int]:
 
 
 def require_legal(search: Search) -> None:
-    """Raises ConfigError with the violated rule if no configuration is legal."""
+    """Raises ConfigError that states the violated rule if no configuration is legal."""
     if not search.empty:
         return
     request = search.request
@@ -380,7 +380,7 @@ def require_legal(search: Search) -> None:
 
 
 def _tp_problem(search: Search, tp: int) -> str:
-    """Why the model cannot be sharded over `tp` processes, whatever the layout; '' if it can."""
+    """The rule that keeps the model from being sharded over `tp` processes under any layout; '' if it can be."""
     request, said = search.request, ""
     base = request.base
     asked = base.model_copy(update={"parallel": base.parallel.model_copy(update={"tp": tp})})
@@ -401,16 +401,16 @@ def _tp_sizes(search: Search) -> list[int]:
 
 
 def _require_tp(search: Search) -> None:
-    """Raises ConfigError, with those that do, if the fixed TP size does not divide the model."""
+    """Raises ConfigError, listing valid sizes, if the fixed TP size does not divide the model."""
     request = search.request
     if "parallel.tp" in request.fixed and (said := _tp_problem(search, request.base.parallel.tp)):
         listed = ", ".join(map(str, _tp_sizes(search))) or "none"
         said = said.partition("; nearest valid value")[0]
-        raise ConfigError(f"{said}; TP sizes that divide --gpus = {request.gpus} too: {listed}")
+        raise ConfigError(f"{said}; TP sizes that also divide --gpus = {request.gpus}: {listed}")
 
 
 def _require_mesh(search: Search) -> None:
-    """Raises ConfigError if the fixed mesh sizes do not multiply to the number of GPUs."""
+    """Raises ConfigError if the product of the fixed mesh sizes does not match the number of GPUs."""
     request = search.request
     sizes = {key: getattr(request.base.parallel, key.partition(".")[2]) for key in AXES if key in request.fixed}
     for key, size in sizes.items():
@@ -424,4 +424,4 @@ def _require_mesh(search: Search) -> None:
     free = set(AXES) - sizes.keys() - ({"parallel.cp"} if len(context_sizes(request, 1)) == 1 else set())
     if sizes and (request.gpus % made or (not free and made != request.gpus)):
         words = " x ".join(f"{key} = {size}" for key, size in sizes.items())
-        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; leave one of them out")
+        raise ConfigError(f"{words} = {made} processes, but --gpus = {request.gpus}; drop one of them")

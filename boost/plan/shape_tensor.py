@@ -1,7 +1,8 @@
 """Tensors with shape, strides and dtype but no data. The decoder runs on them unchanged.
 
-`ShapeTensor` has the methods of torch.Tensor that the model uses, and handles torch functions by `__torch_function__`. Rules in
-`boost.plan.rules` give each function's output, saved tensors and bytes moved; without a rule it raises NoRuleError.
+`ShapeTensor` implements the methods of torch.Tensor that the model uses, and handles torch functions through `__torch_function__`.
+Rules in `boost.plan.rules` define each function's output, saved tensors and bytes moved. A function without a rule raises
+NoRuleError.
 """
 
 import functools
@@ -38,7 +39,7 @@ class ShapeTensor:
         node: GraphNode | None = None,
         index: int = 0,
     ) -> None:
-        """`storage` None: someone else owns the memory."""
+        """`storage` None: the memory is owned elsewhere."""
         self.tape, self.storage, self.shape, self.strides = tape, storage, shape, strides
         self.dtype, self.device, self.node, self.index = dtype, device, node, index
         self.numel_ = math.prod(shape)
@@ -79,7 +80,7 @@ class ShapeTensor:
 
     @property
     def is_small(self) -> bool:
-        """Whether it has at most one element per token, or per column."""
+        """Whether it is too small to count as work: at most one element per token, or per column."""
         tape, shape = self.tape, self.shape
         if len(shape) > 1 and shape[-1] == tape.tokens:
             return self.numel_ <= tape.statistic
@@ -100,7 +101,7 @@ class ShapeTensor:
 
     @property
     def run(self) -> int:
-        """Number of contiguous elements that a copy moves at a time."""
+        """Length of the contiguous runs that a copy reads, in elements."""
         expected = 1
         for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
             if size != 1 and stride != expected:
@@ -111,18 +112,18 @@ class ShapeTensor:
     # Autograd graph.
 
     def without_graph(self) -> "ShapeTensor":
-        """The same memory without a graph node: what a node saves."""
+        """Returns the same memory without a graph node, for saving."""
         return ShapeTensor(self.tape, self.storage, self.shape, self.strides, self.dtype, self.device)
 
     def without_storage(self) -> "ShapeTensor":
-        """The same graph node without memory, which someone else owns."""
+        """Returns the same graph node without memory, which is owned elsewhere."""
         return ShapeTensor(self.tape, None, self.shape, self.strides, self.dtype, self.device, self.node, self.index)
 
     def detach(self) -> "ShapeTensor":
         return self.without_graph()
 
     def as_view(self, shape: Shape, strides: Shape, node: GraphNode | None = None, index: int = 0) -> "ShapeTensor":
-        """A view."""
+        """Returns a view."""
         return ShapeTensor(self.tape, self.storage, shape, strides, self.dtype, self.device, node, index)
 
     # Views.
@@ -251,7 +252,7 @@ class ShapeTensor:
             lambda g, s: [g[0].to(old)],
         )
 
-    # Arithmetic, by rules in boost.plan.rules.
+    # Arithmetic, with rules in boost.plan.rules.
 
     def __mul__(self, other: Any) -> "ShapeTensor":
         return RULES["mul"](self, other)
@@ -346,11 +347,11 @@ class ShapeTensor:
 
 
 RULES: dict[Any, Any] = {}
-"""By torch function, or by name for methods and operators; filled by `boost.plan.rules`."""
+"""Rules by torch function, or by name for methods and operators. Filled by `boost.plan.rules`."""
 
 
 def rule(*functions: Any) -> Any:
-    """Registers the rule of these functions."""
+    """Decorator that registers the rule for these functions."""
 
     def register(answer: Any) -> Any:
         RULES.update(dict.fromkeys(functions, answer))
@@ -379,7 +380,7 @@ def make(
 ) -> ShapeTensor:
     """Allocates the output of an operation on `inputs` (default: `like`), without a graph node.
 
-    `moves`: elements read and written per output element; 0: not counted. Small tensors are not counted.
+    `moves`: elements read and written per output element; 0: not counted as work. Small tensors are never counted.
     """
     tape, dtype = like.tape, dtype or like.dtype
     numel = math.prod(shape)
@@ -411,8 +412,11 @@ def record(
     saved: Sequence[ShapeTensor] = (),
     saves_result: Callable[[ShapeTensor], Sequence[ShapeTensor]] | None = None,
 ) -> ShapeTensor:
-    """The output of `make_it`, recorded if autograd is on. Saved inputs (`saved`) are saved before it runs, as in torch, so that
-    recomputation can stop early; saved outputs (`saves_result`) after."""
+    """Returns the output of `make_it`, and records it if autograd is on.
+
+    As in torch, inputs (`saved`) are saved before it runs, so that recomputation can stop early; outputs (`saves_result`) are saved
+    after.
+    """
     if not records(*inputs):
         return make_it()
     tape = next(x.tape for x in inputs if isinstance(x, ShapeTensor))
@@ -432,12 +436,12 @@ def _viewed(x: ShapeTensor, shape: Shape, strides: Shape, backward: Backward) ->
 
 
 def _reshaped(shape: Shape) -> Backward:
-    """Backward of a view."""
+    """Backward function of a view."""
     return lambda gradients, _: [gradients[0].reshape(*shape)]
 
 
 def _resolved(x: ShapeTensor, shape: Any) -> Shape:
-    """The requested shape, with -1 resolved."""
+    """Resolves -1 in a requested shape."""
     if len(shape) == 1 and not isinstance(shape[0], int):
         shape = shape[0]
     if -1 not in shape:
@@ -458,9 +462,9 @@ def contiguous(shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=8192)
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """Strides of the same memory under another shape; None if a copy is needed.
+    """Strides of the same memory viewed with another shape; None if a copy is needed.
 
-    Contiguous runs of dimensions can be split differently; dimensions with a gap in between cannot be merged.
+    Contiguous runs of dimensions can be regrouped; dimensions with a gap between them cannot be merged.
     """
     if not shape:
         return contiguous(new)
@@ -482,15 +486,15 @@ def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 
 def leaf(
-    tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str, kept: torch.dtype | None = None
+    tape: Tape, shape: Shape, dtype: torch.dtype, device: torch.device, role: str, grad_dtype: torch.dtype | None = None
 ) -> ShapeTensor:
-    """A weight of a role: a leaf of the graph, not counted in live bytes. `kept`: the dtype in which its gradients are added up,
-    if it is another one."""
-    storage = ShapeStorage(_Nowhere, 0, COPIES, role)  # counted as training state
+    """Returns a weight with a role: a leaf of the graph, not counted in live bytes. `grad_dtype`: dtype in which its gradients are
+    accumulated, if it differs from the weight's."""
+    storage = ShapeStorage(_WEIGHTS_TAPE, 0, COPIES, role)  # counted as training state
     node = GraphNode(LEAF, (), 1, None, tape.place)
-    node.widening = kept.itemsize // dtype.itemsize if kept else 1
+    node.widening = grad_dtype.itemsize // dtype.itemsize if grad_dtype else 1
     return ShapeTensor(tape, storage, shape, contiguous(shape), dtype, device, node)
 
 
-_Nowhere = Tape(0, 0)
-"""A tape of its own for weights."""
+_WEIGHTS_TAPE = Tape(0, 0)
+"""A separate tape for weights, so that they are not counted."""

@@ -1,8 +1,8 @@
-"""Memory of sharded replicas in addition to their shards: gathered weights, and gradients before they are reduced.
+"""Memory that ZeRO and FSDP need in addition to shards: gathered weights, and gradients before they are reduced.
 
-The runtime is torch's fully_shard (`boost.parallel.sharding`): a unit is a block, or embedding and head of a stage. It gathers a
-unit into one flat tensor and copies its weights out; the flat tensor lives until the next unit is gathered. It copies a
-unit's gradients into one flat tensor for the reduce-scatter.
+The runtime is torch's fully_shard (`boost.parallel.sharding`). A unit is a block, or the embedding and head of a stage. Weights are
+gathered into one flat tensor, which lives until the next unit is gathered, and copied out of it. Gradients are copied into one flat
+tensor for the reduce-scatter.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ from boost.plan.categories import GATHERED, WORK
 from boost.plan.replicas import StoredTensor
 
 END = "end"
-"""The embedding at the end of a backward pass."""
+"""Key of the embedding at the end of a backward pass."""
 
 BytesByUnit = Callable[[int | str | None], dict[str, int]]
-"""Block, None for the head, or END -> bytes in addition to shards while that unit runs, by category."""
+"""Unit (block, None for the head, or END) -> bytes in addition to shards while it runs, by category."""
 
 
 class Shards:
-    """Gathered memory of the stages of one process."""
+    """Memory of gathered weights and unreduced gradients on one process."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], stored: Mapping[int, Sequence[StoredTensor]]) -> None:
         """`stored`: the stored tensors of each stage, by stage index."""
@@ -31,9 +31,9 @@ class Shards:
         self.stages = stages
         self.compute, self.stored = ITEMSIZE[train.compute_dtype], ITEMSIZE[train.param_dtype]
         self.units: dict[tuple[int, int | str | None], int] = {}
-        """Elements, by (stage, block or None)."""
+        """Elements of each unit, by (stage, block or None)."""
         self.shards: Counter[tuple[int, int | str | None]] = Counter()
-        """Elements of their shards."""
+        """Elements of the shard of each unit."""
         self.vectors: Counter[int] = Counter()
         for stage in stages:
             for tensor in stored[stage.index] if self.enabled else ():
@@ -44,7 +44,7 @@ class Shards:
                 else:
                     self.vectors[stage.index] += tensor.elements
         self.ends = sum(elements for (_, unit), elements in self.units.items() if unit is None)
-        """Elements of embedding and head."""
+        """Elements of embedding and head together."""
         self.blocks = {
             stage.index: {
                 unit: n for (index, unit), n in self.units.items() if index == stage.index and isinstance(unit, int)
@@ -83,7 +83,7 @@ class Shards:
         return held
 
     def backward(self, stage: Stage, last: bool) -> BytesByUnit:
-        """Bytes held during a backward pass; `last`: the last one of the step. END: after that of the embedding."""
+        """Bytes held during a backward pass; `last`: the last one of the step. END: after the embedding's backward pass."""
         scatters = not self.has_pipeline and (self.full or last)
 
         def held(unit: int | str | None) -> dict[str, int]:
@@ -97,13 +97,13 @@ class Shards:
         return held
 
     def new_gradients(self, stage: Stage, unit: int | None, last: bool, usual: int) -> int:
-        """Bytes of gradients after a unit's first backward pass: `usual`, or their shards."""
+        """Bytes of gradients after a unit's first backward pass: `usual`, or those of the shards if gradients are scattered."""
         if not self.enabled or self.has_pipeline or not (self.full or last):
             return usual
         return self.shards[stage.index, unit] * self.stored
 
     def _gathered(self, stage: Stage, unit: int | str | None, all_of_it: bool) -> int:
-        """Bytes of gathered weights, including the flat tensor of the last gathered unit."""
+        """Bytes of gathered weights, including the flat tensor of the most recently gathered unit."""
         if all_of_it:
             return sum(self.units.values()) * self.compute
         ends, blocks = self.ends, self.blocks[stage.index]

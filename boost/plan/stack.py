@@ -1,7 +1,7 @@
-"""Software stacks: what a framework compiles, the attention kernel it calls, and what its steps reach of the hardware.
+"""Software stacks: what a framework compiles, which attention kernel it calls, and how much of the hardware's speed it reaches.
 
-`boost` is what `boost train` runs. The others are those of the public record (`boost.plan.record`); what they reach is fitted to
-half of its rows.
+`boost` is the stack of `boost train`. The others occur in the public record (`boost.plan.record`); the speeds that they reach are
+fitted to half of its rows.
 """
 
 import functools
@@ -20,38 +20,38 @@ FILE = Path(__file__).parent / "stacks.toml"
 
 
 class Reached(Section):
-    """Multiples of the speeds of a profile."""
+    """Achieved speeds, as multiples of a profile's speeds."""
 
     gemm: Positive = 1.0
     attention: Positive = 1.0
 
 
 class Stack(Section):
-    """A stack."""
+    """A software stack."""
 
     title: str
     compile: CompileName
-    """As train.compile."""
+    """What it compiles, as in train.compile."""
     overlap: Literal["none", "halves"] = "none"
-    """As parallel.overlap: whether TP communication hides behind computation."""
+    """Whether TP communication overlaps with computation, as in parallel.overlap."""
     attention: str = ""
-    """Kernel, where a profile has several; '': the profile's own."""
+    """Attention kernel, if a profile has several; '': the profile's default."""
     pipeline: PipelineHabit = PipelineHabit()
-    """How it sends between stages."""
+    """How it sends between pipeline stages."""
     host: Positive = 1.0
-    """Time of the host for an operation, in multiples of the profile's."""
+    """Host time per operation, as a multiple of the profile's."""
     reached: dict[str, Reached] = Field(default_factory=dict)
-    """By architecture (`Hardware.architecture`); others reach all."""
+    """Achieved speeds by `Hardware.architecture`; architectures without an entry reach the profile's speeds."""
 
 
 @functools.cache
 def stacks() -> dict[str, Stack]:
-    """By name."""
+    """Returns all stacks by name."""
     return {name: Stack.model_validate(tree) for name, tree in read_toml(FILE).items()}
 
 
 def with_stack(hardware: Hardware, name: StackName = "boost", attention: str = "") -> Hardware:
-    """A profile as a stack uses it. `attention`: another kernel than the stack's."""
+    """Applies a stack to a profile. `attention`: overrides the stack's attention kernel."""
     stack, speeds = stacks()[name], hardware.speeds
     kernel = speeds.other_attention.get(attention or stack.attention, {})
     speeds = speeds.model_copy(update={"attention": speeds.attention | kernel})
@@ -62,7 +62,7 @@ def with_stack(hardware: Hardware, name: StackName = "boost", attention: str = "
 
 
 def with_reached(speeds: Speeds, reached: Reached) -> Speeds:
-    """Speeds multiplied by what is reached of them."""
+    """Multiplies speeds by the achieved fractions."""
     gemm = {
         dtype: each.model_copy(update={"fraction": each.fraction * reached.gemm}) for dtype, each in speeds.gemm.items()
     }

@@ -1,6 +1,4 @@
-"""All operations of one process in a training step: embedding, blocks, loss, and everything from the last backward pass to the
-next step.
-"""
+"""All operations of one process in a training step: embedding, blocks, loss, and the work after the last backward pass."""
 
 import functools
 from collections import Counter
@@ -38,11 +36,11 @@ def block_work(config: Config, layer: int, policy: RecomputeName, on_gpu: bool) 
 
 
 def elementwise_bytes(config: Config) -> float:
-    """Bytes that a GPU moves for the element-wise work of a block and micro-batch, without recomputation: casts of its weights
-    and gradients, and adding gradients up, included."""
+    """Bytes that a GPU moves for the element-wise work of a block and micro-batch, without recomputation. Casts of weights and
+    gradients, and gradient accumulation, are included."""
     train = config.train
     train = train.model_copy(update={"working_copies": False, "global_batch": train.micro_batch * config.parallel.dp})
-    bare = config.model_copy(update={"train": train})  # whose step neither casts nor adds up
+    bare = config.model_copy(update={"train": train})  # its step neither casts nor accumulates
     work = block_work(config, 0, "none", on_gpu=True)
     inside = sum(w.bytes * n for w, n in work.items() if w.kernel not in (GEMM, ATTENTION, ATTENTION_BACKWARD))
     own, others = (
@@ -53,7 +51,7 @@ def elementwise_bytes(config: Config) -> float:
 
 
 def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool) -> Counted:
-    """Operations of embedding and loss per micro-batch."""
+    """Operations of the embedding and the loss for one micro-batch."""
     stored, total = as_stored(config), Counter[Work]()
     if has_embedding:
         total.update(trace_embedding(stored).work)
@@ -63,22 +61,27 @@ def ends_work(config: Config, has_embedding: bool, has_head: bool, on_gpu: bool)
 
 
 def as_stored(config: Config) -> Config:
-    """The configuration without sharding, whose passes do the same on working copies as on gathered weights, which arrive cast.
-    Without working copies: gathered weights are copied out of the receive buffer, and their gradients into the send buffer; these
-    copies move about as many bytes as casts at each use, which are counted instead."""
+    """Returns the configuration without sharding, whose passes do the same work.
+
+    Gathered weights arrive cast, so passes use them like working copies. Without working copies, gathered weights are copied out of
+    the receive buffer and their gradients into the send buffer. These copies move about as many bytes as casts at each use, which
+    are counted instead.
+    """
     if not config.parallel.sharded:
         return config
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard": "none"})})
 
 
 def kinds_of_blocks(model: ModelConfig, layers: Iterable[int]) -> Counter[int]:
-    """Number of blocks of each kind, by the first block of that kind."""
+    """Counts the blocks of each kind; keys are the first block of each kind."""
     return Counter(first_alike(model, layer) for layer in layers)
 
 
 def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Operations of one process once per optimizer step, and gradient accumulation over micro-batches. Of weights with working
-    copies that includes the casts of weights and of gradients, which are part of a micro-batch otherwise."""
+    """Operations of one process once per optimizer step, and gradient accumulation over micro-batches.
+
+    For weights with working copies, this includes the casts of weights and gradients, which otherwise belong to a micro-batch.
+    """
     model, parallel, train = config.model, config.parallel, config.train
     stored: Counter[StoredTensor] = Counter()
     for stage in stages:
@@ -89,7 +92,7 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
     total: Counted = Counter()
     dtype, of_step = train.param_dtype, functools.partial(Work.of, phase="step")
     accumulated = train.global_batch // (parallel.dp * train.micro_batch)
-    # Into a bucket; where it has another dtype, out of it as well.
+    # Copied into a bucket; if that has another dtype, also copied out of it.
     copied = 2 if train.sum_dtype == dtype else 2 * (1 + ITEMSIZE[train.sum_dtype] / ITEMSIZE[dtype])
     has_copies, narrow = has_working_copies(as_stored(config)), ITEMSIZE[train.compute_dtype] / ITEMSIZE[dtype]
     gathers_each = parallel.sharded and parallel.shard == "full"
@@ -97,25 +100,25 @@ def step_work(config: Config, stages: Sequence[Stage]) -> Counted:
         elements, held = (tensor.elements,), (tensor.shard(parallel),)
         has_copy = has_copies and tensor.may_have_copy
         if has_copy and gathers_each:
-            # In each micro-batch: out of the buffers of two gathers, and into that of a reduce-scatter.
+            # In each micro-batch: copies out of two gather buffers and into one reduce-scatter buffer.
             total[of_step(STREAM, elements, dtype, 4 * narrow + 1 + narrow, "weights")] += count * accumulated
         elif has_copy:
-            # The weight is cast (or gathered) once, and the first gradient is; the others are added to it in one pass.
+            # The weight is cast (or gathered) once, and so is the first gradient; the others are accumulated in one pass each.
             total[of_step(STREAM, elements, dtype, 1 + narrow, "weights")] += 2 * count
         added = 2 + narrow if has_copy and not gathers_each else 3
         total[of_step(STREAM, elements, dtype, added, "weights")] += count * (accumulated - 1)
-        if _travels(tensor, config):
+        if _is_bucketed(tensor, config):
             total[of_step(STREAM, elements, dtype, copied, "weights")] += count
         total[of_step(REDUCE, held, dtype, 1, "optimizer")] += count
         total[of_step(STREAM, held, dtype, 2, "optimizer")] += count * (config.optim.clip > 0)
-        # Reads weight, gradient and two moments; writes all but the gradient.
+        # Reads the weight, gradient and two moments; writes all but the gradient.
         total[of_step(OPTIMIZER, held, dtype, 7, "optimizer")] += count
     if isinstance(config.optim, MuonConfig):
         total.update(_newton_schulz(config, stages))
     return +total
 
 
-def _travels(tensor: StoredTensor, config: Config) -> bool:
+def _is_bucketed(tensor: StoredTensor, config: Config) -> bool:
     """Whether gradients are copied into buckets for an all-reduce."""
     parallel = config.parallel
     return parallel.dp_cp > 1 or (tensor.placement.partial and parallel.tp > 1)
@@ -126,8 +129,8 @@ def _per_step(work: Work, place: str) -> Work:
 
 
 def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
-    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in at least fp32. Iterations
-    are dealt out to the replicas, with the Gram matrices that need no sum over TP."""
+    """Muon orthogonalizes the momentum of every factor through its r x r Gram matrix (`optim.muon`), in fp32 or higher precision.
+    Replicas divide the iterations, and the Gram matrices that need no sum over TP."""
     model, parallel, optim = config.model, config.parallel, config.optim
     assert isinstance(optim, MuonConfig)
     dtype, total = work_dtype(optim, config.train.param_dtype), Counter[Work]()
@@ -142,11 +145,11 @@ def _newton_schulz(config: Config, stages: Sequence[Stage]) -> Counted:
     for shape, count in iterations(config, stages).items():
         n, r = shape.rows, shape.rank
         total[_per_step(gemm(r, r, n, dtype), "optimizer")] += count * (not _is_summed(shape, parallel))
-        # Each iteration: g g, p q and, except for the last one, q g q.
+        # Each iteration computes g g, p q and, except in the last one, q g q.
         total[_per_step(gemm(r, r, r, dtype), "optimizer")] += count * (4 * optim.muon_steps - 2)
     return total
 
 
 def _is_summed(shape: FactorShape, parallel: ParallelConfig) -> bool:
-    """Whether each TP process has a term of its Gram matrix."""
+    """Whether its Gram matrix is a sum over TP processes."""
     return shape.gram > 0 and parallel.tp > 1

@@ -1,9 +1,9 @@
-"""The time of a step, by part: of one micro-batch on one pipeline rank, and of a whole step."""
+"""Step time by part: of one micro-batch on one pipeline rank, and of a whole step."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-GEMMS = "matrix products"
+GEMMS = "GEMMs"
 ATTENTION_TIME = "attention"
 OTHER = "element-wise"
 RECOMPUTED = "recomputed"
@@ -22,17 +22,17 @@ PARTS = {
     ATTENTION_TIME: "softmax(q k^T) v and its gradients",
     OTHER: "norms, activations, rotary, residual, loss, casts",
     RECOMPUTED: "operations recomputed in the backward pass",
-    HOST: "devices wait for kernel launches",
-    TENSOR: "over TP processes, the exposed part",
-    CONTEXT: "of attention over shared sequences, the exposed part",
+    HOST: "device waits for kernel launches",
+    TENSOR: "exposed part of collectives over TP ranks",
+    CONTEXT: "exposed part of attention's collectives over CP ranks",
     PIPELINE: "to and from neighboring stages",
     BUBBLE: "stages wait for each other",
-    REPLICAS: "gradients and sharded weights, the exposed part",
+    REPLICAS: "exposed part of collectives for gradients and sharded weights",
     OPTIMIZER_TIME: "gradient norm, clipping, update",
     STRAGGLERS: "waiting for the slowest node",
     REST: "batches, step stats",
 }
-"""The parts of a step's time, with a description."""
+"""Parts of the step time, with a description."""
 
 
 Seconds = defaultdict[str, float]
@@ -46,23 +46,23 @@ class PassTime:
     parts: Seconds = field(default_factory=lambda: defaultdict(float))
     forward: float = 0.0
     backward: float = 0.0
-    """Including recomputation."""
+    """Backward pass, including recomputation."""
     weight_gradients: float = 0.0
     """Part of the backward pass that no other stage waits for."""
     calls: int = 0
     """Operations that the host launches."""
     hidden: tuple[float, float] = (0.0, 0.0)
-    """Of TP and CP collectives, overlapped with computation, in the forward and in the backward pass."""
+    """(forward, backward) seconds of TP and CP collectives that overlap with computation."""
     waits: tuple[float, float] = (0.0, 0.0)
-    """For collectives and sends, in the forward and in the backward pass; part of them."""
+    """(forward, backward) seconds of waiting for collectives and sends; part of `forward` and `backward`."""
 
     @property
     def total(self) -> float:
-        """Forward and backward pass."""
+        """Seconds of forward and backward pass."""
         return self.forward + self.backward
 
     def add(self, other: "PassTime", times: int) -> None:
-        """Adds `times` passes, one after another."""
+        """Adds `times` sequential passes."""
         for part, seconds in other.parts.items():
             self.parts[part] += times * seconds
         self.forward += times * other.forward
@@ -73,16 +73,18 @@ class PassTime:
         self.waits = self.waits[0] + times * other.waits[0], self.waits[1] + times * other.waits[1]
 
     def room(self, overlap: float, shared: bool) -> tuple[float, float]:
-        """Seconds that DP collectives can hide in, in the forward and in the backward pass: the fraction `overlap` of the time in
-        which the device computes. On a link that TP or CP collectives use too (`shared`), less what those hide in it: no
-        collective hides behind another."""
+        """(forward, backward) seconds in which DP collectives can hide: the fraction `overlap` of the device's compute time.
+
+        If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted: collectives do not hide
+        behind each other.
+        """
         hidden = self.hidden if shared else (0.0, 0.0)
         forward = overlap * (self.forward - self.waits[0]) - hidden[0]
         backward = overlap * (self.backward - self.waits[1]) - hidden[1]
         return max(forward, 0.0), max(backward, 0.0)
 
     def wait(self, seconds: float) -> None:
-        """Adds time waiting for the host, a third of it in the forward pass."""
+        """Adds time spent waiting for the host, a third of it in the forward pass."""
         self.parts[HOST] += seconds
         self.forward += seconds / 3
         self.backward += seconds * 2 / 3
@@ -99,13 +101,13 @@ class StepTime:
     """Tokens per global batch."""
     devices: int
     flops: float
-    """Model FLOPs (without recomputation) of a step over all devices."""
+    """Model FLOPs of a step over all devices, without recomputation."""
     peak_flops: float
     """Peak FLOP/s of one device."""
     hidden: float
     """Seconds of DP and TP collectives overlapped with computation."""
     masked_flops: float = 0.0
-    """FLOPs of the masked half of the scores, which are not computed; some count them."""
+    """FLOPs of the masked half of the attention scores, which are not computed, but which some definitions of MFU count."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -114,12 +116,12 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, a fraction."""
+        """Model FLOPs utilization (MFU), as a fraction."""
         return self.flops / (self.seconds * self.devices * self.peak_flops)
 
     @property
     def mfu_of_all_scores(self) -> float:
-        """The same as PaLM and Megatron-LM count it, with the masked half of the scores."""
+        """MFU as PaLM and Megatron-LM count it, with the masked half of the attention scores."""
         return self.mfu * (1 + self.masked_flops / self.flops)
 
     def cost_per_billion(self, price: float) -> float:

@@ -1,6 +1,6 @@
-"""Draws rows of tensors and collectives as SVG: the drawing half of a block's picture. Standard library only.
+"""Draws rows of tensors and collectives as SVG, for the picture of a block. Standard library only.
 
-Legend: a panel shows one TP process; panels are side by side, time runs downward. Lengths are pixels.
+Legend: each panel shows one TP process; panels are side by side, and time runs downward. Lengths are in pixels.
 """
 
 import itertools
@@ -18,7 +18,7 @@ BAR, MAX_PANELS = 22.0, 4
 
 @dataclass(frozen=True)
 class DiagramTensor:
-    """A tensor as a rectangle in a panel, and the process's shard of it."""
+    """A tensor drawn as a rectangle in a panel, with the process's shard."""
 
     width: float
     height: float
@@ -36,16 +36,16 @@ class DiagramRow:
     details: tuple[str, ...] = ()
     pieces: tuple[DiagramTensor, ...] = ()
     stacked: bool = False
-    """Whether pieces are stacked vertically, like the factors A of a group, or side by side."""
+    """Whether pieces are stacked vertically, like the factors A of a group, instead of side by side."""
     boxes: tuple[str, ...] = ()
     """One label per panel, instead of pieces."""
     bars: tuple[tuple[str, str], ...] = ()
-    """Collectives across all panels as (forward, backward), instead of pieces; '' for none."""
+    """(forward, backward) collectives across all panels, instead of pieces; '' for none."""
     residual: bool = False
 
     @property
     def lines(self) -> tuple[tuple[int, str], ...]:
-        """The bars from top to bottom, as (0 forward or 1 backward, text)."""
+        """The bars from top to bottom, as (0 for forward or 1 for backward, text)."""
         return tuple((side, text) for sides in self.bars for side, text in enumerate(sides) if text)
 
     @property
@@ -59,14 +59,14 @@ class DiagramRow:
 
     @property
     def height(self) -> float:
-        """Height of the row, including its text."""
+        """Height of the row, including text."""
         if self.bars:
             return BAR * len(self.lines) + PIECE_GAP * (len(self.lines) - 1)
         return max(self.size[1], 16.0 + 14.0 * len(self.details))
 
 
 def panel_width(processes: int) -> float:
-    """Width of one panel: up to 4 processes, or the first three and the last."""
+    """Width of one panel. Up to 4 panels are drawn: all processes, or the first three and the last."""
     columns = min(processes, MAX_PANELS)
     gap = ELLIPSIS if processes > MAX_PANELS else 0.0
     return (WIDTH - 2 * MARGIN - GUTTER - gap) / columns
@@ -78,16 +78,16 @@ class DiagramText:
 
     layout: str
     model: str
-    """After the layout, in the title."""
+    """Follows the layout in the title."""
     subtitle: str
     description: str
-    """Text alternative."""
+    """Text alternative for screen readers."""
     summary: str
-    """Below the legend."""
+    """Line below the legend."""
 
 
 class Page:
-    """Draws rows. Text width is estimated, and text shrinks to fit."""
+    """Draws rows. Text width is estimated, and text is shrunk to fit."""
 
     def __init__(self, words: DiagramText, processes: int) -> None:
         self.words, self.processes = words, processes
@@ -98,7 +98,7 @@ class Page:
         self.svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "font-family": SANS})
 
     def draw(self, rows: list[DiagramRow]) -> str:
-        """The SVG document. The same input gives the same bytes."""
+        """Returns the SVG document. Output is deterministic, byte for byte."""
         top = 128.0
         tops = list(itertools.accumulate((row.height + ROW_GAP for row in rows[:-1]), initial=top))
         bottom = tops[-1] + rows[-1].height
@@ -210,7 +210,7 @@ class Page:
         held = {"x": x, "y": y, "width": piece.width, "height": piece.height}
         if piece.axis:
             side = "width" if piece.axis == "x" else "height"
-            # A shard too thin to see is drawn thicker.
+            # Shards that are too thin to see are drawn thicker.
             whole, part = held[side], max(held[side] / parts, 3.0)
             held[side], held[piece.axis] = part, held[piece.axis] + min(rank * whole / parts, whole - part)
         self._add("rect", **held, fill=color, fill_opacity=0.5 if piece.activation else 1)
@@ -265,10 +265,10 @@ class Page:
 
 
 def _fitting(text: str, size: float, room: float) -> float:
-    """The font size, reduced if the text would not fit. Assumes letters 0.55 em wide."""
+    """Returns the font size, reduced if the text would not fit. Assumes letters 0.55 em wide."""
     return min(size, round(room / (0.55 * len(text)), 1))
 
 
 def _n(number: float) -> str:
-    """At most two decimals, since pictures are compared byte by byte."""
+    """Formats a number with at most two decimals, since pictures are compared byte for byte."""
     return f"{round(number, 2):g}" if abs(number) < 1000 else f"{round(number, 1):.1f}".removesuffix(".0")

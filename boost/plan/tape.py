@@ -1,12 +1,12 @@
-"""A forward and a backward pass without data: what eager autograd allocates and runs.
+"""Emulates eager autograd without data: the operations and allocations of a forward and a backward pass.
 
-A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor it lives as long as something
-refers to it: Python frames, saved tensors, gradients in flight. The decoder itself runs on such tensors, so memory follows from
-the real code. `Tape.live` counts live bytes and `Tape.lives` lists them; `Tape.log` lists operations and `Tape.collectives`
-collectives, by phase.
+A `ShapeTensor` (`boost.plan.shape_tensor`) has a shape and a dtype but no data. Like a real tensor, it lives as long as something
+references it: Python frames, saved tensors, gradients in flight. The real decoder runs on such tensors, so memory follows from the
+real code. `Tape.live` counts live bytes and `Tape.lives` lists them over time; `Tape.log` lists operations, and `Tape.collectives`
+lists collectives by phase.
 
-As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, adds up gradients out of place,
-and recomputes a checkpointed function when its first saved tensor is needed, up to the last saved tensor.
+As in torch, the backward pass runs the latest node first, frees its saved tensors afterwards, and accumulates gradients out of
+place. It recomputes a checkpointed function when its first saved tensor is needed, and stops at the last saved tensor.
 """
 
 import heapq
@@ -30,11 +30,11 @@ Backward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """(gradients of the outputs, saved tensors) -> gradients of the inputs."""
 
 LEAF = float("inf")
-"""Number of a weight's node: it runs as soon as its gradient is available."""
+"""`GraphNode.number` of a weight: its node runs as soon as its gradient is available."""
 
 
 class Operation(NamedTuple):
-    """One entry of the log: the arguments of `Work.of`, and how often it runs."""
+    """One entry of the log: the arguments of `Work.of`, and how often the operation runs."""
 
     shape: tuple[int, ...]
     kernel: str
@@ -46,18 +46,18 @@ class Operation(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A collective is started, or waited for."""
+    """The start of a collective, or the wait for it."""
 
     before: int
-    """Operations in the log before it."""
+    """Number of operations in the log before it."""
     number: int
-    """Of the collective; of the first where it runs several times."""
+    """Index of the collective; of its first run if it runs several times."""
     times: int
     waited: bool
 
 
 def work_of(log: Iterable[Operation]) -> Counted:
-    """How often each operation of a log runs."""
+    """Counts how often each operation of a log runs."""
     counts: dict[Operation, int] = {}
     for each in log:
         counts[each] = counts.get(each, 0) + each.times
@@ -73,16 +73,16 @@ class Held:
 
     bytes: int
     category: str
-    """A category of `boost.plan.categories`."""
+    """Category, as in `boost.plan.categories`."""
     made_by: str
-    """The operation that allocated it."""
+    """Name of the operation that allocated it."""
     shape: tuple[int, ...]
     dtype: str
     place: str
 
 
 class ShapeStorage:
-    """The memory of a tensor; counted as live until it is garbage-collected."""
+    """The memory of a tensor. Counted as live until it is garbage-collected."""
 
     __slots__ = ("__weakref__", "bytes", "category", "role", "tape")
 
@@ -99,7 +99,7 @@ class ShapeStorage:
 
 
 class GraphNode:
-    """A node of the autograd graph. `number` orders the backward pass, which ends at -1 (inputs) and LEAF (weights)."""
+    """A node of the autograd graph. `number` orders the backward pass; inputs have -1 and weights have LEAF."""
 
     __slots__ = ("backward", "edges", "frame", "number", "place", "results", "saved", "widening")
 
@@ -111,7 +111,7 @@ class GraphNode:
         self.saved: Any = ()
         self.frame: CheckpointFrame | None = None
         self.widening = 1
-        """Of a working copy: bytes of the gradient that stays, for each of the one that arrives and is then released."""
+        """For a working copy: size of the stored gradient relative to the incoming one, which is released after the cast."""
 
 
 class CheckpointFrame:
@@ -122,9 +122,9 @@ class CheckpointFrame:
     ) -> None:
         self.function, self.arguments, self.place = function, arguments, place
         self.selective = selective
-        """Whether outputs of attention are saved rather than recomputed."""
+        """Whether attention outputs are saved instead of recomputed."""
         self.to_the_end = to_the_end
-        """Whether it is recomputed to its end, and not up to the last saved tensor only."""
+        """Whether it is recomputed to its end, instead of up to the last saved tensor."""
         self.count = 0
         self.recomputed: dict[int, Any] | None = None
         self.outputs: list[Any] = []
@@ -137,63 +137,67 @@ class _StopRecompute(Exception):
 
 
 class Tape:
-    """Records live memory, operations and collectives. Weights, and weight gradients accumulated into existing ones, are not
-    counted in live bytes."""
+    """Records live memory, operations and collectives.
+
+    Live bytes exclude weights, and weight gradients that are accumulated into existing ones.
+    """
 
     def __init__(self, tokens: int, largest: int, processes: int = 1) -> None:
-        """`tokens` per micro-batch; `largest`: width of the longest vector. Tensors of that size are too small to count as work,
-        and so is the norm statistic that `processes` exchange."""
+        """`tokens`: tokens per micro-batch. `largest`: width of the longest vector.
+
+        Tensors up to either size are too small to count as work, and so is the norm statistic that `processes` processes exchange.
+        """
         self.live = 0
         self.lives: list[int] = [0]
-        """Live bytes at the start of a pass and after each allocation."""
+        """Live bytes at the start of the pass and after each allocation."""
         self.new_gradients = 0
-        """Bytes of weight gradients so far, if they are the first of a step and stay allocated."""
+        """Bytes of weight gradients so far, for a first micro-batch, whose gradients stay allocated."""
         self.first_lives: list[int] = [0]
-        """`lives` if they stay allocated."""
+        """`lives` for a first micro-batch, whose weight gradients stay allocated."""
         self.alive: dict[int, Held] = {}
         self.place = ""
-        """`Work.place` of the following operations and their gradients."""
+        """`Work.place` of the operations that follow, and of their gradients."""
         self.scope = ""
         """If not empty: the category of all new tensors."""
         self.phase = "forward"
         self.times = 1
-        """How often the following operations run."""
+        """How often the operations that follow run."""
         self.collectives: list[Collective] = []
         self.small = max(tokens, largest)
         self.tokens, self.statistic = tokens, STATISTIC_TERMS * processes * tokens
         self.deferred: list[Any] = []
-        """Gradients held for deferred weight gradients (zero bubble)."""
+        """Output gradients held for deferred weight gradients (zero bubble)."""
         self.input_gradients: list[Any] = []
         """Gradients of the pass's inputs."""
         self.log: list[Operation] = []
         """All operations, in order."""
         self.flights: list[Flight] = []
-        """Where collectives are started and waited for, in order."""
+        """Starts of and waits for collectives, in order."""
         self._in_flight: dict[int, int] = {}
-        """Numbers of collectives by the memory of their results."""
+        """Indices of collectives, by the id of the memory of their results."""
         self._number = itertools.count()
         self._frame: CheckpointFrame | None = None
         self._recomputing = False
 
     def begin_pass(self) -> None:
-        """Live bytes are listed anew."""
+        """Starts a new list of live bytes."""
         self.lives, self.first_lives, self.new_gradients = [self.live], [self.live], 0
 
     def lives_above(self, held: int) -> tuple[int, ...]:
-        """Live bytes of this pass, in addition to `held`."""
+        """Live bytes during this pass, in addition to `held`."""
         return tuple(live - held for live in self.lives)
 
     def first_lives_above(self, held: int) -> tuple[int, ...]:
-        """The same if weight gradients stay allocated."""
+        """The same for a first micro-batch, whose weight gradients stay allocated."""
         return tuple(live - held for live in self.first_lives)
 
     def record_op(self, kernel: str, shape: tuple[int, ...], dtype: torch.dtype, moves: float = 0.0) -> None:
-        """Records an operation; arguments as in `Work.of`."""
+        """Records an operation. Arguments are those of `Work.of`."""
         self.log.append(Operation(shape, kernel, dtype, moves, self.place, self.phase, self.times))
 
     @contextmanager
     def unrecorded(self) -> Iterator[list[Operation]]:
-        """Operations and allocations in here leave no trace but this list of operations. What is allocated must be released."""
+        """Context that records operations only in the list it yields. Memory that is allocated in it must be freed in it."""
         before, done = len(self.log), list[Operation]()
         lives, first_lives, live = len(self.lives), len(self.first_lives), self.live
         try:
@@ -201,7 +205,7 @@ class Tape:
         finally:
             done += self.log[before:]
             del self.log[before:], self.lives[lives:], self.first_lives[first_lives:]
-            assert self.live == live, "memory was kept"
+            assert self.live == live, "memory was not freed"
 
     def record_collective(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, processes: int, axis: str
@@ -212,34 +216,34 @@ class Tape:
         self.collectives += [sent] * self.times
 
     def record(self) -> tuple[tuple[Operation, ...], tuple[Collective, ...], tuple[Flight, ...]]:
-        """All operations and collectives so far, and when each collective was in flight."""
+        """Returns all operations and collectives so far, and when each collective was in flight."""
         return tuple(self.log), tuple(self.collectives), tuple(self.flights)
 
     def in_flight(self, result: Any) -> None:
-        """The latest collective makes `result`."""
+        """Marks `result` as the result of the latest collective."""
         self._in_flight[id(result.storage)] = self.flights[-1].number
 
-    def arrived(self, result: Any) -> None:
-        """The collective that makes `result` is waited for."""
+    def wait(self, result: Any) -> None:
+        """Records the wait for the collective with this result."""
         number = self._in_flight.pop(id(result.storage))
         self.flights.append(Flight(len(self.log), number, self.times, waited=True))
 
     def node(self, inputs: Sequence[Any], results: int, backward: Backward | None) -> GraphNode:
-        """A new node, after all others."""
+        """Appends a node to the graph."""
         return GraphNode(next(self._number), inputs, results, backward, self.place)
 
     # Activation checkpointing.
 
     def checkpoint(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Calls a function; only its arguments are saved."""
+        """Calls a function and saves only its arguments."""
         return self._checkpoint(function, arguments)
 
     def checkpoint_but_attention(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Calls a function; only its arguments and the outputs of attention are saved."""
+        """Calls a function and saves only its arguments and the attention outputs."""
         return self._checkpoint(function, arguments, selective=True)
 
     def checkpoint_block(self, function: Callable[..., Any], /, layout: "Layout", *arguments: Any) -> Any:
-        """Calls a function that communicates; only its arguments are saved."""
+        """Calls a function that communicates and saves only its arguments."""
         return self._checkpoint(function, (layout, *arguments), to_the_end=layout.halves)
 
     def _checkpoint(
@@ -249,7 +253,7 @@ class Tape:
         selective: bool = False,
         to_the_end: bool = False,
     ) -> Any:
-        assert self._frame is None, "one checkpointed function in another"
+        assert self._frame is None, "nested checkpointed functions"
         self._frame = CheckpointFrame(function, arguments, selective, to_the_end, self.place)
         try:
             return function(*arguments)
@@ -257,7 +261,7 @@ class Tape:
             self._frame = None
 
     def selected(self, make: Callable[[], Any]) -> Any:
-        """The result of `make`, or its saved result when a selective checkpoint recomputes."""
+        """Returns the result of `make`, or its saved result during a selective recomputation."""
         frame = self._frame
         if frame is None or not frame.selective:
             return make()
@@ -315,8 +319,8 @@ class Tape:
     def backward(self, roots: list[Any], gradients: list[Any], inputs_only: bool = False) -> None:
         """Runs the backward pass from `roots`, and empties both lists.
 
-        `inputs_only`: weight gradients are deferred, as in zero bubble: saved tensors stay, and so do the output gradients
-        that weight gradients need.
+        `inputs_only`: defers weight gradients, as in zero bubble. Saved tensors stay alive, and so do the output gradients that
+        weight gradients need.
         """
         self.phase = "backward"
         with torch.no_grad():
@@ -377,12 +381,12 @@ class Tape:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """'bfloat16'."""
+    """Name of a dtype, such as 'bfloat16'."""
     return str(dtype)[6:]
 
 
 def _edges(roots: Sequence[Any], inputs_only: bool) -> tuple[dict[GraphNode, int], set[GraphNode]]:
-    """(pending gradients per node, nodes to run) of a backward pass."""
+    """Returns (number of pending gradients per node, nodes to run) for a backward pass."""
     first = [x.node for x in roots if x.node is not None]
     order: list[GraphNode] = []
     reached, seen = list(first), set(first)

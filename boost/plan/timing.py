@@ -1,8 +1,8 @@
 """Predicts the time of an optimizer step on given hardware, by part.
 
-The time of a micro-batch is that of its operations, each by a roofline that depends on the shape, and that in which they wait for
-TP collectives: the trace says where each is started and waited for, at once or (parallel.overlap) behind other work. A step adds
-the pipeline bubble, the part of DP collectives that computation does not hide, and the optimizer.
+The time of a micro-batch is the time of its operations, each from a shape-dependent roofline, plus the time in which they wait for
+TP collectives. The trace gives the start and the wait of each collective, with other work in between under parallel.overlap. A step
+adds the pipeline bubble, the exposed part of DP collectives, and the optimizer.
 """
 
 import itertools
@@ -49,28 +49,28 @@ from boost.plan.work import ATTENTION, ATTENTION_BACKWARD, GEMM, Counted
 
 
 def predict(config: Config, hardware: Hardware) -> StepTime:
-    """Predicts a regular step. Raises ConfigError for a dtype without a speed in the hardware profile."""
+    """Predicts the time of a regular step. Raises ConfigError if the hardware profile has no speed for a dtype."""
     return Predictor(hardware).predict(config)
 
 
 class Predictor:
-    """Predicts steps on one hardware profile. Caches what configurations share, such as a block under one layout."""
+    """Predicts steps on one hardware profile. Caches results that configurations share, such as a block under one layout."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.on_gpu = hardware.is_gpu
         self._cache: dict[tuple[Any, ...], Any] = {}
         self._seconds: dict[int, tuple[Speeds, dict[Operation, float]]] = {}
-        """By id of the speeds, which are kept alive: seconds of operations."""
+        """Seconds of operations, by id of the speeds, which are kept alive."""
         self._models: dict[int, ModelConfig] = {}
-        """By id; kept alive, so that none is used again."""
+        """Models by id, kept alive so that no id is reused."""
         self._flops: dict[tuple[int, int], int] = {}
-        """FLOPs of a token, by model and length of a sequence."""
+        """FLOPs per token, by model id and sequence length."""
         self._links: dict[tuple[Any, ...], float] = {}
-        """Seconds of collectives, by what they send and the mesh."""
+        """Seconds of collectives, by payload and mesh."""
 
     def predict(self, config: Config) -> StepTime:
-        """Predicts a regular step, like the function."""
+        """Predicts the time of a regular step. Raises ConfigError like the function `predict`."""
         parallel, train, hardware = config.parallel, config.train, self.hardware
         count = train.global_batch // (parallel.dp * train.micro_batch)
         every, passes = stages(config), self.passes(config)
@@ -97,7 +97,7 @@ class Predictor:
         )
 
     def _straggling(self, parallel: ParallelConfig) -> float:
-        """Waiting for the slowest node, as a fraction of the rest of a step: each doubling of nodes adds as much."""
+        """Time spent waiting for the slowest node, as a fraction of the rest of the step: proportional to log2(nodes)."""
         nodes = -(-parallel.world_size // self.hardware.per_node)
         return self.hardware.straggling * math.log2(nodes)
 
@@ -109,21 +109,24 @@ class Predictor:
         return self._flops[key]
 
     def passes(self, config: Config) -> list[PassTime]:
-        """One micro-batch on each pipeline rank."""
+        """Times of one micro-batch on each pipeline rank."""
         every, pp = stages(config), config.parallel.pp
         return [self._cached_pass(config, every[rank::pp]) for rank in range(pp)]
 
     def _cached_pass(self, config: Config, held: tuple[Stage, ...]) -> PassTime:
         train = config.train
-        # Blocking sends wait by the share of stages that have two neighbors, which `held` does not tell.
+        # Waiting for blocking sends depends on how many stages have two neighbors, which `held` does not tell.
         ranks = config.parallel.pp if self.hardware.pipeline.blocking else 0
         key = "pass", held, train.recompute, train.recompute_every, ranks
         found: PassTime = self._per_micro_batch(config, key, self._pass, config, held)
         return found
 
     def lower_bound(self, config: Config) -> float:
-        """A cheap lower bound of `predict` without recomputation: of halves without any TP collective, since both take no less
-        time to compute than one whole; with a pipeline for equal stages, without DP collectives and the optimizer."""
+        """A cheap lower bound on `predict` without recomputation.
+
+        Leaves out DP collectives and the optimizer, and assumes equal pipeline stages. With overlapped halves it also leaves out TP
+        collectives, since two halves take at least as long to compute as one whole micro-batch.
+        """
         parallel, train = config.parallel, config.train
         hides, slower = parallel.overlap != "none", 1 + self._straggling(parallel)
         if hides:
@@ -147,7 +150,7 @@ class Predictor:
         return (count - 1 / parallel.virtual) * total / parallel.pp + total / parallel.virtual
 
     def _blocks_and_ends(self, config: Config) -> PassTime:
-        """The whole model without recomputation, as if no stage waited for another."""
+        """The whole model without recomputation, as if no stage waited for another one."""
         result = PassTime()
         for layer, count in kinds_of_blocks(config.model, range(config.model.layers)).items():
             result.add(self._per_micro_batch(config, (layer, "none"), self._block, config, layer, "none"), count)
@@ -157,7 +160,7 @@ class Predictor:
         return result
 
     def _lone_stage_ratio(self, config: Config) -> float:
-        """Time of a stage while the others wait, relative to its time while all are busy: CPU cores share memory and clocks."""
+        """Time of a stage while the others wait, relative to its time while all are busy (CPU cores share bandwidth and clocks)."""
         hardware, parallel, dtype = self.hardware, config.parallel, config.train.compute_dtype
         if hardware.alone is None or not 1 < parallel.pp == parallel.world_size <= hardware.per_node:
             return 1.0
@@ -183,7 +186,7 @@ class Predictor:
                 result.add(self._sends(config, stage), 1)
         inner = habit.blocking * max(config.parallel.pp - 2, 0) / config.parallel.pp
         result.add(_blocked(result, inner), 1)
-        # On a GPU the host launches ahead; the device waits if the host is slower.
+        # On a GPU, the host launches kernels ahead of time; the device waits if the host is slower.
         issuing = self.hardware.host_us * 1e-6 * result.calls
         computing = result.total - sum(result.parts[part] for part in (TENSOR, CONTEXT, PIPELINE))
         result.wait(issuing if self.hardware.device == "cpu" else max(issuing - computing, 0.0))
@@ -199,7 +202,7 @@ class Predictor:
         return self._pass_time(config, runs)
 
     def _sends(self, config: Config, stage: Stage) -> PassTime:
-        """Sends to and from the neighboring stages, at the first and the last block."""
+        """Sends to and from neighboring stages, before the first and after the last block."""
         result = PassTime()
         first, last = stage.numbers[0], stage.numbers[-1]
         key = (
@@ -219,7 +222,7 @@ class Predictor:
         return result
 
     def _pass_time(self, config: Config, runs: Sequence[PassOps]) -> PassTime:
-        """Operations in sequence, and what they wait for collectives."""
+        """Time of operations in sequence, and of waiting for collectives."""
         log = [each for run in runs for each in run.log]
         priced = self._priced(config, log)
         by_kind: dict[tuple[str, str], float] = defaultdict(float)
@@ -247,7 +250,7 @@ class Predictor:
         return result
 
     def _priced(self, config: Config, log: Sequence[Operation]) -> dict[Operation, float]:
-        """Device seconds of these operations and of others, each as often as it runs. Passes have most of theirs in common."""
+        """Device seconds of these operations, and of all others priced before, multiplied by how often each runs."""
         speeds = self._speeds(config)
         _, known = self._seconds.setdefault(id(speeds), (speeds, {}))
         for each in log:
@@ -265,18 +268,21 @@ class Predictor:
         return found
 
     def _sums(self, config: Config, collectives: Iterable[Collective]) -> Seconds:
-        """Seconds by axis and phase; re-communication counts as backward."""
+        """Seconds of collectives by axis and phase; re-communication counts as backward."""
         result: Seconds = defaultdict(float)
         for each in collectives:
             result[_name(each)] += self._sent(config, each)
         return result
 
     def _exposed(self, config: Config, runs: Sequence[PassOps], priced: Mapping[Operation, float]) -> Seconds:
-        """Seconds by axis and phase in which computation waits for collectives; one is on the wire at a time, in the order of
-        their starts, and the wire advances by the fraction `hardware.overlap` of the time in which the device computes."""
+        """Seconds by axis and phase in which computation waits for collectives.
+
+        Collectives run one at a time, in the order in which they start. While the device computes, they progress at the fraction
+        `hardware.overlap` of their speed.
+        """
         result: Seconds = defaultdict(float)
         for run in runs:
-            now = busy_until = 0.0  # on the wire
+            now = busy_until = 0.0  # in seconds of communication time
             computed, arrivals = 0.0, dict[int, float]()
             until = [0.0, *itertools.accumulate(map(priced.__getitem__, run.log))] if run.flights else []
             for flight in run.flights:
@@ -295,13 +301,13 @@ class Predictor:
         """(exposed, hidden) seconds per step of DP collectives: gradients and sharded weights."""
         parallel, per_node = config.parallel, self.hardware.per_node
         inside = {axis: span(axis, parallel, per_node).inside for axis in ("tp", "cp", "dp")}
-        # Inside a node, and on the port to others: two links.
+        # Collectives within a node and between nodes use different links.
         shared = inside["dp"] or not (inside["tp"] and inside["cp"])
         room = worst.room(self.hardware.overlap, shared)
-        # FSDP in a pipeline gathers for each micro-batch, all in phase 'step'.
+        # FSDP in a pipeline gathers for each micro-batch, but all its gathers have phase 'step'.
         gathered = count if parallel.shard == "full" and parallel.pp > 1 else 0
         sums: Seconds = self._per_step(config, ("replicas", held, gathered), self._replica_sums, config, held)
-        # Gradient reductions overlap the last backward pass; gathers for the whole step overlap all of it.
+        # Gradient reductions overlap the last backward pass; gathers for the whole step overlap all passes.
         cover = room[1] if parallel.shard == "none" else sum(room)
         if parallel.shard == "full" and parallel.pp > 1:
             cover = sum(room) * count
@@ -311,7 +317,7 @@ class Predictor:
         return exposed, sums["step"] + count * (sums["forward"] + sums["backward"]) - exposed
 
     def _replica_sums(self, config: Config, held: Sequence[Stage]) -> Seconds:
-        """Seconds by phase: per micro-batch, or once per step."""
+        """Seconds of DP collectives by phase: per micro-batch, or once per step."""
         sums: Seconds = defaultdict(float)
         alike = Counter((*gradient_collectives(config, held), *gathers(config, held)))
         for each, times in alike.items():
@@ -319,17 +325,17 @@ class Predictor:
         return sums
 
     def _step_end(self, config: Config, held: Sequence[Stage]) -> float:
-        """Seconds between the last backward pass and the next step. Work is on a line over the number of micro-batches."""
+        """Seconds between the last backward pass and the next step. Work is linear in the number of micro-batches."""
         accumulated = config.train.global_batch // (config.parallel.dp * config.train.micro_batch)
         (seconds, calls, sent), (seconds_of_two, calls_of_two, _) = self._per_step(
-            config, ("once", held), lambda: [self._once(config, held, count) for count in (1, 2)]
+            config, ("once", held), lambda: [self._once_per_step(config, held, count) for count in (1, 2)]
         )
         seconds += (accumulated - 1) * (seconds_of_two - seconds)
         issuing = self.hardware.host_us * 1e-6 * (calls + (accumulated - 1) * (calls_of_two - calls))
         return sent + (seconds + issuing if self.hardware.device == "cpu" else max(seconds, issuing))
 
-    def _once(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
-        """(seconds on the device, operations, seconds of the optimizer's collectives) of a step of so many micro-batches."""
+    def _once_per_step(self, config: Config, held: Sequence[Stage], micro_batches: int) -> tuple[float, float, float]:
+        """(device seconds, operations, seconds of the optimizer's collectives) per step of `micro_batches` micro-batches."""
         train, parallel = config.train, config.parallel
         batch = {"global_batch": parallel.dp * train.micro_batch * micro_batches}
         work = step_work(config.model_copy(update={"train": train.model_copy(update=batch)}), held)
@@ -338,16 +344,15 @@ class Predictor:
         return busy(work, self._speeds(config))["step"], work.total(), sent
 
     def _per_micro_batch(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Caches `function` for a micro-batch: configurations with the same model, TP, layout and micro-batch share the
-        result."""
+        """Caches `function` per micro-batch: configurations with the same model, TP, layout and micro-batch share the result."""
         p, train, per_node = config.parallel, config.train, self.hardware.per_node
-        # How groups are spread over nodes, and the number of processes per node.
+        # How groups are spread over nodes, and how many processes run on each node.
         places = (*(span(axis, p, per_node) for axis in ("tp", "cp", "pp")), min(p.world_size, per_node))
         shared = (*traced_values(p, "parallel"), *traced_values(train, "train"), places, p.splits_backward)
         return self._lookup(config, (shared, key), function, arguments)
 
     def _per_step(self, config: Config, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Caches `function` for work done once per step, independent of the micro-batch."""
+        """Caches `function` for work that is done once per step, independent of the micro-batch."""
         p = config.parallel
         shared = p.dp, p.cp, p.pp, p.shard, p.shard_outer, p.splits_backward, config.train.working_copies
         return self._lookup(config, (shared, key), function, arguments)
@@ -372,7 +377,7 @@ def busy(work: Counted, speeds: Speeds) -> Seconds:
 
 
 def _blocked(one: PassTime, share: float) -> PassTime:
-    """The time that stages wait for blocking sends of their neighbors: `share` of a pass."""
+    """Time that stages wait for blocking sends of their neighbors: the fraction `share` of a pass."""
     waits = share * one.forward, share * one.backward
     result = PassTime(forward=waits[0], backward=waits[1], waits=waits)
     result.parts[PIPELINE] = result.total
@@ -380,7 +385,7 @@ def _blocked(one: PassTime, share: float) -> PassTime:
 
 
 def _name(sent: Collective) -> str:
-    """'<axis> <pass>'; re-communication belongs to the backward pass."""
+    """Key '<axis> <pass>' of a collective; re-communication belongs to the backward pass."""
     return f"{sent.axis} {'forward' if sent.phase == 'forward' else 'backward'}"
 
 
@@ -391,10 +396,10 @@ def _part(kernel: str) -> str:
 
 
 def _bubble(config: Config, passes: list[PassTime], worst: PassTime) -> float:
-    """Pipeline bubble of the slowest rank, over all micro-batches.
+    """Seconds of pipeline bubble on the slowest rank, over all micro-batches.
 
-    gpipe, 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
-    rank make it v times shorter (arXiv 2104.04473); zero bubble fills it with weight gradients (2401.10241).
+    gpipe and 1F1B: the time of the other ranks in the first and last micro-batch (arXiv 1811.06965, 2006.09503). v stages per
+    rank shorten it v times (arXiv 2104.04473); zero bubble fills it with weight gradients (arXiv 2401.10241).
     """
     schedule = config.parallel.schedule
     others = sum(each.total for each in passes) - worst.total

@@ -1,7 +1,7 @@
-"""Traces the decoder on tensors without data: operations, memory and collectives of one block, the embedding and the loss.
+"""Traces the decoder on tensors without data: operations, memory and collectives of one block, the embedding or the loss.
 
-`boost.models` and the layout's runtime run unchanged under the recomputation policy, forward and backward. GEMM shapes, bytes
-of element-wise work, collectives, saved tensors and peak memory all come from this one run.
+`boost.models` and the layout's runtime run unchanged under the recomputation policy, forward and backward. GEMM shapes, bytes of
+element-wise work, collectives, saved tensors and peak memory all come from one run.
 """
 
 import functools
@@ -40,11 +40,12 @@ IGNORED_FIELDS = {
 def trace_block(
     config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
 ) -> TracedPass:
-    """The trace of block `layer` under a policy. `on_gpu`: on a device where by default every
-    piece of element-wise work is one kernel (train.compile). `split_backward`: the
-    backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
+    """Returns the trace of block `layer` under a recomputation policy.
 
-    The largest micro-batches are not run but follow from two others (`boost.plan.scaling`).
+    `on_gpu`: the device fuses each chain of element-wise operations into one kernel by default (train.compile). `split_backward`:
+    the backward pass defers weight gradients (zero bubble), which sets `input_backward` and `deferred`.
+
+    Large micro-batches are not run, but derived from two smaller ones (`boost.plan.scaling`).
 
     Raises NoRuleError if the model uses an operation without a rule.
     """
@@ -64,7 +65,7 @@ def trace_block(
 def run_block(
     config: Config, layer: int, policy: RecomputeName, on_gpu: bool = False, split_backward: bool = False
 ) -> TracedPass:
-    """Runs block `layer` on tensors without data; arguments as of `trace_block`."""
+    """Runs block `layer` on tensors without data. Arguments are those of `trace_block`."""
     traced = cached_trace(config, ("block", layer, policy, on_gpu))(
         lambda bare, gathered: _trace_block(Tracer(bare, gathered, on_gpu), layer, policy)
     )
@@ -76,25 +77,25 @@ def run_block(
 
 
 def pass_of_block(config: Config, layer: int, on_gpu: bool = False, split_backward: bool = False) -> TracedPass:
-    """Trace of block `layer` under the configuration's policy; equal blocks are traced once."""
+    """Trace of block `layer` under the configuration's policy. Identical blocks are traced once."""
     policy = config.train.recompute_by_layer(config.model.layers)[layer]
     return trace_block(config, alike(config.model, layer), policy, on_gpu, split_backward)
 
 
 def alike(model: ModelConfig, layer: int) -> int:
-    """The block that is traced for block `layer`. With latent gates, the last block differs: no block takes its latents."""
+    """Returns the block to trace instead of block `layer`. With latent gates, the last block differs: no block uses its latents."""
     return layer if model.has_latent_gates and layer + 1 == model.layers else first_alike(model, layer)
 
 
 def trace_loss(config: Config, on_gpu: bool = False) -> TracedPass:
-    """Final norm, head and loss."""
+    """Trace of final norm, head and loss."""
     return cached_trace(_with_whole_backward(config), ("loss", on_gpu))(
         lambda bare, gathered: _trace_loss(Tracer(bare, gathered, on_gpu))
     )
 
 
 def trace_embedding(config: Config) -> TracedPass:
-    """The embedding. Of large micro-batches, as of blocks."""
+    """Trace of the embedding; for large micro-batches, derived as for blocks."""
     config = _with_whole_backward(config)
     micro_batch, run = config.train.micro_batch, run_micro_batches(config)
 
@@ -110,8 +111,8 @@ def trace_embedding(config: Config) -> TracedPass:
 
 
 def _with_whole_backward(config: Config) -> Config:
-    """The ends of a model are the same under zero bubble, where only blocks keep more for a backward pass in two, but for the
-    working copies that there are none of."""
+    """Replaces zero bubble by 1F1B without working copies, for the trace of embedding and loss. Only blocks split their backward
+    pass, and zero bubble has no working copies."""
     if not config.parallel.splits_backward:
         return config
     parallel = config.parallel.model_copy(update={"schedule": "1f1b"})
@@ -123,18 +124,18 @@ def _with_whole_backward(config: Config) -> Config:
 # Other micro-batches.
 
 RUN_MICRO_BATCHES = (2, 4)
-"""Two runs show how sizes scale. Not 1: a dimension of size 1 avoids copies that all others need."""
+"""Micro-batches that are run, to see how sizes scale. Not 1: a dimension of size 1 avoids copies that all others need."""
 
 
 def run_micro_batches(config: Config) -> tuple[int, int]:
-    """RUN_MICRO_BATCHES of this configuration: of each half where there are two."""
+    """RUN_MICRO_BATCHES of this configuration, doubled if a micro-batch runs as two halves."""
     parts = 1 if config.parallel.overlap == "none" else 2
     low, high = RUN_MICRO_BATCHES
     return parts * low, parts * high
 
 
 def with_micro_batch(config: Config, micro_batch: int) -> Config:
-    """The configuration with another micro-batch."""
+    """Returns the configuration with another micro-batch."""
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
 
 
@@ -144,14 +145,14 @@ _TRACES: dict[Any, Any] = {}
 _MODELS: dict[int, ModelConfig] = {}
 """Keeps models alive, so that no id is reused."""
 _MODULES: dict[Any, Any] = {}
-"""Blocks and ends of models on the meta device, by model, [parallel] and which of them."""
+"""Modules on the meta device, by model, [parallel] and module."""
 _TRACED_VALUES: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-"""Results of `traced_values` by id of the section, which is kept alive for the same reason."""
+"""Results of `traced_values` by id of the section, which is kept alive so that no id is reused."""
 _MAX_TRACES = 20_000
 
 
 def cached_trace(config: Config, key: Any) -> Callable[[Callable[[Config, bool], Any]], Any]:
-    """Caches a computation on a configuration; configurations that differ only in IGNORED_FIELDS share the result."""
+    """Caches a computation on a configuration. Configurations that differ only in IGNORED_FIELDS share the result."""
     model, gathered = config.model, config.parallel.sharded
     _MODELS.setdefault(id(model), model)
     whole = (
@@ -195,7 +196,7 @@ def traced_values(section: ParallelConfig | TrainConfig, name: str) -> tuple[Any
 
 
 def without_ignored(config: Config) -> Config:
-    """The configuration with IGNORED_FIELDS at their defaults, but for zero bubble as such."""
+    """Resets IGNORED_FIELDS to their defaults, but keeps zero bubble."""
     changes = {}
     for name, fields in IGNORED_FIELDS.items():
         section = getattr(config, name)
@@ -207,7 +208,7 @@ def without_ignored(config: Config) -> Config:
 
 
 def _module(tracer: Tracer, name: Any, make: Callable[[], Any]) -> Any:
-    """A module of the decoder with the weights of this trace."""
+    """Returns a module of the decoder with the weights of this trace."""
     key = id(tracer.model), *traced_values(tracer.parallel, "parallel"), name
     if key not in _MODULES:
         with torch.device("meta"):
@@ -225,19 +226,19 @@ def _block(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[Transform
     return block, TracedLayout(tracer.layout, tape).with_options(policy=runs)
 
 
-class _Entered(NamedTuple):
-    """What entered a block. Of the parts of a micro-batch, one follows the other."""
+class _BlockInputs(NamedTuple):
+    """Inputs of a block. The parts of a micro-batch are concatenated."""
 
     prev_bytes: list[int]
-    """Of latents of the previous block."""
+    """Bytes of each latent of the previous block."""
     prev_memory: list[Any]
-    """Weak references to their memory."""
+    """Weak references to the memory of these latents."""
     bytes: int
-    """Of all inputs."""
+    """Total bytes of all inputs."""
 
 
-def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entered, list[Any]]:
-    """(what entered, the residual stream and the latents for the next block of each part)."""
+def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_BlockInputs, list[Any]]:
+    """Runs the forward pass. Returns (inputs, residual stream and latents for the next block of each part)."""
     tape, parts = tracer.tape, tracer.parts
     block, layout = _block(tracer, layer, policy)
     angles = _angles(tracer), _angles(tracer)
@@ -255,13 +256,13 @@ def _forward(tracer: Tracer, layer: int, policy: RecomputeName) -> tuple[_Entere
     input_bytes = tape.live - before
     tape.begin_pass()
     latents = [h for stream in streams for h in stream.prev_latents]
-    entered = _Entered([h.nbytes for h in latents], [weakref.ref(h.storage) for h in latents], input_bytes)
+    inputs = _BlockInputs([h.nbytes for h in latents], [weakref.ref(h.storage) for h in latents], input_bytes)
     after = block(layout, streams, context.halves() if parts == 2 else [context])
-    return entered, [y for stream in after for y in (stream.x, *stream.prev_latents)]
+    return inputs, [y for stream in after for y in (stream.x, *stream.prev_latents)]
 
 
 def _angles(tracer: Tracer) -> Any:
-    """Rotary angles, whose memory is counted elsewhere."""
+    """Rotary angles; their memory is counted elsewhere."""
     shape = tracer.config.train.seq_len // tracer.parallel.cp, tracer.model.head_dim
     return ShapeTensor(tracer.tape, None, shape, contiguous(shape), tracer.dtype, tracer.device)
 
@@ -269,25 +270,25 @@ def _angles(tracer: Tracer) -> Any:
 def _trace_block(tracer: Tracer, layer: int, policy: RecomputeName) -> TracedPass:
     tape = tracer.tape
     with tracer.running():
-        entered, results = _forward(tracer, layer, policy)
-        forward = tape.lives_above(entered.bytes)
+        inputs, results = _forward(tracer, layer, policy)
+        forward = tape.lives_above(inputs.bytes)
         sent = [weakref.ref(each.storage) for each in results]
         gradients = tracer.gradients(results)
         output_bytes = sum(each.nbytes for each in gradients)
         for_next = {id(each.storage) for each in gradients}
         results = [each.without_storage() for each in results]  # owned by the next block
-        own = {id(ref()) for ref in entered.prev_memory if ref() is not None}
+        own = {id(ref()) for ref in inputs.prev_memory if ref() is not None}
         saved = tuple(held for key, held in tape.alive.items() if key not in own and key not in for_next)
-        outputs = len(sent) // tracer.parts  # the residual stream and latents of one part
+        outputs = len(sent) // tracer.parts  # residual stream and latents of one part
         latents_saved = tuple(ref() is not None for i, ref in enumerate(sent) if i % outputs)
-        held = zip(entered.prev_memory, entered.prev_bytes, strict=True)
+        held = zip(inputs.prev_memory, inputs.prev_bytes, strict=True)
         prev_saved = tuple(size if ref() is not None else 0 for ref, size in held)
         before = tape.live
         tape.begin_pass()
         tape.backward(results, gradients)
         lives = Lives(forward, tape.lives_above(before), tape.first_lives_above(before))
     return TracedPass(
-        *tape.record(), saved, entered.bytes, output_bytes, lives, tape.new_gradients,
+        *tape.record(), saved, inputs.bytes, output_bytes, lives, tape.new_gradients,
         prev_saved=prev_saved, latents_saved=latents_saved,
     )  # fmt: skip
 

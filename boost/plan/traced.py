@@ -1,4 +1,4 @@
-"""What a trace of a pass says: its operations, its collectives and its memory."""
+"""The trace of a pass: its operations, collectives and memory."""
 
 import functools
 from collections import Counter
@@ -17,11 +17,11 @@ class PassOps:
     log: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
     flights: tuple[Flight, ...]
-    """Where collectives are started and waited for."""
+    """Starts of and waits for collectives."""
 
     @functools.cached_property
     def work(self) -> Counted:
-        """How often each operation runs."""
+        """Counts how often each operation runs."""
         return work_of(self.log)
 
 
@@ -29,13 +29,13 @@ class Lives(NamedTuple):
     """Live bytes at the start of a pass and after each allocation, in addition to memory held at its start."""
 
     forward: tuple[int, ...]
-    """Inputs are held at the start."""
+    """Live bytes of the forward pass; inputs are held at its start."""
     backward: tuple[int, ...]
-    """Saved tensors and output gradients are held at the start."""
+    """Live bytes of the backward pass; saved tensors and output gradients are held at its start."""
     first_backward: tuple[int, ...]
-    """The same if weight gradients are new and stay allocated."""
+    """The same for a first micro-batch, whose weight gradients stay allocated."""
     input_backward: tuple[int, ...] = (0,)
-    """The same if weight gradients are deferred."""
+    """The same if weight gradients are deferred (zero bubble)."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class TracedPass(PassOps):
     """Operations and memory of a pass; sizes in bytes."""
 
     saved: tuple[Held, ...]
-    """Tensors saved for the backward pass, without latents of the previous block."""
+    """Tensors saved for the backward pass, except latents of the previous block."""
     input_bytes: int
-    """Inputs."""
+    """Bytes of the inputs."""
     output_bytes: int
-    """Outputs, and as much for their gradients."""
+    """Bytes of the outputs; their gradients take as many."""
     lives: Lives
-    """Live bytes."""
+    """Live bytes over time."""
     new_gradients: int
-    """Weight gradients."""
+    """Bytes of weight gradients."""
     deferred: int = 0
-    """Gradients held for deferred weight gradients, in addition to `saved`."""
+    """Bytes of output gradients held for deferred weight gradients, in addition to `saved`."""
     prev_saved: tuple[int, ...] = ()
     """Bytes of each latent of the previous block that this block keeps alive; 0 if it does not."""
     latents_saved: tuple[bool, ...] = ()
@@ -61,7 +61,7 @@ class TracedPass(PassOps):
 
     @functools.cached_property
     def forward(self) -> int:
-        """Peak of the forward pass, in addition to memory held at its start, inputs included."""
+        """Peak of the forward pass, in addition to memory held at its start (including inputs)."""
         return max(self.lives.forward)
 
     @functools.cached_property
@@ -71,17 +71,17 @@ class TracedPass(PassOps):
 
     @functools.cached_property
     def first_backward(self) -> int:
-        """The same if weight gradients are new and stay allocated."""
+        """The same for a first micro-batch, whose weight gradients stay allocated."""
         return max(self.lives.first_backward)
 
     @functools.cached_property
     def input_backward(self) -> int:
-        """The same if weight gradients are deferred."""
+        """The same if weight gradients are deferred (zero bubble)."""
         return max(self.lives.input_backward)
 
     @functools.cached_property
     def by_category(self) -> Counter[str]:
-        """Bytes of `saved`."""
+        """Bytes of `saved` by category."""
         sums: Counter[str] = Counter()
         for held in self.saved:
             sums[held.category] += held.bytes

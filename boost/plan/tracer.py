@@ -1,4 +1,4 @@
-"""Runs the decoder on shape tensors: intercepts torch functions, autograd functions and layout calls."""
+"""Runs the decoder on shape tensors by intercepting torch functions, autograd functions and layout calls."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ from boost.plan.work import REDUCE, SILU, SILU_BACKWARD, STREAM
 
 @dataclass(frozen=True)
 class _Group:
-    """Stands in for a process group. The name is its axis and its size, for the rules of collectives."""
+    """Stands in for a process group. Its name holds the axis and size, for the rules of collectives."""
 
     group_name: str
 
@@ -50,11 +50,11 @@ class Tracer:
         self.device = torch.device("cuda" if on_gpu else "cpu")
         part = compiled_part(train.compile, self.device.type)
         self.backend = kernels.BACKENDS["eager"] if part == "none" or kernels.is_separate() else one_pass
-        """What runs kernels."""
+        """Kernel backend: eager operations, or one operation per kernel."""
         self.parts = 2 if self.parallel.overlap == "halves" and p * self.parallel.cp > 1 else 1
-        """Parts of a micro-batch that run interleaved."""
+        """Number of interleaved parts of a micro-batch."""
         self.tokens = train.micro_batch * train.seq_len // self.parallel.cp // self.parts
-        """Of one part."""
+        """Tokens of one part."""
         model = config.model
         self.tape = Tape(self.tokens, max(model.dim, model.ffn_dim, model.vocab_size // p), p)
         axes = {"cp": _axis("cp", self.parallel.cp), "tp": _axis("tp", p)}
@@ -69,13 +69,13 @@ class Tracer:
         return made
 
     def new_input(self, shape: Shape, category: str) -> Any:
-        """Allocates an input of a pass, which requires a gradient."""
+        """Allocates an input of a pass, with requires_grad."""
         made = self.new(shape, self.dtype, category)
         made.node = GraphNode(-1, (), 1, None, "")
         return made
 
     def attach_weights(self, module: FusedModule) -> None:
-        """Replaces the weights of a module and its children by shape tensors."""
+        """Replaces the weights of a module and its children with shape tensors."""
         for each in module.modules():
             if isinstance(each, FusedModule):
                 for name, slices in each.slices.items():
@@ -88,7 +88,7 @@ class Tracer:
                     )
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """Gradients of the outputs of a pass."""
+        """Allocates gradients of the outputs of a pass."""
         return [self.new(each.shape, each.dtype, RESIDUAL) for each in results]
 
     @contextmanager
@@ -96,7 +96,7 @@ class Tracer:
         """Intercepts torch functions and autograd functions."""
         usual = torch.autograd.Function.__dict__["apply"], loss.chunks, documents.last_queries
         torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
-        loss.chunks, documents.last_queries = self._chunks, _described
+        loss.chunks, documents.last_queries = self._chunks, _virtual_mask
         try:
             with _Rules(self.tape, self.device), kernels.using(self.backend):
                 yield
@@ -104,7 +104,7 @@ class Tracer:
             torch.autograd.Function.apply, loss.chunks, documents.last_queries = usual  # type: ignore[method-assign]
 
     def _chunks(self, tokens: int, step: int) -> Iterator[int]:
-        """Runs one of several equal chunks, and counts it that often."""
+        """Runs one of several identical chunks, and counts it that many times."""
         whole, rest = divmod(tokens, step)
         for start, times in ((0, whole), (whole * step, int(rest > 0))):
             self.tape.times = times
@@ -116,30 +116,30 @@ class Tracer:
 _DESCRIPTION = torch.empty(0)
 
 
-def _described(tokens: int, keys: int) -> torch.Tensor:
-    """Stands in for a description of a mask, which has no memory."""
+def _virtual_mask(tokens: int, keys: int) -> torch.Tensor:
+    """Stands in for a mask that is only described and uses no memory."""
     return _DESCRIPTION
 
 
 class _KernelFacts(NamedTuple):
-    """What a kernel does with arguments of certain sizes."""
+    """Outputs and cost of a kernel for arguments of given sizes."""
 
     several: bool
-    """Whether it has several results."""
+    """Whether it returns several results."""
     results: tuple[tuple[Shape, Shape, torch.dtype], ...]
-    """(shape, strides, dtype)."""
+    """(shape, strides, dtype) of each result."""
     kind: str
-    """The slowest kind of operation in it."""
+    """The slowest kind of operation in the kernel."""
 
 
 _KERNEL_FACTS: dict[Any, _KernelFacts] = {}
-"""By kernel, its arguments and what counts as small."""
+"""Cached facts, by kernel, arguments, and what counts as small."""
 _MAX_FACTS = 10_000
 
 
 def one_pass(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-    """Runs a kernel as one operation: it reads its arguments (once, unless it says otherwise), writes its results once, allocates
-    nothing else, and is as fast as the slowest kind of operation in it."""
+    """Runs a kernel as one operation. It reads its arguments (once, unless the kernel specifies otherwise), writes its results
+    once, and allocates nothing else. It is as fast as the slowest kind of operation in it."""
     inputs = [x for x in arguments if isinstance(x, ShapeTensor)]
     tape = inputs[0].tape
     sizes = (x.shape + x.strides + (x.dtype,) if isinstance(x, ShapeTensor) else x for x in arguments)
@@ -173,7 +173,7 @@ def _facts(kernel: Kernel, arguments: tuple[Any, ...], tape: Tape) -> _KernelFac
 
 
 class _Rules(TorchFunctionMode):
-    """Applies the rules to every torch function, including factory functions."""
+    """Applies rules to every torch function, including factory functions."""
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _Rules(TorchFunctionMode):
 
 
 class _Ctx:
-    """The context of a custom autograd function."""
+    """Context (ctx) of a custom autograd function."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(isinstance(x, ShapeTensor) and x.node is not None for x in inputs)
@@ -207,7 +207,7 @@ _USUAL_APPLY = torch.autograd.Function.__dict__["apply"].__func__
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:
-    """torch.autograd.Function.apply: runs forward without autograd, then adds one node with the saved tensors."""
+    """Replaces torch.autograd.Function.apply: runs forward without autograd, then adds one node with the saved tensors."""
     sized = [x for x in inputs if isinstance(x, ShapeTensor)]
     if not sized:
         return _USUAL_APPLY(cls, *inputs)
@@ -247,7 +247,7 @@ def _apply(cls: Any, *inputs: Any) -> Any:
 
 
 class TracedLayout:
-    """A layout that tells the tape which group runs."""
+    """Wraps a layout, and tells the tape which group of linears is running."""
 
     def __init__(self, layout: Layout, tape: Tape) -> None:
         self._layout, self._tape = layout, tape
@@ -299,7 +299,7 @@ class TracedLayout:
 
 
 class _ResidualStream(Stream):
-    """A residual stream whose update is recorded as 'residual'."""
+    """A residual stream whose updates are recorded under 'residual'."""
 
     __slots__ = ()
 

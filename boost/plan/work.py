@@ -1,6 +1,6 @@
-"""Operations in the performance model: a GEMM with its shape, attention, or bytes moved.
+"""Operations of the performance model: a GEMM with its shape, attention, or bytes moved.
 
-Bytes count each tensor read or written once per operation.
+Bytes count each tensor that an operation reads or writes once.
 """
 
 import math
@@ -28,7 +28,7 @@ KERNELS = {
     ATTENTION_BACKWARD: "its gradients",
     STREAM: "add, multiply, copy, cast",
     REORDER: "copies that reorder elements (transpose)",
-    REORDER_FINELY: "the same with short contiguous runs",
+    REORDER_FINELY: "the same, with short contiguous runs",
     SILU: "x sigmoid(x)",
     SILU_BACKWARD: "its gradient",
     REDUCE: "sums over rows or columns",
@@ -36,11 +36,11 @@ KERNELS = {
     LOOKUP: "embedding lookup and its backward",
     OPTIMIZER: "AdamW update, gradient clipping and norm",
 }
-"""Kinds of operations with their own speed in a hardware profile."""
+"""Kinds of operations that may have their own speed in a hardware profile."""
 
 
 SHORT_RUN = 256
-"""In elements. Copies with shorter contiguous runs are slower on CPUs."""
+"""Run length in elements. Copies with shorter contiguous runs are slower on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Work:
     """One operation."""
 
     kernel: str
-    """One of KERNELS."""
+    """Kind of operation, one of KERNELS."""
     dtype: str
     shape: tuple[int, ...]
-    """GEMM: (batch, m, n, k), [m, k] x [k, n]; attention: (sequences, heads, key/value heads, tokens, head dimension), and
-    where queries are those of the last tokens only, the tokens of the keys; else: the shape of the output."""
+    """GEMM: (batch, m, n, k), [m, k] x [k, n]. Attention: (sequences, heads, key/value heads, tokens, head dimension), followed by
+    the number of keys if there are fewer queries than keys. Otherwise: shape of the output."""
     flops: int
     bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     place: str = ""
     """Part of the model: embed | qkv | attention | o | gate_up | product | down | norm | residual | loss | weights | optimizer."""
     phase: str = ""
@@ -65,7 +65,7 @@ class Work:
     def of(
         cls, kernel: str, shape: tuple[int, ...], dtype: str, moves: float = 0.0, place: str = "", phase: str = ""
     ) -> "Work":
-        """From the shape; `moves`: elements read and written per output element, unless the shape implies it."""
+        """Builds an operation. `moves`: elements read and written per output element, unless the shape implies it."""
         flops, numbers = 0, moves * math.prod(shape)
         if kernel == GEMM:
             batch, m, n, k = shape
@@ -73,7 +73,7 @@ class Work:
         elif kernel in (ATTENTION, ATTENTION_BACKWARD):
             sequences, heads, kv, tokens, width, *rest = shape
             keys = rest[0] if rest else tokens
-            # Causal: a query sees the keys up to its own. Two products forward, five backward (scores are recomputed).
+            # Causal: a query attends to keys up to its own position. Two matmuls forward, five backward (scores are recomputed).
             products, tensors = (2, 2) if kernel == ATTENTION else (5, 4)
             flops = products * sequences * (2 * keys - tokens) * tokens * heads * width
             numbers = tensors * sequences * width * (tokens * heads + keys * kv)
@@ -90,7 +90,7 @@ Counted = Counter[Work]
 
 
 def gemm(m: int, n: int, k: int, dtype: str, batch: int = 1) -> Work:
-    """[m, k] x [k, n], `batch` times."""
+    """A GEMM [m, k] x [k, n], `batch` times."""
     return Work.of(GEMM, (batch, m, n, k), dtype)
 
 

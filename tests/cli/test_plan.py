@@ -73,7 +73,7 @@ def test_what_is_written_loads_and_is_what_was_predicted(capsys: pytest.CaptureF
     assert again["step_seconds"] == pytest.approx(best["step_seconds"], rel=1e-12)
     assert again["memory_bytes"] == best["memory_bytes"]
     ET.fromstring(drawn.read_text(encoding="utf-8"))
-    assert "matrix products" in drawn.read_text(encoding="utf-8")
+    assert "GEMMs" in drawn.read_text(encoding="utf-8")
 
 
 def test_flags_make_the_same_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A machine is measured into a profile that the planner takes; laws are found again in points made by them."""
+"""Calibration writes a profile that the planner accepts, and fits recover the parameters of synthetic points."""
 
 import math
 from pathlib import Path
@@ -18,11 +18,11 @@ from tests.distributed import run_distributed
 QUICK = {"samples": 1, "least": 1e-5}
 
 
-def test_the_law_of_products_is_found_again() -> None:
+def test_the_gemm_fit_recovers_its_parameters() -> None:
     law = GemmSpeed(tflops=2.0, fraction=0.8, half=(40.0, 10.0, 200.0))
     shapes = [(m, n, k) for m in (64, 512, 4096) for n in (64, 512, 4096) for k in (64, 512, 4096)]
     points = [Point("gemm", "float32", shape, 2 * math.prod(shape) / law.flops_per_s(*shape)) for shape in shapes]
-    # One point that a busy machine made ten times slower does not pull the law.
+    # One outlier, ten times too slow, does not distort the fit.
     points[5] = Point("gemm", "float32", points[5].shape, 10 * points[5].seconds)
     found, error = fit_gemm(points)
     again = GemmSpeed(**found)
@@ -31,7 +31,7 @@ def test_the_law_of_products_is_found_again() -> None:
     assert error < 0.15
 
 
-def test_attention_is_a_rate_and_a_length_at_which_it_halves() -> None:
+def test_the_attention_fit_recovers_its_parameters() -> None:
     law = AttentionSpeed(head_dim=64, forward=0.5, backward=0.25, half=100.0)
     points: dict[str, list[Point]] = {"attention float32": [], "attention backward float32": []}
     for length in (128, 256, 512, 1024):
@@ -53,7 +53,7 @@ def run_calibration(out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_profile_of_this_machine_is_one_that_the_planner_takes(tmp_path: Path) -> None:
+def test_the_planner_accepts_a_calibrated_profile(tmp_path: Path) -> None:
     out = tmp_path / "made" / "local.toml"
     assert run_distributed(2, run_calibration, out) == [0, 0]
     hardware = load_hardware(str(out))
@@ -75,12 +75,12 @@ def test_a_profile_of_this_machine_is_one_that_the_planner_takes(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_useless_profile_is_refused(tmp_path: Path) -> None:
-    """A link that was only waited for: nothing is written, every process says so."""
+    """A link with near-zero bandwidth: nothing is written, and every process exits with 1."""
     out = tmp_path / "local.toml"
     assert run_distributed(2, run_slow_calibration, out, False) == [1, 1] and not out.exists()
     assert run_distributed(2, run_slow_calibration, out, True) == [0, 0]
     sources = load_hardware(str(out)).sources
-    assert any(source.startswith("beware: ") and "sends 0.001 GB/s" in source for source in sources)
+    assert any(source.startswith("warning: ") and "sends 0.001 GB/s" in source for source in sources)
 
 
 def run_slow_calibration(out: Path, force: bool) -> int:

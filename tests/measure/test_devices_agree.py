@@ -1,4 +1,4 @@
-"""A GPU computes what a CPU does: `pytest -m cuda`, or with BOOST_TEST_DEVICE=cpu a rehearsal that compares a CPU with itself."""
+"""A GPU computes the same as a CPU: `pytest -m cuda`, or BOOST_TEST_DEVICE=cpu for a dry run that compares a CPU with itself."""
 
 import os
 from typing import Any
@@ -32,13 +32,13 @@ SIZES = {"dim": 64, "ffn_dim": 96, "heads": 4, "kv_heads": 2, "layers": 2}
 
 CASES = [(dtype, isolate, "none") for dtype in LIMITS for isolate in (False, True)]
 CASES += [("float32", False, "kernels"), ("float32", False, "blocks")]
-"""(dtype, whether documents are apart, train.compile): what is compiled takes its time, for each policy."""
+"""(dtype, whether documents are isolated, train.compile). Compiled cases are slow, so they run with one policy."""
 
 
 @pytest.mark.parametrize(("dtype", "isolate", "compile"), CASES)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_gpu_trains_what_a_cpu_does(family: str, isolate: bool, dtype: str, compile: str) -> None:
-    """Every family under every policy; compiled, under one."""
+    """Every family under every policy; compiled code under one policy."""
     for policy in ("none", *policies(family, {}))[: 1 if compile == "blocks" else None]:
         train = {"recompute": policy, "seq_len": 32, "compile": compile}
         model = {**SIZES, **FAMILIES[family]}

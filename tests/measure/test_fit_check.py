@@ -1,4 +1,4 @@
-"""What a calibration refuses, and what it marks."""
+"""What calibration refuses, and what it warns about."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_a_machine_that_was_idle() -> None:
         (profile(node={"name": "loopback", "gb_s": 0.001, "latency_us": 20.0}), "loopback sends 0.001 GB/s"),
         (profile(host_us=float("nan")), "host_us = nan"),
         (profile(host_us=-3.0), "host_us = -3"),
-        (profile(speeds=profile()["speeds"] | {"memory_gb_s": 0.0}), "memory moves 0 GB/s"),
+        (profile(speeds=profile()["speeds"] | {"memory_gb_s": 0.0}), "memory bandwidth is 0 GB/s"),
         (
             profile(speeds=profile()["speeds"] | {"gemm": {"float32": {"tflops": 1e-6, "fraction": 0.9}}}),
             "float32 GEMMs reach",
@@ -37,18 +37,18 @@ def test_a_machine_that_was_idle() -> None:
         ),
     ],
 )
-def test_what_is_no_machine(changed: dict[str, Any], words: str) -> None:
+def test_implausible_profiles(changed: dict[str, Any], words: str) -> None:
     (found,) = said(changed)
     assert words in found[0] and found[1]
 
 
-def test_noise_is_marked_and_much_of_it_refused() -> None:
-    assert said(profile(), error=0.3) == [("the law of GEMMs misses its points by 30% (together, float32)", False)]
+def test_noise_gives_a_warning_or_is_refused() -> None:
+    assert said(profile(), error=0.3) == [("the GEMM fit has a mean error of 30% (together, float32)", False)]
     assert [serious for _, serious in said(profile(), error=0.6)] == [True]
     assert [serious for _, serious in said(profile(), error=float("nan"))] == [True]
     assert [serious for _, serious in said(profile(), drift=2.0)] == [False]
     assert [serious for _, serious in said(profile(), drift=5.0)] == [True]
 
 
-def test_a_link_that_nobody_measured_is_no_problem() -> None:
+def test_unmeasured_links_are_no_problem() -> None:
     assert said(profile(node={"name": "loopback", "gb_s": 0.0, "known": False})) == []

@@ -1,4 +1,4 @@
-"""What a step is predicted to keep is what is seen to be alive, to the byte; on fake tensors as on real ones."""
+"""Predicted memory matches live memory to the byte, on fake and on real tensors."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def kept(config: Config) -> dict[str, int]:
 
 
 def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: int) -> list[Any]:
-    """The cells of which something else is alive than is predicted."""
+    """Cells whose live memory differs from the prediction."""
     found = []
     for family, parallel, policy in cells:
         config = config_of(family, parallel, policy, dtype, kv_heads=kv_heads)
@@ -36,14 +36,14 @@ def wrong(cells: list[tuple[str, dict[str, Any], str]], dtype: str, kv_heads: in
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_cell_keeps_what_is_predicted(every: int) -> None:
-    """In bf16 with fp32 weights, and fewer key/value heads than processes; a third of them on each commit, all by night."""
+    """In bf16 with fp32 weights, and fewer key/value heads than processes; a third of the cells per commit, all of them nightly."""
     assert wrong(CELLS[::every], "bfloat16", 2) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.nightly)])
 def test_latents_that_cross_are_kept_as_predicted(every: int) -> None:
-    """The second of two blocks meets those of the first."""
+    """The second of two blocks uses the latents of the first."""
     found = []
     for gate, over, parallel, policy in CROSSING[::every]:
         config = config_of("lax", parallel, policy, "bfloat16", layers=2, kv_heads=2, gate=gate, over=over)
@@ -86,14 +86,14 @@ def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
         assert {c: real.kept[c] for c in STATES} == {c: fake.kept[c] for c in STATES} == memory(config).states
         assert gradients == memory(config).states["gradients"]
         assert sum(real.peak.values()) == pytest.approx(sum(fake.peak.values()), rel=0.01)
-        assert sum(real.peak.values()) > sum(real.kept.values()), "the worst moment is in the backward pass"
+        assert sum(real.peak.values()) > sum(real.kept.values()), "the peak is in the backward pass"
 
 
 @pytest.mark.parametrize(
     "optim", [{"name": "muon"}, {"name": "loro", "refresh_only": True}, {"frobenius_decay": 0.1}], ids=str
 )
 def test_what_other_optimizers_hold(optim: dict[str, Any]) -> None:
-    """Linears of one input with different ranks, of which LORO updates each by itself."""
+    """Linears with the same input but different ranks, which LORO updates separately."""
     config = config_of("cola", {"layout": "btp"}, "none", "bfloat16", ranks={"attn.q": 8})
     config = config.model_copy(update={"optim": OptimConfig.model_validate(optim)})
     assert measure(config).kept["optimizer"] == memory(config).states["optimizer"]
@@ -108,14 +108,14 @@ def test_a_tracker_forgets_what_dies() -> None:
         assert sum(tracker.live.values()) == 400
         z = y.view(10, 10)
         del y
-        assert sum(tracker.live.values()) == 400, "a view keeps its storage"
+        assert sum(tracker.live.values()) == 400, "a view keeps its storage alive"
         del z
         assert sum(tracker.live.values()) == 0
         assert sum(tracker.peak.values()) == 800
 
 
 def test_latents_are_kept_once() -> None:
-    """Under btp: the payload of a collective and nothing beside it, wide activations not at all."""
+    """Under btp: saves only the payload of the collective, and no wide activations."""
     config = config_of("cola", {"layout": "btp"}, "low-rank", "float32")
     held, tokens = memory(config).by_category, 24
     assert held["wide activations"] == held["weight copies"] == 0

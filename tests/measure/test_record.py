@@ -1,4 +1,4 @@
-"""`boost plan validate --record`: halves that stay as they are, errors by group, a report."""
+"""`boost plan validate --record`: stable halves, errors by group, and the report."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_held_out_half_is_predicted(facts: measured.Facts) -> None:
 
 
 def test_what_is_shipped_is_what_the_fitted_half_says(facts: measured.Facts) -> None:
-    """boost/plan/intervals.toml, by hand from this; and eight of ten held-out rows are inside."""
+    """boost/plan/intervals.toml matches these spreads, and 80 % of held-out rows lie inside."""
     found = measured.spreads(facts)
     assert found == {kind: spread for kind, spread in spreads().items() if kind not in ("calibrated", "unmeasured")}
     assert sum(measured.held_by_interval(facts)) >= SHARE * len(measured.held_by_interval(facts))
@@ -49,7 +49,7 @@ def test_what_is_shipped_is_what_the_fitted_half_says(facts: measured.Facts) -> 
 
 
 def test_a_biased_group_fails(facts: measured.Facts) -> None:
-    """A tenth too slow on the A100s alone: the mean error still holds, the bias of that group does not."""
+    """If only the A100s are 10 % too slow, the mean error stays within its limit, but the bias of that group does not."""
     wrong = [
         row | {"predicted_s": row["predicted_s"] * (1.12 if row["gpu"] == "a100-40g-8" else 1.0)}
         for row in facts["rows"]

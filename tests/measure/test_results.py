@@ -1,4 +1,4 @@
-"""Result files: what they depend on, how they are read, and that machines are not mixed."""
+"""Result files: environment, reading, and refusal to mix machines."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_a_section_is_written_with_its_command_and_machine(tmp_path: Path) -> No
         ('{"experiment": "b", "environment": {}}', "a result of 'b', not of 'toy'"),
     ],
 )
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_results_are_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,4 @@
-"""Steps on made-up tokens are steps of a run, and what is predicted of them is what they hold and send."""
+"""Measured steps match training steps, and predictions match their memory and communication."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ SHARE = {
 
 @pytest.mark.slow
 def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -> None:
-    """In a process of its own: the fake process group is the process's only one."""
+    """Runs in a separate process, because the fake process group must be its only one."""
     out = tmp_path / "steps.json"
     work = [("share", toy.toy_config("float32", **SHARE))]
     assert launch(steps._measure_into, (work, load_hardware("a100-80g"), True, out), 1, log_dir=None) == 0
@@ -61,7 +61,7 @@ def test_the_share_of_a_process_is_measured_without_the_others(tmp_path: Path) -
 
 
 def test_steps_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of a group are in memory together."""
+    """All models of a group are in memory together."""
     names = [name for name in steps.cases("cuda") if not name.startswith("share")]
     work = [(name, steps.case(name, "cuda")) for name in names]
     hardware = load_hardware("h100-80g")
@@ -71,7 +71,7 @@ def test_steps_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]) 
     small = hardware.model_copy(update={"memory_gb": 24.0})
     fewer = dict(steps.fitting(work, small))
     assert "cola 1B" in fewer and "dense 7B" not in fewer and len(fewer) < len(kept)
-    assert "dense 7B: left out" in capsys.readouterr().out
+    assert "dense 7B: skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -79,4 +79,4 @@ def test_the_configurations_are_legal_and_of_many_kinds(device: str) -> None:
     configs = [steps.case(name, device) for name in steps.cases(device)]
     assert len(configs) >= 12
     assert {"btp", "btp-sp", "vanilla", "megatron-sp"} <= {config.parallel.layout for config in configs}
-    assert sorted(name for _, _, names in steps._together(device) for name in names) == sorted(steps.cases(device))
+    assert sorted(name for _, _, names in steps._groups(device) for name in names) == sorted(steps.cases(device))

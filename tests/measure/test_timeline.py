@@ -1,4 +1,4 @@
-"""The timeline of a recorded step: what computes and what is on the wire, from traces made by hand and from a real run."""
+"""The timeline of a recorded step: computation and collectives in flight, from synthetic traces and from a real run."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_kernels_of_a_gpu_are_one_or_the_other(tmp_path: Path) -> None:
         event("ncclDevKernel_AllReduce_Sum_bf16", 40, 60, "kernel"),
     )
     _, step = read_step(trace(tmp_path, *events), 0)
-    assert milliseconds(step.computing) == [(10, 50)], "what the host does is not drawn"
+    assert milliseconds(step.computing) == [(10, 50)], "host activity is not drawn"
     assert milliseconds(step.waiting) == [(50, 60)]
     assert step.hidden == pytest.approx(0.5)
 
@@ -76,11 +76,11 @@ def test_the_middle_step_unless_asked(tmp_path: Path) -> None:
     path = trace(tmp_path, *(event(f"step {n}", 10 * n, 10 * n + 9, "user_annotation") for n in (3, 4, 5)))
     assert read_step(path, 0)[0] == 4
     assert read_step(path, 0, 5)[0] == 5
-    with pytest.raises(ConfigError, match=r"--step = 9 was not recorded in .*rank0.json; it has 3, 4, 5$"):
+    with pytest.raises(ConfigError, match=r"--step = 9 was not recorded in .*rank0.json; recorded steps: 3, 4, 5$"):
         read_step(path, 0, 9)
 
 
-def test_what_is_no_trace_is_one_line(tmp_path: Path) -> None:
+def test_invalid_traces_give_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no recorded steps .*--train.profile"):
         recorded(tmp_path)
     path = trace(tmp_path, event("aten::mm", 0, 9))
@@ -89,7 +89,7 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path) -> None:
         read_step(path, 0)
     for text in ("", "[1]", '{"traceEvents": [{"ph": "X"}]}', '{"traceEvents": [{"ph": "X", "name": "step 1"}]}'):
         path.write_text(text)
-        with pytest.raises(DataError, match="is not a trace that train.profile wrote"):
+        with pytest.raises(DataError, match="is not a trace written by train.profile"):
             read_step(path, 0)
 
 
@@ -116,5 +116,5 @@ def test_the_picture(tmp_path: Path) -> None:
     steps = [read_step(trace(tmp_path, *ON_CPU, rank=rank), rank)[1] for rank in range(2)]
     draw(7, steps, tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()
-    for words in ("rank 0", "rank 1", "waits for the wire", "milliseconds of step 7"):
+    for words in ("rank 0", "rank 1", "waiting for communication", "milliseconds of step 7"):
         assert words in text

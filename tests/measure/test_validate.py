@@ -1,4 +1,4 @@
-"""The validation says what is measured, predicts it anew, and finds errors beyond their limits."""
+"""The validation stores measurements, recomputes predictions, and finds errors beyond their limits."""
 
 import json
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def _computed_once(published: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
 
 
 def measured(hardware: Hardware, count: int = 12, slower: float = 1.05) -> list[steps.MeasuredStep]:
-    """Steps that take a little longer than predicted, and hold a little more."""
+    """Steps that take slightly longer than predicted, and use slightly more memory."""
     result = []
     for number in range(count):
         tp = 1 + number % 2
@@ -96,7 +96,7 @@ def test_the_report_is_written_and_has_every_table(tmp_path: Path) -> None:
     assert (tmp_path / "validation.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
-def test_what_is_measured_is_kept_beside_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_on_other_devices_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure_with(monkeypatch, tmp_path, CPU)
     assert first[GPU] is None
     second = measure_with(monkeypatch, tmp_path, A100, count=2)
@@ -106,7 +106,7 @@ def test_what_is_measured_is_kept_beside_what_was(tmp_path: Path, monkeypatch: p
     assert all(v["holds"] for v in second["verdicts"])
     text = (tmp_path / "validation.md").read_text(encoding="utf-8")
     assert "| btp, 6 blocks | 2 |" in text
-    assert "Nothing was measured" not in text
+    assert "Not measured yet" not in text
 
 
 def test_predictions_are_made_again_from_the_stored_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_predictions_are_made_again_from_the_stored_profile(tmp_path: Path, monk
     path.write_text(json.dumps(kept), encoding="utf-8")
     again = validate.validate(tmp_path / "validation")
     assert all(v["holds"] for v in again["verdicts"])
-    kept[MACHINE]["hardware"]["host_us"] *= 3  # another profile predicts another time, from the same measurements
+    kept[MACHINE]["hardware"]["host_us"] *= 3  # another profile changes the prediction, not the measurement
     path.write_text(json.dumps(kept), encoding="utf-8")
     wrong = {
         v["what"]: v["holds"] for v in validate.validate(tmp_path / "validation")["verdicts"] if v["section"] == MACHINE
@@ -161,13 +161,13 @@ def test_the_picture_has_a_panel_for_each_section(published: dict[str, Any], tmp
 def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--measure needs the profile"):
         validate.validate(tmp_path / "validation", measure=True)
-    for text, says in (("{", "is not JSON"), ('{"experiment": "fit"}', "no result of this command")):
+    for text, says in (("{", "is not JSON"), ('{"experiment": "fit"}', "not a result of this command")):
         (tmp_path / "validation.json").write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=says):
             validate.validate(tmp_path / "validation")
 
 
-def test_a_verdict_that_does_not_hold_is_said(published: dict[str, Any], tmp_path: Path) -> None:
+def test_failed_verdicts_are_reported(published: dict[str, Any], tmp_path: Path) -> None:
     facts = validate.validate(tmp_path / "validation")
     assert "does not hold" not in as_markdown(facts, section(facts))
     facts["verdicts"][0] |= {"worst": 0.2, "holds": False}
@@ -175,7 +175,7 @@ def test_a_verdict_that_does_not_hold_is_said(published: dict[str, Any], tmp_pat
 
 
 def test_sizes_at_a_micro_batch_that_meets_ratios_and_seconds() -> None:
-    """1B, 7B and 30B meet all; the two sizes whose vanilla is out of line with the paper's other sizes are named, with why."""
+    """1B, 7B and 30B meet all limits; the other two are listed with a reason: their vanilla is an outlier in the paper."""
     table = both_table(published_facts()["micro_batches"])
     verdicts = {row[0]: row[-1] for row in table.rows}
     assert [size for size, verdict in verdicts.items() if verdict == "met"] == ["1B", "7B", "30B"]

@@ -1,4 +1,4 @@
-"""What a whole step holds on one process of a real mesh of gloo processes: stages, shards, buckets and update included."""
+"""Measures the memory of a full step on one process of a real gloo mesh, including stages, shards, buckets and the update."""
 
 import gc
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from tests import toy
 
 
 def step_peak(config: Config) -> tuple[int, int]:
-    """(pipeline rank, bytes at the worst moment) of a training step. Every process calls it."""
+    """Returns (pipeline rank, peak bytes) of a training step. All processes must call it."""
     model, mesh = toy.toy_model(config)
     params = list(fused_params(model))
     reducer = GradientReducer(params, mesh, getattr(torch, config.train.sum_dtype))
@@ -64,7 +64,7 @@ def _passes(model: Any, config: Config, tokens: Tensor, targets: Tensor, train: 
 
 @contextmanager
 def _resizing(tracker: MemoryTracker) -> Iterator[None]:
-    """fully_shard lets go of storages, and fills them again, under tensors that stay: no operation says so."""
+    """Tracks storages that fully_shard frees and reallocates under live tensors, without any operation."""
     usual = _fsdp_param.alloc_storage, _fsdp_param.free_storage
 
     def alloc(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The fastest layout by tokens and number of GPUs is what a search of each case finds."""
+"""Each cell of the by-GPUs grid matches a separate search."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_each_cell_is_the_fastest_of_its_case(rows: list[list[GpusCell]]) -> Non
 
 
 def test_ways_in_words(rows: list[list[GpusCell]]) -> None:
-    """One sequence is shared by TP; many go to replicas."""
+    """One sequence uses TP; many sequences use DP."""
     few, many = rows[0][-1], rows[-1][-1]
     assert few.way.endswith("TP 4") and few.kind == few.way.split()[0]
     assert (many.way, many.kind) == ("DP", "DP")

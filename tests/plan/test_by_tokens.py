@@ -1,4 +1,4 @@
-"""The fastest layout by tokens and TP size is what a search of each case finds."""
+"""Each cell of the by-tokens grid matches a separate search."""
 
 import itertools
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_each_cell_is_the_fastest_of_its_case(rows: list[list[Cell]]) -> None:
     assert rows[0][0].plan is None, "one sequence is too few for four replicas"
 
 
-def test_what_is_said_of_rows(rows: list[list[Cell]]) -> None:
+def test_fastest_slower_and_changes(rows: list[list[Cell]]) -> None:
     for row in rows:
         best = fastest(row)
         assert best is not None

@@ -1,4 +1,4 @@
-"""The arithmetic of the wire. That the runtime does what the table says is tested with the layouts."""
+"""Communication volumes of the collective table. Layout tests check that the runtime matches the table."""
 
 import pytest
 from hypothesis import given
@@ -37,7 +37,7 @@ def test_a_small_model_has_several_buckets_too() -> None:
 
 @pytest.mark.parametrize("norm", ["online", "sync"])
 def test_btp_sends_28_r_a_token_and_block(norm: str) -> None:
-    """layouts.md: 28 r of all-reduced latents a token, forward and backward together, beside the statistics."""
+    """layouts.md: 28 r of all-reduced latents per token, forward plus backward, in addition to norm statistics."""
     config = load("boost-7b", ["--parallel.norm", norm])
     model, tokens = config.model, 4096
     table = micro_batch_collectives(model, config.parallel, tokens, "bfloat16")
@@ -49,7 +49,7 @@ def test_btp_sends_28_r_a_token_and_block(norm: str) -> None:
 
 
 def block_bytes(*overrides: str) -> dict[str, float]:
-    """Bytes that the blocks of boost-7b at TP 4 send, by phase, in units of one number a token, block and (p-1)/p."""
+    """Bytes sent by the blocks of boost-7b at TP 4, by phase, in units of one number per token and block, times (p-1)/p."""
     config = load("boost-7b", overrides)
     tokens = 4096
     table = micro_batch_collectives(config.model, config.parallel, tokens, "bfloat16")
@@ -65,7 +65,7 @@ D, F, R = 4096, 11008, 1024
 
 @pytest.mark.parametrize("grouping", ["true", "false"])
 def test_btp_sp_sends_exactly_half_of_btps_latents(grouping: str) -> None:
-    """layouts.md: 14 r against 28 r. The statistic of RMSNorm, which btp sends beside them, btp-sp does not need."""
+    """layouts.md: 14 r against 28 r. btp also sends the RMSNorm statistic, which btp-sp does not need."""
     half = block_bytes("--parallel.layout", "btp-sp", "--parallel.grouping", grouping)
     btp = block_bytes("--parallel.norm", "online", "--parallel.grouping", grouping)
     statistics = 2 * 2 * 3 * 4  # all-reduced in each of two groups: three bf16 numbers for each of four processes
@@ -110,7 +110,7 @@ def test_one_process_sends_nothing() -> None:
 
 @pytest.mark.parametrize(("tp", "kv_heads", "numbers", "bound"), [(4, 32, 8, 0.60), (8, 32, 4, 0.33), (4, 8, 5, 0.40)])
 def test_btp_cp_sends_a_fraction_of_btp_sp(tp: int, kv_heads: int, numbers: float, bound: float) -> None:
-    """layouts.md: 8 r, 4 r and 5 r a token and block against 14 r, and the sums of what TP does not shard, here in bf16."""
+    """layouts.md: 8 r, 4 r and 5 r per token and block against 14 r, plus bf16 gradient sums of weights that TP replicates."""
     words = ["--parallel.tp", str(tp), "--model.kv_heads", str(kv_heads)]
     config = load("boost-7b", ["--parallel.layout", "btp-cp", *words])
     table = [c for c in micro_batch_collectives(config.model, config.parallel, 4096, "bfloat16") if c.layer == 0]

@@ -1,4 +1,4 @@
-"""The planner on a context axis: a trace sends what the table says and keeps what fake tensors keep; long sequences are planned."""
+"""The planner with CP: traces match the collective table and the memory of fake tensors; long sequences can be planned."""
 
 from typing import Any
 
@@ -72,13 +72,13 @@ def request(seq_len: int, *fixed: str, **parallel: Any) -> Request:
     return Request(config, 8, load_hardware("h100-80g"), frozenset(fixed))
 
 
-def test_only_long_sequences_are_shared() -> None:
+def test_only_long_sequences_use_cp() -> None:
     assert {parallel.cp for parallel in structures(request(4096))} == {1}
     assert {parallel.cp for parallel in structures(request(131_072))} == {1, 2, 4, 8}
 
 
 def test_seven_billion_parameters_at_131072_tokens_on_eight_gpus() -> None:
-    """Planned, and accepted as it is."""
+    """The plan is a valid configuration."""
     fixed = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.dp", "parallel.layout", "parallel.overlap")
     plan = Search(request(131_072, *fixed, tp=2, cp=4, dp=1, layout="btp-cp")).fastest()
     assert plan is not None
@@ -87,7 +87,7 @@ def test_seven_billion_parameters_at_131072_tokens_on_eight_gpus() -> None:
     assert plan.memory < plan.usable
 
 
-def test_what_crosses_is_said() -> None:
+def test_context_notes() -> None:
     config = request(131_072, tp=8, cp=4, layout="btp-cp").base
     assert next(context_notes(config.model, config.parallel)).endswith(
         "for attention, heads are exchanged, 1 a process"

@@ -1,4 +1,4 @@
-"""Plans of dense models as settings of torchtitan and Megatron-LM."""
+"""Export of dense plans to torchtitan and Megatron-LM."""
 
 import tomllib
 
@@ -52,7 +52,7 @@ def test_torchtitan_with_a_pipeline() -> None:
     assert (
         degrees["pipeline_parallel_schedule"] == "Interleaved1F1B" and degrees["pipeline_parallel_microbatch_size"] == 1
     )
-    assert tree["training"]["local_batch_size"] == 32  # of a replica, cut into micro-batches
+    assert tree["training"]["local_batch_size"] == 32  # per replica, split into micro-batches
     assert (degrees["data_parallel_replicate_degree"], degrees["data_parallel_shard_degree"]) == (2, 1)
     assert tree["activation_checkpoint"] == {"mode": "none"}
 
@@ -79,16 +79,16 @@ def test_half_of_the_blocks() -> None:
     assert "--recompute-method block\n--recompute-num-layers 16\n" in text
 
 
-def test_what_is_lacking_is_said() -> None:
+def test_unsupported_choices_are_listed() -> None:
     single = ("--parallel.layout=single", "--parallel.tp=1", "--parallel.dp=2", "--train.micro_batch=1")
     assert "ZeRO-1" in exported(planned(*single, "--parallel.shard=optimizer"), "torchtitan")
-    assert "Weights stay whole" in exported(planned(*single, "--parallel.shard=full"), "megatron")
+    assert "Weights are not sharded" in exported(planned(*single, "--parallel.shard=full"), "megatron")
     assert "FLAVOR: add one with dim=4096" in exported(planned(*single, "--model.layers=30"), "torchtitan")
-    assert "30 blocks do not divide over 4 stages" in exported(
+    assert "30 blocks do not divide evenly over 4 stages" in exported(
         planned(*single, "--model.layers=30", "--parallel.pp=4"), "megatron"
     )
 
 
-def test_low_rank_models_stay_here() -> None:
+def test_low_rank_models_cannot_be_exported() -> None:
     with pytest.raises(ConfigError, match="--export megatron: model.family = 'cola' is low-rank"):
         exported(load("boost-7b"), "megatron")

@@ -1,4 +1,4 @@
-"""Hardware profiles: all load, say where they come from, stand in a sane order, and meet what was measured."""
+"""Hardware profiles: all load, cite their sources, are ordered plausibly, and match measurements."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ GPUS = ("a100-80g", "h100-80g", "h200-141g", "b200-180g")
 
 MIB = 2**20
 
-GEMMS = {  # (m, n, k): TFLOP/s. Sources: those of the profiles.
+GEMMS = {  # (m, n, k): TFLOP/s. Sources are those of the profiles.
     "a100-80g": {
         (8192, 8192, 8192): 254, (4096, 4096, 4096): 228, (2048, 2048, 2048): 221.8, (1024, 1024, 1024): 119.4,
         (802816, 192, 768): 157.8, (1024, 2145, 1024): 132.8, (6144, 12288, 12288): 250.8, (16384, 16384, 16384): 256.5,
@@ -42,10 +42,10 @@ GEMMS = {  # (m, n, k): TFLOP/s. Sources: those of the profiles.
 }  # fmt: skip
 
 ALONE = {"a100-80g": (0.87, 0.12), "h100-80g": (0.94, 0.09), "b200-180g": (0.74, 0.09)}
-"""Fraction of a GEMM that is timed by itself, where the power limit does not slow it, and the mean error allowed. H100's differs
-from the profile's, which is of long training."""
+"""(fraction of peak of a GEMM that is timed in isolation, below the power limit; allowed mean error). For H100 it differs from the
+profile, which describes sustained training."""
 
-ALL_REDUCES = {  # (processes, {MiB: GB/s as nccl-tests counts them, bytes that one process sends a second}, mean error allowed)
+ALL_REDUCES = {  # (processes, {MiB: GB/s sent by one process, nccl-tests' bus bandwidth}, allowed mean error)
     "a100-80g": (4, {1: 42, 64: 169, 1024: 205}, 0.12),
     "a100-80g-8": (8, {1: 36, 4: 71, 8: 90, 16: 109, 32: 133, 64: 167, 128: 174, 256: 214, 1024: 228}, 0.06),
     "h100-80g": (8, {1: 44, 8: 172, 16: 234, 64: 362, 256: 423, 1024: 466}, 0.05),
@@ -94,7 +94,7 @@ def test_faster_gpus_are_faster() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_peaks_are_those_that_training_counts_mfu_against(name: str) -> None:
-    """fp32 is without TF32 in both: nothing of the trainer switches it on."""
+    """fp32 excludes TF32 in both: the trainer never enables it."""
     hardware = load_hardware(name)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         peak = hardware.peak_flops(str(dtype).removeprefix("torch."))
@@ -119,7 +119,7 @@ def test_gemms_meet_measured_ones(name: str) -> None:
         for (m, n, k), tflops in GEMMS[name].items()
     ]
     assert sum(map(abs, errors)) / len(errors) < allowed
-    assert max(map(abs, errors)) < 0.33  # of the thinnest, which a tile or two decide
+    assert max(map(abs, errors)) < 0.33  # worst for the thinnest shape, which is one or two tiles
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_switches_add_up_for_all_reduces_only() -> None:
     assert eight == pytest.approx(479, rel=0.01)
 
 
-def test_the_law_of_gemms() -> None:
+def test_gemm_speed_formula() -> None:
     speed = GemmSpeed(tflops=100, fraction=0.8, half=(64, 128, 0))
     assert speed.flops_per_s(64, 128, 7) == pytest.approx(20e12)
     assert speed.flops_per_s(10**9, 10**9, 1) == pytest.approx(80e12)
@@ -177,7 +177,7 @@ def test_a_gemm_is_no_faster_than_its_bytes() -> None:
     assert speeds.seconds(moved(STREAM, 1000, 3, "float32")) == pytest.approx(12000 / 50e9 + 3e-6)
 
 
-def test_measured_points_are_met_and_drawn_out() -> None:
+def test_interpolation_of_measured_points() -> None:
     points = [(1000.0, 10.0), (16000.0, 40.0)]
     assert seconds_at(points, 1000) == pytest.approx(10e-6)
     assert seconds_at(points, 16000) == pytest.approx(40e-6)
@@ -195,7 +195,7 @@ def test_a_measured_link_is_scaled_to_other_numbers_of_processes(kind: str) -> N
     assert link.seconds("reduce-scatter", "float32", 1000, 500, 2) == pytest.approx(5e-6 + 500 / 1e9)
 
 
-def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path) -> None:
+def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'h100-80g'"):
         load_hardware("h100_80g")
     with pytest.raises(ConfigError, match="profiles: a100-40g-8, a100-80g"):
@@ -249,7 +249,7 @@ def test_what_is_estimated_says_so(name: str) -> None:
 
 
 def test_every_number_has_an_origin(tmp_path: Path) -> None:
-    """That of the longest part of its name that has one; a user's number is theirs."""
+    """The longest matching prefix wins; numbers in a user's file are 'yours'."""
     known = load_hardware("h100-80g")
     assert [origin(known, field) for field in ("speeds.gemm.bfloat16", "speeds.gemm.float32", "speeds.memory_gb_s", "host_us")] == [
         "published", "estimate", "datasheet", "estimate"

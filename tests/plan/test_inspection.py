@@ -1,4 +1,4 @@
-"""What `inspect` says against the layouts' own words (docs of boost/parallel/layouts)."""
+"""`boost inspect` against the documented sharding of each layout (boost/parallel/layouts)."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def forward_of_a_block(inspection: Inspection) -> list[tuple[Any, ...]]:
     return [(c.place, c.kind, *c.shape) for c in block if c.phase == "forward"]
 
 
-def test_btp_cuts_along_the_wide_dimension() -> None:
+def test_btp_shards_the_wide_dimension() -> None:
     inspection = inspected()
     shapes = local(inspection)
     assert shapes["attn.q.A"] == shapes["attn.q.B"] == (1024, 1024)
@@ -32,7 +32,7 @@ def test_btp_cuts_along_the_wide_dimension() -> None:
     assert (inspection.residual, inspection.heads, inspection.channels) == ((T, D // 4), (T, D // 4), (T, F // 4))
 
 
-def test_btp_sp_holds_outer_factors_whole() -> None:
+def test_btp_sp_replicates_outer_factors() -> None:
     inspection = inspected("btp-sp")
     weights = {weight.short_name: weight for weight in inspection.weights}
     whole = [name for name, weight in weights.items() if weight.placement.partial]
@@ -43,7 +43,7 @@ def test_btp_sp_holds_outer_factors_whole() -> None:
     assert inspection.residual == (T // 4, D)
 
 
-def test_vanilla_cuts_along_the_rank() -> None:
+def test_vanilla_shards_the_rank() -> None:
     shapes = local(inspected("vanilla"))
     assert shapes["attn.q.A"] == (256, 4096)
     assert shapes["mlp.gate.B"] == (11008, 256)
@@ -80,7 +80,7 @@ def test_btp_sp_sends_half_of_what_btp_sends_for_latents(tp: int) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("tp", [2, 8])
-def test_parts_make_up_the_whole(name: str, tp: int) -> None:
+def test_shards_add_up_to_the_whole(name: str, tp: int) -> None:
     inspection = inspected(name, f"--parallel.tp={tp}", "--model.kv_heads=4")
     layers, held, total = inspection.config.model.layers, 0, 0
     for weight in inspection.weights:
@@ -118,7 +118,7 @@ def test_rows_add_up_to_the_step(name: str) -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_few_key_value_heads_are_held_whole() -> None:
+def test_few_key_value_heads_are_replicated() -> None:
     inspection = inspected("btp", "--model.kv_heads=2")
     weights = {weight.short_name: weight for weight in inspection.weights}
     assert weights["attn.k.B"].local == weights["attn.k.B"].shape == (256, 1024)
@@ -146,5 +146,5 @@ def test_one_process_holds_and_computes_everything() -> None:
         (5e18, "5,000 PB"),
     ],
 )
-def test_bytes_for_people(number: float, text: str) -> None:
+def test_human_bytes(number: float, text: str) -> None:
     assert human_bytes(number) == text

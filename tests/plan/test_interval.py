@@ -19,7 +19,7 @@ def test_meshes_have_their_own_spread() -> None:
     assert kind_of(1, 4, blocking=True) == "blocking" and kind_of(4, 1, blocking=True) == "sharded"
     low, high = interval(10.0, ParallelConfig(layout="single", dp=8), hardware)
     assert (low, high) == pytest.approx((10 * known["replicas"].low, 10 * known["replicas"].high)) and low < 10 < high
-    assert interval(10.0, ParallelConfig(tp=2), hardware)[1] > high  # fewer rows, and they scatter more
+    assert interval(10.0, ParallelConfig(tp=2), hardware)[1] > high  # fewer rows with a wider spread
     blocked = interval(1.0, ParallelConfig(layout="single", pp=2), with_stack(hardware, "nanotron"))
     assert blocked[1] == known["blocking"].high
     calibrated = hardware.model_copy(update={"architecture": ""})

@@ -1,4 +1,4 @@
-"""Where the processes of a group lie, and what a collective costs there."""
+"""How process groups are spread over nodes, and the cost of their collectives."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def test_a_node_is_faster_than_the_network() -> None:
 
 
 def test_processes_of_a_node_send_over_all_of_its_ports() -> None:
-    """16 processes on two nodes of eight: eight ports of 45 GB/s; 16 on 16 nodes: one each."""
+    """16 processes on two nodes of eight use eight ports of 45 GB/s per node; on 16 nodes they use one each."""
     hardware = load_hardware("h100-80g")
     large = 2**32
     together = seconds(reduced(large, 16), ParallelConfig(tp=16), hardware)
@@ -75,7 +75,7 @@ def test_processes_of_a_node_send_over_all_of_its_ports() -> None:
 
 
 def test_a_port_does_not_outrun_the_node() -> None:
-    """However many ports there are, what a process sends leaves over its own link."""
+    """However many ports there are, all traffic of a process goes over its own link first."""
     hardware = load_hardware("a100-80g")
     fast = hardware.model_copy(update={"network": hardware.network.model_copy(update={"gb_s": 200.0})})
     large = reduced(2**32, 8)
@@ -83,7 +83,7 @@ def test_a_port_does_not_outrun_the_node() -> None:
 
 
 def test_more_nodes_take_longer_even_for_a_byte() -> None:
-    """A gather is a ring: a hop for each further process, 9.6 us between nodes and 3.4 us inside; an all-reduce is a tree."""
+    """A gather is a ring: one hop per additional process, 9.6 us between nodes and 3.4 us within; an all-reduce is a tree."""
     hardware = load_hardware("h100-80g")
 
     def of(nodes: int, kind: str) -> float:
@@ -96,7 +96,7 @@ def test_more_nodes_take_longer_even_for_a_byte() -> None:
     assert of(2, "all-gather") == pytest.approx(45, rel=1e-2)
 
 
-def test_a_profile_of_one_process_knows_no_link() -> None:
+def test_a_profile_of_one_process_has_no_link_speed() -> None:
     link = load_hardware("a100-80g").node.model_copy(update={"known": False})
     with pytest.raises(ConfigError, match="calibrated with one process and has no link speed for 2 processes"):
         link.seconds("all-reduce", "float32", 1024, 1024, 2)

@@ -1,4 +1,4 @@
-"""The most memory of a step, predicted: against what is seen on fake tensors, and on real processes of a mesh."""
+"""Predicted peak memory of a step, against measurements on fake tensors and on real processes."""
 
 from collections import Counter
 from typing import Any
@@ -44,13 +44,13 @@ def changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def error(config: Config) -> float:
-    """Relative, of the predicted peak to the one that is seen."""
+    """Relative error of the predicted peak."""
     return peak(config).total / sum(measure(config).peak.values()) - 1
 
 
 @pytest.mark.slow
-def test_a_block_on_sizes_sends_what_its_layout_says() -> None:
-    """In order, with their phases: the trace and the written table have nothing in common but the configuration."""
+def test_traced_collectives_match_the_table() -> None:
+    """Same order and phases. The trace and the table are derived independently from the configuration."""
     wrong = []
     for number, (family, parallel, policy, gates) in enumerate(EVERY):
         for dtype, kv_heads in (("bfloat16", 2), ("float32", 8))[: 1 + (number % 3 == 0)]:
@@ -62,8 +62,8 @@ def test_a_block_on_sizes_sends_what_its_layout_says() -> None:
     assert wrong == []
 
 
-def test_a_trace_is_remembered_by_everything_it_depends_on() -> None:
-    """What it is remembered without cannot matter: it is traced without that."""
+def test_traces_are_cached_by_every_field_they_depend_on() -> None:
+    """Fields that are not part of the cache key cannot affect a trace, since they are reset before tracing."""
     config = config_of("cola", {"layout": "btp"}, "low-rank", "bfloat16", kv_heads=2, layers=2)
     for name, ignored in IGNORED_FIELDS.items():
         section = getattr(config, name)
@@ -93,7 +93,7 @@ def test_an_operation_without_a_rule_raises() -> None:
 
 
 def test_every_kind_of_cell_peaks_as_predicted() -> None:
-    """Every 29th, so that all take turns: one micro-batch, whose gradients are new, or one of several."""
+    """Every 29th cell, with a first micro-batch, whose gradients are new, or a later one."""
     found = {}
     for number, (family, parallel, policy, gates) in enumerate(EVERY[::29]):
         dtype, kv_heads = ("bfloat16", 2) if number % 3 else ("float32", 8)
@@ -121,7 +121,7 @@ def test_widths_of_7b_peak_as_predicted(words: list[str]) -> None:
     "optim", [{"name": "muon"}, {"name": "loro", "exact_every": 1}, {"frobenius_decay": 0.1}], ids=str
 )
 @pytest.mark.slow
-def test_optimizers_that_look_at_whole_factors(optim: dict[str, Any]) -> None:
+def test_optimizers_with_unsharded_factors(optim: dict[str, Any]) -> None:
     for parallel in ({"layout": "btp"}, {"layout": "vanilla"}):
         config = config_of("svd", parallel, "none", "bfloat16", kv_heads=2, layers=1)
         config = changed(config, train={"micro_batch": 1, "global_batch": 1, "seq_len": 4})
@@ -143,7 +143,7 @@ def test_blocks_that_are_alike_are_computed_once() -> None:
 
 
 class _Torch:
-    """Orders of torch.distributed.pipelining, of schedules that have no stages."""
+    """Action orders of torch.distributed.pipelining, from schedules without real stages."""
 
     def __init__(self, config: Config) -> None:
         parallel, count = config.parallel, config.train.global_batch // config.train.micro_batch
@@ -184,7 +184,7 @@ def test_orders_are_torchs(schedule: str, pp: int, rounds: int) -> None:
             torchs = _Torch(config).order(rank)
             if (
                 schedule == "1f1b"
-            ):  # its own table, by which it does not run, counts the last one's micro-batches from 1
+            ):  # the table, which this schedule does not run from, numbers the last stage's micro-batches from 1
                 ours, torchs = ([(kind, stage, 0) for kind, stage, _ in order] for order in (ours, torchs))
             assert ours == torchs
 
@@ -198,13 +198,13 @@ MESHES = [
     ("svd", "none", 8, {"dp": 2, "shard": "full"}),
     ("cola", "full-block", 8, {"dp": 2}),
 ]
-"""With many tokens, and with few, where weights count most."""
+"""Many tokens, and few, where weights dominate."""
 
 
 @pytest.mark.parametrize(("family", "policy", "seq_len", "parallel"), MESHES, ids=str)
 @pytest.mark.slow
 def test_real_processes_peak_as_predicted(family: str, policy: str, seq_len: int, parallel: dict[str, Any]) -> None:
-    """Stages, shards and buckets."""
+    """Covers stages, shards and buckets."""
     sizes = {"dim": 64, "ffn_dim": 160, "heads": 4, "kv_heads": 4, "layers": 4, "vocab_size": 128}
     rank = {} if family == "dense" else {"rank": 16}
     train = {"seq_len": seq_len, "micro_batch": 2, "global_batch": 8 * parallel.get("dp", 1), "recompute": policy}
@@ -225,20 +225,20 @@ def test_sums_in_another_dtype_are_copies_that_stay_until_the_end(seq_len: int) 
 
 
 def test_a_pipeline_holds_what_its_order_has_in_flight() -> None:
-    """Of gpipe as many micro-batches as there are, of 1f1b as many as there are processes from here to the last."""
+    """gpipe has all micro-batches in flight; 1F1B as many as there are ranks from this one to the last."""
     held = {}
     for schedule in ("gpipe", "1f1b"):
         config = load(
             "boost-13b", ["--parallel.pp", "4", "--train.global_batch", "64", "--parallel.schedule", schedule]
         )
         held[schedule] = [peak(config, rank).by_category["latents"] for rank in range(4)]
-    # At the peak, the first block that went backward has released its latents: one of ten, of one micro-batch in three.
+    # At the peak, one of ten blocks of one of three micro-batches has already released its latents.
     assert held["gpipe"][1] == pytest.approx(64 / 3 * held["1f1b"][1], rel=0.05)
     assert sorted(held["1f1b"], reverse=True) == held["1f1b"]
 
 
 def test_the_gradient_from_the_next_stage_lies_in_its_buffer() -> None:
-    """So the block that takes it holds nothing for it; the blocks before hold the gradient of their output."""
+    """The last block of a stage holds no output gradient of its own; earlier blocks do."""
     words = ["--parallel.pp", "4", "--train.global_batch", "64", "--parallel.schedule", "gpipe"]
     memory = _StepMemory(load("boost-13b", words), 0, False)
     stage = memory.stages[0]

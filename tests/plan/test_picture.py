@@ -1,4 +1,4 @@
-"""The picture is read back: what it shows must be what the tables say."""
+"""The picture of a block matches the placements and the collective table."""
 
 import itertools
 import xml.etree.ElementTree as ET
@@ -27,7 +27,7 @@ def bars(inspection: Inspection) -> list[tuple[str, str]]:
 
 
 def titles(inspection: Inspection) -> list[str]:
-    """Rows from top to bottom; a bar is '='."""
+    """Row titles from top to bottom; '=' stands for a bar."""
     return ["=" if row.bars else row.title.partition(" on the")[0] for row in block_rows(inspection)]
 
 
@@ -86,8 +86,8 @@ def test_collectives_stand_where_they_are_issued() -> None:
 LAX = ("--model.family", "lax", "--model.gate", "tensor")
 
 
-def test_latents_that_cross() -> None:
-    """vanilla cuts them, so that a gate and LayerNorm have collectives; the other layouts have none."""
+def test_gated_latents() -> None:
+    """vanilla shards latents, so that gate and LayerNorm have collectives; the other layouts have none."""
     cross = ["A of q, k, v", "=", "Gated latents", "B of q, k, v"]
     assert titles(inspected("vanilla", *LAX))[3:7] == titles(inspected("btp", *LAX))[2:6] == cross
     assert titles(inspected("btp-sp", *LAX))[2:6] == ["A of q, k, v", "Gated latents", "=", "B of q, k, v"]
@@ -142,7 +142,7 @@ def held(inspection: Inspection, title: str) -> list[tuple[str, bool]]:
     return [(piece.axis, piece.partial) for piece in row.pieces]
 
 
-def test_pieces_show_the_cuts() -> None:
+def test_pieces_show_the_sharding() -> None:
     assert held(inspected("btp"), "A of q, k, v") == [("x", False)] * 3
     assert held(inspected("btp"), "B of gate, up") == [("y", False)] * 2
     assert held(inspected("btp", "--model.kv_heads=2"), "B of q, k, v") == [("y", False), ("", True), ("", True)]
@@ -155,8 +155,8 @@ def test_pieces_show_the_cuts() -> None:
     assert {name: held(inspected(name), "Residual stream")[0][0] for name in residuals} == residuals
 
 
-def test_the_held_part_of_each_process_is_its_own() -> None:
-    """A of o under btp: four outlines, in each the next quarter filled."""
+def test_each_process_shows_its_own_shard() -> None:
+    """A of o under btp: four outlines, each with the next quarter filled."""
     root = ET.fromstring(block_picture(inspected("btp"), "boost-7b"))
     filled: dict[str, list[tuple[float, float]]] = {color: [] for color in COLORS}
     outlines: dict[str, list[tuple[float, float]]] = {color: [] for color in COLORS}
@@ -171,7 +171,7 @@ def test_the_held_part_of_each_process_is_its_own() -> None:
         assert any(part == pytest.approx((x + rank * width / 4, width / 4), abs=0.02) for part in filled[color])
 
 
-def test_names_of_files_are_no_markup() -> None:
+def test_file_names_are_escaped() -> None:
     root = ET.fromstring(block_picture(inspected(), "<b>&\x00\udcff" + "long" * 30))
     title = root.findtext(f"{SVG}title", "")
     assert "<b>&??long" in title
@@ -179,7 +179,7 @@ def test_names_of_files_are_no_markup() -> None:
 
 
 @pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
-def test_committed_pictures_are_those_of_this_code(layout: str) -> None:
+def test_committed_pictures_are_up_to_date(layout: str) -> None:
     inspection = inspect(load("boost-7b", [f"--parallel.layout={layout}"]))
     committed = (PICTURES / f"{layout}.svg").read_text(encoding="utf-8")
-    assert committed == block_picture(inspection, "boost-7b"), "write them again: see docs/layouts.md"
+    assert committed == block_picture(inspection, "boost-7b"), "regenerate them: see docs/layouts.md"

@@ -1,4 +1,4 @@
-"""The public record: facts that hang together, and predictions of what was held out."""
+"""The public record: consistency of its rows, and predictions of held-out ones."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from boost.plan.stack import Reached, stacks, with_reached, with_stack
 from boost.plan.work import Work
 
 
-def test_rows_hang_together() -> None:
-    """A source for each, a profile for each GPU, replicas that divide the batch, one speed."""
+def test_rows_are_consistent() -> None:
+    """Every row has a source, a hardware profile, a batch that replicas divide, and one speed."""
     rows = record().rows
     assert len(rows) > 200
     for row in rows:
@@ -22,13 +22,13 @@ def test_rows_hang_together() -> None:
 
 
 def test_flops_are_counted_as_the_source_counts_them() -> None:
-    """Megatron-LM's 177B on 2,304 GPUs: 432.8 TFLOP/s a GPU are 15.6 s for 1,152 sequences of 4,096 tokens."""
+    """Megatron-LM's 177B on 2,304 GPUs: 432.8 TFLOP/s per GPU are 15.6 s for 1,152 sequences of 4,096 tokens."""
     (row,) = (row for row in record().rows if row.model == "GPT-177B")
     flops = 72 * 1152 * 4096 * 96 * 12288**2 * (1 + 4096 / (6 * 12288) + 131072 / (12 * 12288 * 96))
     assert row.seconds == pytest.approx(flops / (432.8e12 * 2304))
 
 
-def test_what_was_not_published_is_tried() -> None:
+def test_unpublished_choices_are_tried() -> None:
     (row,) = (row for row in record().rows if row.model == "GPT-177B")
     tried = [(c.train.micro_batch, c.parallel.virtual) for c in configurations(row)]
     assert len(tried) == len(set(tried)) > 1
@@ -38,7 +38,7 @@ def test_what_was_not_published_is_tried() -> None:
     assert config.model.ffn_dim == pytest.approx(8 / 3 * row.dim, rel=0.01)
 
 
-def test_a_stack_changes_what_it_says() -> None:
+def test_stacks_change_only_their_own_fields() -> None:
     hardware = load_hardware("h100-80g")
     assert list(stacks()) == ["boost", "eager", "compiled", "nanotron", "fused"]
     eager = with_stack(hardware, "eager")
@@ -52,13 +52,13 @@ def test_a_stack_changes_what_it_says() -> None:
         with_stack(hardware, "fused").pipeline.hides_sends and with_stack(hardware, "nanotron").pipeline.blocking == 1.0
     )
     paper = load_hardware("a100-80g")
-    assert with_stack(paper) == paper  # whose speed is that of the BOOST paper
+    assert with_stack(paper) == paper  # this profile has the speeds of the BOOST paper
     calibrated = hardware.model_copy(update={"architecture": ""})
     assert with_stack(calibrated) == calibrated
 
 
-def test_fusion_is_of_passes_alone() -> None:
-    """Other software moves fewer bytes in a block; its optimizer and its products move as many."""
+def test_fusion_applies_to_passes_only() -> None:
+    """Other software moves fewer bytes in a block, but not in its optimizer and GEMMs."""
     speeds = load_hardware("h100-80g").speeds
     fused = speeds.model_copy(update={"fusion": 2.0})
     shape = (2**28,)
@@ -79,7 +79,7 @@ def test_the_paper_is_part_of_it() -> None:
 
 
 def test_llama_3_on_16_384_gpus() -> None:
-    """The largest published run: 400 TFLOP/s a GPU of 405B on 2,048 nodes, predicted within a fifth."""
+    """The largest published run: 405B on 2,048 nodes at 400 TFLOP/s per GPU, predicted within 20 %."""
     (row,) = (row for row in record().rows if row.gpus == 16384)
     assert row.seconds == pytest.approx(6.46, rel=0.01)
     (scored,) = score([row])
@@ -87,7 +87,7 @@ def test_llama_3_on_16_384_gpus() -> None:
 
 
 def test_a_long_sequence_takes_longer_than_its_tokens() -> None:
-    """MPT-7b on eight A100s at 2,048 and 65,536 tokens: measured 4.6 times as long a token, predicted within a tenth."""
+    """MPT-7b on eight A100s at 2,048 and 65,536 tokens: measured 4.6 times the time per token, predicted within 10 %."""
     rows = [
         row for row in record().rows if (row.model, row.gpu) == ("MPT-7b", "a100-80g-8") and row.seq in (2048, 65536)
     ]

@@ -1,4 +1,4 @@
-"""The search against every candidate, one by one."""
+"""The search against brute force over all candidates."""
 
 import itertools
 from dataclasses import replace
@@ -23,9 +23,9 @@ from tests.plan.toys import base, hardware
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("cola", marks=pytest.mark.nightly)])
 @pytest.mark.slow
-def test_the_search_finds_what_trying_all_finds(family: str) -> None:
+def test_the_search_matches_brute_force(family: str) -> None:
     config = base(f"--model.family={family}", "--model.layers=8")
-    fixed = frozenset({"train.recompute_every", "parallel.shard_outer"})  # fewer candidates, of all other kinds
+    fixed = frozenset({"train.recompute_every", "parallel.shard_outer"})  # fewer candidates
     request = Request(config, 4, hardware(), fixed)
     predictor = Predictor(request.hardware)
     every = [
@@ -46,7 +46,7 @@ def test_the_search_finds_what_trying_all_finds(family: str) -> None:
         assert smallest is not None and smallest.memory == sizes[0]
 
 
-def test_a_micro_batch_that_one_block_has_no_room_for_is_not_listed() -> None:
+def test_micro_batches_too_large_for_one_block_are_skipped() -> None:
     config, roomy = base("--model.layers=8"), Search(Request(base("--model.layers=8"), 4, hardware()))
     floors = sorted({roomy._floor(n.config.parallel, n.config.train.micro_batch) for n in roomy._nodes})
     search = Search(Request(config, 4, hardware(floors[len(floors) // 2])))
@@ -56,11 +56,11 @@ def test_a_micro_batch_that_one_block_has_no_room_for_is_not_listed() -> None:
         if search._floor(parallel, micro_batch) > search.usable:
             over.setdefault(repr(parallel), []).append(micro_batch)
     assert len(search._nodes) < len(roomy._nodes)
-    # The smallest of a structure stays, so that it can be said how much memory is missing.
+    # The smallest micro-batch of a structure stays, so that its shortfall can be reported.
     assert all(len(listed) == 1 for listed in over.values())
 
 
-def test_candidates_are_what_the_loader_takes_and_no_more() -> None:
+def test_candidates_are_exactly_the_valid_configurations() -> None:
     request = Request(base(), 4, hardware())
     every = list(every_candidate(request))
     assert len({(repr(each.parallel), repr(each.train)) for each in every}) == len(every)
@@ -80,8 +80,8 @@ def test_candidates_are_what_the_loader_takes_and_no_more() -> None:
     assert not legal(odd)
 
 
-def test_what_is_left_out_is_never_better() -> None:
-    """gpipe and ungrouped linears."""
+def test_skipped_choices_are_never_better() -> None:
+    """Applies to gpipe and ungrouped linears."""
     request, predictor = Request(base(), 4, hardware()), Predictor(hardware())
     compared = 0
     for each in list(every_candidate(request))[::5]:
@@ -98,8 +98,8 @@ def test_what_is_left_out_is_never_better() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["a100-80g", "h100-80g"])
-def test_what_is_left_out_is_never_better_at_real_sizes(gpu: str) -> None:
-    """Ungrouped linears, and weights cast at each use: 1B to 30B, TP 2 and a whole node."""
+def test_skipped_choices_are_never_better_at_real_sizes(gpu: str) -> None:
+    """Ungrouped linears and weights cast at each use, for 1B to 30B, TP 2 and a full node."""
     hardware = load_hardware(gpu)
     predictor = Predictor(hardware)
     for size, layout, tp, micro_batch in itertools.product(
@@ -114,7 +114,7 @@ def test_what_is_left_out_is_never_better_at_real_sizes(gpu: str) -> None:
             assert predictor.predict(worse).seconds >= seconds * (1 - 1e-9), (size, layout, tp, change)
 
 
-def test_layouts_that_are_left_out_send_more() -> None:
+def test_skipped_layouts_send_more() -> None:
     request = Request(base(), 4, hardware())
     model, compared = request.base.model, 0
     outdone = {name: better for name in layouts_of(model) if (better := layout_spec(name).outdone_by(model))}
@@ -129,13 +129,13 @@ def test_layouts_that_are_left_out_send_more() -> None:
     assert compared > 20
 
 
-def test_bounds_are_below_times() -> None:
+def test_lower_bounds_hold() -> None:
     request, predictor = Request(base(), 4, hardware()), Predictor(hardware())
     for each in list(every_candidate(request))[::11]:
         assert predictor.lower_bound(each) <= predictor.predict(each).seconds * (1 + 1e-9)
 
 
-def test_what_is_fixed_stays() -> None:
+def test_fixed_choices_are_kept() -> None:
     chosen = {"tp": 2, "layout": "btp", "shard": "none", "norm": "sync"}
     config = base().model_copy(update={"parallel": ParallelConfig(**chosen)})  # type: ignore[arg-type]
     fixed = frozenset(f"parallel.{key}" for key in chosen)
@@ -144,7 +144,7 @@ def test_what_is_fixed_stays() -> None:
     assert {p.pp for p in every} == {1, 2}
 
 
-def test_sizes_that_make_no_mesh() -> None:
+def test_invalid_mesh_sizes() -> None:
     def refused(gpus: int, *fixed: str, **sizes: int) -> str:
         config = base().model_copy(update={"parallel": ParallelConfig(layout="btp", **sizes)})  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as caught:
@@ -152,14 +152,14 @@ def test_sizes_that_make_no_mesh() -> None:
         return str(caught.value)
 
     assert "nearest valid value: 2" in refused(4, "parallel.tp", tp=3)
-    assert "TP sizes that divide --gpus = 6 too: 1, 2" in refused(6, "parallel.tp", tp=3)  # 4 divides the model, not 6
+    assert "TP sizes that also divide --gpus = 6: 1, 2" in refused(6, "parallel.tp", tp=3)  # 4 divides the model, not 6
     assert "= 8 processes" in refused(4, "parallel.tp", "parallel.dp", tp=2, dp=4)
     assert "must divide" in refused(7, "parallel.tp", tp=7)
     assert "must be divisible" in refused(7, "parallel.dp", dp=7)
 
 
 def test_a_margin_stays_free() -> None:
-    """What fits in all of the memory need not fit with a margin; a plan says what is missing."""
+    """A plan that fits in all of the memory may exceed the margin; it reports the shortfall."""
     config = base("--model.layers=8", "--train.global_batch=64")
     whole = Search(Request(config, 4, hardware(2e9))).fastest()
     assert whole is not None
@@ -171,7 +171,7 @@ def test_a_margin_stays_free() -> None:
     assert with_margin.plan(whole.config).shortfall > 0
 
 
-def test_tight_memory_names_what_has_room() -> None:
+def test_tight_memory_suggests_a_smaller_plan() -> None:
     config = base("--model.layers=8", "--train.global_batch=64")
     whole = Search(Request(config, 4, hardware(80e9))).fastest()
     assert whole is not None
@@ -179,7 +179,7 @@ def test_tight_memory_names_what_has_room() -> None:
     best = search.fastest()
     assert best is not None
     said = " ".join(notes(search, best, [], None))
-    assert "With room: " in said or "Memory is tight" in said
+    assert "With more headroom: " in said or "Memory is tight" in said
 
 
 def test_micro_batches_are_divisors() -> None:
@@ -201,15 +201,15 @@ def test_as_many_stages_as_layers() -> None:
     assert found == {1, 2, 3, 4}
 
 
-def test_few_sequences_are_shared() -> None:
-    """A sequence of ordinary length goes over a context axis where there are fewer of them than GPUs."""
+def test_few_sequences_use_cp() -> None:
+    """Sequences of ordinary length use CP if there are fewer of them than GPUs."""
     few, many = (Request(base("--train.seq_len=4096", f"--train.global_batch={n}"), 8, hardware()) for n in (2, 8))
     assert context_sizes(few, 1) == [1, 2, 4] and context_sizes(few, 4) == [1] and context_sizes(many, 1) == [1]
 
 
 def test_tp_stays_inside_a_node() -> None:
     request = Request(base("--train.global_batch=16", "--model.heads=8"), 16, hardware())
-    assert {parallel.tp for parallel in structures(request)} == {1, 2, 4}  # four a node
+    assert {parallel.tp for parallel in structures(request)} == {1, 2, 4}  # four per node
     wide = request.base.model_copy(update={"parallel": ParallelConfig(layout="btp", tp=8)})
     fixed = replace(request, base=wide, fixed=frozenset({"parallel.tp"}))
     assert {parallel.tp for parallel in structures(fixed)} == {8}
@@ -228,8 +228,8 @@ def test_fewer_gpus_where_the_batch_divides() -> None:
     assert with_fewer(request, quick) is None
 
 
-def test_why_is_made_of_differences() -> None:
-    """Pure data parallelism wins where the model is small, and is told to be out of memory where it is."""
+def test_explanations_name_the_differences() -> None:
+    """Pure data parallelism wins for a small model, and is reported as out of memory for a large one."""
     search = Search(Request(base("--train.global_batch=64"), 4, hardware()))
     best = search.fastest()
     assert best is not None and best.config.parallel.dp == 4
@@ -238,11 +238,11 @@ def test_why_is_made_of_differences() -> None:
     said = " ".join(notes(search, best, others, None))
     assert "Pure data parallelism beats TP here" in said and "boost plan calibrate' measures your machines" in said
     waiting = replace(best, time=replace(best.time, parts={**best.time.parts, HOST: 0.3 * best.time.seconds}))
-    assert "GPUs wait for kernel launches 30% of the step" in " ".join(notes(search, waiting, others, None))
+    assert "GPUs wait for kernel launches for 30% of the step" in " ".join(notes(search, waiting, others, None))
     for other in others:
         assert other.plan.time.seconds >= best.time.seconds or other.plan.shortfall > 0
     slower = replace(best.time, parts={**best.time.parts, GEMMS: best.time.parts[GEMMS] + 0.25})
-    assert time_difference(best.time, slower) == "250 ms more in matrix products"
+    assert time_difference(best.time, slower) == "250 ms more in GEMMs"
 
 
 def test_tp_where_one_device_is_too_small() -> None:
@@ -258,7 +258,7 @@ def test_tp_where_one_device_is_too_small() -> None:
         said = " ".join(notes(search, best, alternatives(search, best), None))
         assert "Pure data parallelism does not fit: out of memory by" in said
     else:
-        pytest.fail("the case is meant to be one in which a whole model does not fit")
+        pytest.fail("in this case, the whole model should not fit on one device")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a step waits for: pipelines as in the schedules' papers, collectives that hide, stragglers, sends."""
+"""Waiting in a step: pipeline bubbles as in the schedules' papers, overlapped collectives, stragglers, sends."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from boost.plan.step_time import PassTime
 from boost.plan.timing import Predictor, _bubble, predict
 
 FORWARD, INPUTS, WEIGHTS = 1.0, 1.25, 0.75
-"""Of one stage and micro-batch: forward pass, gradients of inputs, gradients of weights."""
+"""Seconds of one stage and micro-batch: forward pass, input gradients, weight gradients."""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def seven(*words: str) -> Config:
 
 
 def test_collectives_hide_behind_computation_only() -> None:
-    """Of what the device computes, not of what it waits for; on one link, what TP hides there is no longer free."""
+    """Only compute time hides collectives, not waiting; on a shared link, time in which TP collectives hide is not available."""
     one = PassTime(forward=10.0, backward=20.0, waits=(2.0, 5.0), hidden=(1.0, 3.0))
     assert one.room(1.0, shared=False) == (8.0, 15.0)
     assert one.room(1.0, shared=True) == (7.0, 12.0)
@@ -42,7 +42,7 @@ def test_collectives_hide_behind_computation_only() -> None:
 
 
 def test_replicas_and_tp_share_a_port_between_nodes() -> None:
-    """TP 16 over two nodes: its collectives and those of replicas take turns on the port, and more of them shows."""
+    """TP 16 over two nodes: TP and DP collectives share the network port, so that more of them is exposed."""
     hardware = load_hardware("h100-80g").model_copy(update={"overlap": 0.3})
     words = ("parallel.layout=btp-sp", "parallel.overlap=halves", "parallel.tp=16", "parallel.dp=16")
     config = seven(*words, "train.global_batch=32", "train.micro_batch=2")
@@ -65,7 +65,7 @@ def test_more_nodes_wait_for_the_slowest() -> None:
 
 
 def test_sends_hide_wait_or_block() -> None:
-    """As the software has it: in no time, in theirs, or in a share of a pass for stages that have two neighbors."""
+    """Depending on the stack, sends are hidden, take their own time, or block stages with two neighbors for part of a pass."""
     config = seven(
         "parallel.layout=single", "parallel.tp=1", "parallel.pp=4", "train.global_batch=32", "train.micro_batch=1"
     )

@@ -1,4 +1,4 @@
-"""The operations that the performance model counts are those that the runtime dispatches."""
+"""The operations that the performance model counts match those that the runtime dispatches."""
 
 import math
 from collections import Counter, defaultdict
@@ -31,9 +31,9 @@ KERNELS = {
 }  # fmt: skip
 PLACES = {"qkv", "attention", "o", "gate_up", "product", "down", "norm", "residual"}
 MADE, FEW = {"zeros_like", "ones_like", "zeros"}, {"empty_like", "new_empty", "gather", "scatter_add_"}
-"""Operations that read nothing, or next to nothing."""
+"""Operations that read little or nothing."""
 BROADCAST = {"mul", "mul_", "addcmul_"}
-"""Operations with operands that are read many times, and counted never."""
+"""Operations with broadcast operands, which are not counted."""
 SENT = {"all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter", "all_to_all", "wait_tensor", "device"}
 
 
@@ -49,7 +49,7 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}  # which is among the outputs
+        read = {key: value for key, value in (kwargs or {}).items() if key != "out"}  # `out` is counted as an output
         inputs = [x for x in _pytree.tree_leaves((args, read)) if isinstance(x, torch.Tensor)]
         outputs = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         if name in BROADCAST:
@@ -71,7 +71,7 @@ class Seen(TorchDispatchMode):
         return result
 
     weights: frozenset[tuple[int, ...]] = frozenset()
-    """Shapes of weights: adding gradients up over micro-batches is counted with the step."""
+    """Shapes of weights: gradient accumulation over micro-batches is counted with the step."""
 
 
 def configuration(model: dict[str, Any], parallel: dict[str, Any], train: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def configuration(model: dict[str, Any], parallel: dict[str, Any], train: dict[s
 
 
 def run(config: Any) -> Seen:
-    """One micro-batch of one process, on tensors that have shapes and no memory."""
+    """Runs one micro-batch of one process on fake tensors."""
     size, seen = config.parallel.tp, Seen()
     with FakeTensorMode():
         mesh = Mesh(torch.device("cpu"), {"tp": Axis(0, size, _FakeGroup() if size > 1 else None)})  # type: ignore[arg-type, dict-item]
@@ -102,7 +102,7 @@ def run(config: Any) -> Seen:
 
 
 class _Copies(WorkingCopies):
-    """Working copies whose casts are seen as a phase of their own."""
+    """Working copies whose casts are recorded as a separate phase."""
 
     def __init__(self, decoder: Any, config: Any, seen: Seen) -> None:
         super().__init__(decoder, config, lambda _: None)
@@ -116,7 +116,7 @@ class _Copies(WorkingCopies):
 
 
 def casts_of_a_step(config: Any) -> float:
-    """Bytes of casts that are counted with a step of one micro-batch, not with the micro-batch."""
+    """Bytes of casts that are counted with the step instead of the micro-batch."""
     stages = [whole(config.model)]
 
     def moved(copies: bool) -> float:
@@ -197,8 +197,8 @@ OTHER_MICRO_BATCHES = (8, 32)
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_two_micro_batches_tell_all_of_the_others(case: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations, collectives, and every tensor that is held at any time."""
+def test_all_micro_batches_follow_from_two(case: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares operations, collectives, and live tensors over time."""
     config = configuration(*CASES[case])
     layer = LAYERS - 1
     for policy in {config.train.recompute, "none"}:
@@ -211,7 +211,7 @@ def test_two_micro_batches_tell_all_of_the_others(case: str, on_gpu: bool, monke
 
 
 def refuse_to_run(patch: pytest.MonkeyPatch, micro_batch: int) -> None:
-    """What is derived is not run."""
+    """Fails if this micro-batch is run instead of derived."""
     usual = trace.run_block
 
     def run(config: Any, *rest: Any) -> TracedPass:
@@ -244,7 +244,7 @@ def test_deferred_weight_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.deferred > 0 and run.input_backward > 0
 
 
-def test_what_does_not_grow_with_the_micro_batch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_that_do_not_scale_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_micro_batch(configuration(COLA, {"layout": "btp"}, {}), 8)
     monkeypatch.setattr(trace, "_TRACES", {})
     usual = trace.run_block
@@ -258,7 +258,7 @@ def test_what_does_not_grow_with_the_micro_batch_is_run(monkeypatch: pytest.Monk
 
 
 def test_flops_are_those_that_mfu_counts() -> None:
-    """But for attention, whose backward pass makes the scores again, and MFU does not count that."""
+    """Except for attention: its backward pass recomputes scores, which MFU does not count."""
     from boost.config.architecture import flops_per_token
 
     config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
@@ -271,7 +271,7 @@ def test_flops_are_those_that_mfu_counts() -> None:
     assert whole(config.model).layers == LAYERS
 
 
-def test_recomputation_is_told_apart_and_stops_before_the_last_product() -> None:
+def test_recomputation_has_its_own_phase_and_stops_before_the_last_gemm() -> None:
     config = configuration(COLA, {"tp": 1, "layout": "single"}, {})
 
     def passes(policy: Any) -> dict[str, Counter[Work]]:
@@ -288,7 +288,7 @@ def test_recomputation_is_told_apart_and_stops_before_the_last_product() -> None
     def products(works: Counter[Work]) -> Counter[Work]:
         return Counter({work: times for work, times in works.items() if work.kernel == GEMM})
 
-    # Element-wise work differs: what a whole block recomputes, a node that keeps only latents makes again by itself.
+    # Element-wise work differs: without full recomputation, a node that saves only latents recomputes some of it internally.
     assert all(products(none[phase]) == products(full[phase]) for phase in none)
     (last,) = (work for work in (none["forward"] - full["recompute"]) if work.kernel == GEMM)
     assert (last.place, last.shape) == ("down", (1, 1024, 256, 64))

@@ -1,4 +1,4 @@
-"""What several tests of the performance model ask about: a small model to search for, and every layout of boost-7b."""
+"""Shared fixtures of planner tests: a small model to search for, and boost-7b under every layout."""
 
 from boost.config import Config, load
 from boost.config.schema import ParallelConfig
@@ -21,13 +21,13 @@ TRAIN = ("--train.seq_len=512", "--train.global_batch=4", "--train.compute_dtype
 
 
 def base(*overrides: str) -> Config:
-    """A small model, with nothing chosen yet."""
+    """A small model with no parallelism chosen."""
     config = load(None, [*SHAPE, *TRAIN, "--train.micro_batch=1", *overrides])
     return config.model_copy(update={"parallel": ParallelConfig(layout="single")})
 
 
 def hardware(usable: float = 80e9) -> Hardware:
-    """A device with so many usable bytes."""
+    """A device with `usable` usable bytes."""
     return load_hardware("a100-80g").model_copy(update={"memory_gb": usable / 1e9, "reserve_gb": 0.0})
 
 

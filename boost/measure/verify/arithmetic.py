@@ -1,7 +1,7 @@
-"""Every collective function, forward and backward, against plain arithmetic.
+"""Checks every collective, forward and backward, against plain arithmetic.
 
-Payloads are small whole numbers, whose sums every dtype holds exactly: results are compared bit for bit. Each process makes up the
-payloads of all of them, and needs nobody to know what must come out.
+Payloads are small integers, whose sums are exact in every dtype, so that results are compared bit for bit. Each process generates
+the payloads of all processes and computes the expected results locally.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from boost.parallel import collectives
 from boost.parallel.mesh import Axis
 
 COMMS: dict[str, Comm] = {name: value for name, value in vars(spec).items() if isinstance(value, Comm)}
-"""Every differentiable collective, by its name."""
+"""Differentiable collectives by name."""
 
 PLAIN: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     ALL_REDUCE: collectives.all_reduce,
@@ -26,17 +26,17 @@ PLAIN: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     REDUCE_SCATTER: collectives.reduce_scatter,
     ALL_TO_ALL: collectives.all_to_all,
 }
-"""Those without a gradient, by kind."""
+"""Collectives without a gradient, by kind."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SIZES = (1, 3, 4096)
-"""Rows of a payload for each process: single ones, an odd number, and more than a buffer of gloo or a protocol of NCCL holds."""
+"""Payload rows per process: one, an odd number, and more than gloo's buffers and NCCL's low-latency protocols hold."""
 
 WIDTH = 5
 
 
 def expected(kind: str | None, payloads: list[Tensor], rank: int) -> Tensor:
-    """What process `rank` must get, from the payloads of all processes."""
+    """Computes the expected result on process `rank` from the payloads of all processes."""
     rows = payloads[0].shape[0] // len(payloads)
     if kind is None:
         return payloads[rank]
@@ -49,7 +49,7 @@ def expected(kind: str | None, payloads: list[Tensor], rank: int) -> Tensor:
 
 
 def wrong_functions(axis: Axis, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """Names of the functions that give something else than plain arithmetic."""
+    """Names of the functions whose results differ from plain arithmetic."""
     return [name for name, is_right in _trials(axis, dtype, device) if not is_right]
 
 
@@ -65,7 +65,7 @@ def _trials(axis: Axis, dtype: torch.dtype, device: torch.device) -> Iterator[tu
 
 
 def _payloads(axis: Axis, rows: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """[p rows, WIDTH] of every process, of whole numbers that are so small that sums of all are exact in bfloat16."""
+    """Payloads of all processes, [p rows, WIDTH] each, of integers so small that sums are exact in bfloat16."""
     largest = max(1, min(8, 128 // axis.size))
     made = []
     for rank in range(axis.size):
@@ -96,7 +96,9 @@ def _differentiable(
         return False
     gradients = [each[: y.shape[0]] for each in _payloads(axis, y.shape[0], y.dtype, y.device, seed=1)]
     y.backward(gradients[axis.rank])
-    if comm.backward is None and comm.forward == ALL_GATHER:  # complete and equal on every process: its own rows
+    if (
+        comm.backward is None and comm.forward == ALL_GATHER
+    ):  # the gradient is complete and identical everywhere: take own rows
         n = x.shape[0]
         due = gradients[axis.rank].narrow(0, axis.rank * n, n)
     else:
@@ -105,15 +107,15 @@ def _differentiable(
 
 
 def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> None:
-    """One check for each axis and dtype."""
+    """Runs one check per axis and dtype."""
     verifier.section("Collectives, forward and backward, against plain arithmetic")
     count = len(PLAIN) + 1 + 2 * len(COMMS)
 
     def judge(found: list[list[str]]) -> Found:
         wrong = sorted({name for each in found for name in each})
         if wrong:
-            return Found("failed", f"wrong results of {', '.join(wrong)}", numbers={"wrong": wrong})
-        return Found("ok", f"{count} functions, payloads of {', '.join(map(str, SIZES))} rows: every bit")
+            return Found("failed", f"wrong results from {', '.join(wrong)}", numbers={"wrong": wrong})
+        return Found("ok", f"{count} functions, payloads of {', '.join(map(str, SIZES))} rows: bitwise equal")
 
     for name, axis in axes.items():
         for dtype in DTYPES:
@@ -122,5 +124,5 @@ def verify(verifier: Verifier, axes: dict[str, Axis], device: torch.device) -> N
                 f"{name} ({axis.size} processes), {words}",
                 partial(wrong_functions, axis, dtype, device),
                 judge,
-                "do not train here: look at drivers, NCCL and the network of the ranks that disagree",
+                "do not train on these machines: check drivers, NCCL and the network of the failing ranks",
             )

@@ -1,4 +1,4 @@
-"""Devices, drivers, versions and interfaces: which process has which GPU, and whether all run the same software."""
+"""Checks devices, drivers, versions and network interfaces."""
 
 import os
 import platform
@@ -16,13 +16,13 @@ from boost.train.hardware import total_memory
 from boost.train.rundir import available_cores, cpu_model, git_state
 
 FREE = 0.9
-"""Share of a GPU's memory that should be free before a run."""
+"""Fraction of a GPU's memory that should be free before a run."""
 
 Facts = dict[str, Any]
 
 
 def facts(device: torch.device) -> Facts:
-    """Of this process."""
+    """Collects the facts of this process."""
     state = git_state()
     found: Facts = {
         "host": socket.gethostname(),
@@ -63,7 +63,7 @@ def _reaches(index: int, other: int) -> bool:
 
 
 def interfaces(several_hosts: bool) -> dict[str, str]:
-    """What decides over which network interface this process sends."""
+    """Returns what determines the network interface of this process."""
     chosen = {name: os.environ.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -73,15 +73,15 @@ def interfaces(several_hosts: bool) -> dict[str, str]:
 
 
 def verify(verifier: Verifier) -> None:
-    """Checks of what is there."""
+    """Runs the checks of the machines."""
     verifier.section("Machines")
     mesh = verifier.mesh
     verifier.check("software", partial(facts, mesh.device), same_software)
     verifier.check("devices", partial(facts, mesh.device), devices_of)
     if mesh.device.type == "cuda":
-        verifier.check("memory of the GPUs", partial(facts, mesh.device), free_memory)
+        verifier.check("GPU memory", partial(facts, mesh.device), free_memory)
         if mesh.size > 1:
-            verifier.check("GPUs of a node reach each other", partial(facts, mesh.device), peers)
+            verifier.check("GPU peer-to-peer access", partial(facts, mesh.device), peers)
     else:
         verifier.check("threads", partial(facts, mesh.device), threads)
     if mesh.size > 1:
@@ -89,7 +89,7 @@ def verify(verifier: Verifier) -> None:
 
 
 def same_software(found: Sequence[Facts]) -> Found:
-    """Versions, which must be the same on all processes."""
+    """Checks that versions are the same on all processes."""
     first = found[0]["software"]
     for rank, each in enumerate(found):
         for name, version in each["software"].items():
@@ -97,14 +97,14 @@ def same_software(found: Sequence[Facts]) -> Found:
                 return Found(
                     "failed",
                     f"{name} is {first.get(name)} on rank 0 and {version} on rank {rank}",
-                    "install the same versions everywhere",
+                    "install the same versions on all nodes",
                     {"software": [one["software"] for one in found]},
                 )
     return Found("ok", ", ".join(f"{name} {version}" for name, version in first.items()), numbers={"software": first})
 
 
 def devices_of(found: Sequence[Facts]) -> Found:
-    """Which process has which device."""
+    """Reports the device of each process."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for rank, each in enumerate(found):
         nodes[each["host"]].append(rank)
@@ -117,39 +117,41 @@ def devices_of(found: Sequence[Facts]) -> Found:
     names_of = {each["name"] for each in found}
     numbers = {"ranks": [{k: v for k, v in each.items() if k not in ("host", "software")} for each in found]}
     if len(names_of) > 1:
-        return Found("note", "; ".join(texts), "the slowest device sets the pace of all: use equal ones", numbers)
+        return Found(
+            "note", "; ".join(texts), "all devices run at the speed of the slowest: use identical ones", numbers
+        )
     return Found("ok", "; ".join(texts), numbers=numbers)
 
 
 def free_memory(found: Sequence[Facts]) -> Found:
-    """Whether nobody else uses the GPUs."""
+    """Checks that nothing else uses the GPUs."""
     shares = {rank: each["free"] / each["memory"] for rank, each in enumerate(found)}
     rank, least = min(shares.items(), key=lambda item: item[1])
     if least < FREE:
         return Found(
             "note",
-            f"{1 - least:.0%} of the GPU of rank {rank} is in use",
-            "end what else runs there (nvidia-smi)",
+            f"{1 - least:.0%} of the GPU memory of rank {rank} is in use",
+            "stop other processes on this GPU (nvidia-smi)",
             {"free": shares},
         )
     return Found("ok", f"at least {least:.0%} is free", numbers={"free": shares})
 
 
 def peers(found: Sequence[Facts]) -> Found:
-    """Whether GPUs of a node copy to each other without the host."""
+    """Checks that the GPUs of a node copy to each other directly."""
     alone = [rank for rank, each in enumerate(found) if len(each["peers"]) < each["visible"] - 1]
     if alone:
         return Found(
             "note",
-            f"not from rank {alone[0]}",
-            "TP is slow over the host's memory: prefer PP and DP, or machines with NVLink",
+            f"none from rank {alone[0]}",
+            "TP is slow through host memory: prefer PP and DP, or machines with NVLink",
         )
     shown = {each["visible"] for each in found}
-    return Found("ok", "each process sees its own GPU only" if shown == {1} else "directly")
+    return Found("ok", "each process sees only its own GPU" if shown == {1} else "available")
 
 
 def threads(found: Sequence[Facts]) -> Found:
-    """Whether processes on CPUs share the cores out."""
+    """Checks that CPU processes do not oversubscribe the cores."""
     by_host: dict[str, int] = Counter()
     for each in found:
         by_host[each["host"]] += each["threads"]
@@ -161,21 +163,21 @@ def threads(found: Sequence[Facts]) -> Found:
                 f"{used} threads on {cores[host]} cores",
                 f"set OMP_NUM_THREADS={max(1, cores[host] // len(found))}",
             )
-    return Found("ok", f"{found[0]['threads']} a process, {found[0]['cores']} cores")
+    return Found("ok", f"{found[0]['threads']} per process, {found[0]['cores']} cores")
 
 
 def reachable(host: str, found: Sequence[Mapping[str, str]]) -> Found:
-    """Whether processes of several machines would talk to their own loopback."""
+    """Checks that processes on several machines would not connect to their own loopback."""
     several = len({each["address"] for each in found}) > 1
     chosen = found[0]["GLOO_SOCKET_IFNAME"] or found[0]["NCCL_SOCKET_IFNAME"]
     loop = [rank for rank, each in enumerate(found) if each["address"].startswith("127.")]
     if several and loop and not chosen:
         return Found(
             "note",
-            f"the name of rank {loop[0]}'s machine resolves to {found[loop[0]]['address']}, its own loopback",
-            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the network",
+            f"the host name of rank {loop[0]} resolves to {found[loop[0]]['address']}, its own loopback",
+            "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface",
         )
-    words = f"{chosen} by GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME" if chosen else "chosen by gloo and NCCL"
+    words = f"{chosen} (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME)" if chosen else "chosen by gloo and NCCL"
     return Found(
-        "ok", f"{words}; present: {found[0]['present']}", numbers={"interfaces": [dict(each) for each in found]}
+        "ok", f"{words}; available: {found[0]['present']}", numbers={"interfaces": [dict(each) for each in found]}
     )

@@ -1,9 +1,11 @@
-"""Every layout against one process: losses, gradients, updates and collectives, of a small model.
+"""Checks every layout against one process: losses, gradients, updates and collectives of a small model.
 
-A row for each layout, with each of its own options, and for each axis by itself; a cell for each way to run it. In float64 a cell
-is the largest relative error of a loss, gradient norm, gradient or weight over two optimizer steps; in float32 that of the first
-step's loss, norm and gradients (what AdamW makes of a gradient that is all rounding is rounding too); in bfloat16 the error of the
-gradients against float32, relative to that which one process makes in bfloat16.
+There is one row per layout and option, and one per mesh axis; each row has one cell per way to run it. The value of a cell is
+
+- float64: the largest relative error of any loss, gradient norm, gradient or weight over two optimizer steps;
+- float32: the largest relative error of the first step's loss, gradient norm and gradients (AdamW amplifies rounding in gradients
+  that are close to zero);
+- bfloat16: the error of the gradients against float32, relative to the error of one process in bfloat16.
 """
 
 import functools
@@ -25,29 +27,29 @@ from boost.parallel.capabilities import require_torch
 from boost.parallel.mesh import Mesh, mesh_of
 
 LIMITS = {"float64": 1e-9, "float32": 1e-5}
-"""Largest relative errors. AdamW multiplies rounding: without it float64 would be within 1e-12."""
+"""Maximum relative errors. AdamW amplifies rounding; without it, float64 errors would be below 1e-12."""
 
 LIMIT_BF16 = 2.0
-"""Errors of gradients in bfloat16, as multiples of those of one process."""
+"""Maximum error of bfloat16 gradients, as a multiple of the error of one process."""
 
 STEPS = 2
 HEADS = 8
-"""Of the model, so that eight TP ranks have one each; two key/value heads, so that four have some that others have too."""
+"""Attention heads of the model: one each at TP 8. It has two key/value heads, so that at TP 4 ranks share them."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to run a row."""
+    """One way to run a row, such as another dtype or with recomputation."""
 
     name: str
     dtype: str = "float32"
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Fields of sections, by section."""
+    """Overrides of configuration fields, by section."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its options on a mesh, or an axis by itself."""
+    """A layout with options on a mesh, or a single mesh axis."""
 
     name: str
     parallel: dict[str, Any]
@@ -55,7 +57,7 @@ class Row:
 
 
 def sized_down(model: ModelConfig, parallel: dict[str, int]) -> dict[str, Any]:
-    """[model] of a small model of the same family: as many blocks as the pipeline has stages, two at least."""
+    """Fields of [model] for a small model of the same family, with one block per pipeline stage, but at least two."""
     low_rank = {"rank": 32} if model.low_rank else {}
     layers = max(2, parallel.get("pp", 1) * parallel.get("virtual", 1))
     wide = math.lcm(HEADS, parallel.get("tp", 1) * parallel.get("cp", 1))
@@ -69,7 +71,7 @@ def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Confi
     exact = cell.dtype == "float64"
     tokens = (
         4 * mesh.get("cp", 1) * mesh.get("tp", 1)
-    )  # two chunks a process, each in halves, of which every process has some
+    )  # two chunks per process, each split into halves across processes
     train: dict[str, Any] = {
         "seq_len": tokens * math.ceil(32 / tokens),
         "micro_batch": 2,
@@ -84,7 +86,7 @@ def config_of(model: ModelConfig, parallel: dict[str, Any], cell: Cell) -> Confi
 
 
 def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Iterator[Row]:
-    """What is checked on so many processes. `compiled`: all | first | none of the rows also with train.compile."""
+    """Yields the rows to check on `processes` processes. `compiled`: which rows also run with train.compile: all | first | none."""
     tp = next(n for n in (8, 4, 2, 1) if processes % n == 0)
     dp = processes // tp
     number = 0
@@ -110,7 +112,7 @@ def rows(model: ModelConfig, processes: int, on_gpu: bool, compiled: str) -> Ite
 
 
 def _options(layout: str) -> Iterator[dict[str, Any]]:
-    """Each value of each option of a layout's own, one at a time."""
+    """Yields each value of each of the layout's own options, one option at a time."""
     spec = layout_spec(layout)
     defaults = {name: spec.config.model_fields[name].default for name in spec.options}
     yield dict(defaults)
@@ -150,7 +152,7 @@ def _reference(description: str, device: torch.device) -> Seen:
 
 
 def reference(config: Config, device: torch.device, dtype: str = "") -> Seen:
-    """What is seen of the whole model in this process, eager, with activations kept, in the configuration's dtype or another."""
+    """Trains the whole model in this process, in eager mode without recomputation, in `dtype` or the configuration's dtype."""
     plain = {"recompute": "none", "compile": "none", **({"compute_dtype": dtype} if dtype else {})}
     config = config.model_copy(update={"train": config.train.model_copy(update=plain)})
     parallel = config.parallel.model_copy(update={"overlap": "none", "schedule": "1f1b"})
@@ -158,7 +160,7 @@ def reference(config: Config, device: torch.device, dtype: str = "") -> Seen:
 
 
 def compare(config: Config, mesh: Mesh) -> dict[str, float]:
-    """Errors of what this process has; 'table' is 0 if a step issued the collectives of the table."""
+    """Errors of this process's results against one process; 'table' is 0 if the step issued the collectives of the table."""
     actual = TrainedModel(config, mesh, STEPS)
     table = 0.0 if mesh.size == 1 or keeps_table(config, actual.collectives(), mesh.pp.rank) else 1.0
     if config.train.compute_dtype != "bfloat16":
@@ -177,7 +179,7 @@ def compare(config: Config, mesh: Mesh) -> dict[str, float]:
 
 def _text(cell: Cell, found: dict[str, float]) -> str:
     if found["table"]:
-        return f"{cell.name}: OTHER COLLECTIVES THAN THE TABLE"
+        return f"{cell.name}: COLLECTIVES DIFFER FROM THE TABLE"
     value = f"{found['ratio']:.2f}x" if "ratio" in found else f"{found['error']:.0e}".replace("0e+00", "0")
     return f"{cell.name} {value}"
 
@@ -189,11 +191,11 @@ def _holds(cell: Cell, found: dict[str, float]) -> bool:
 
 
 Results = dict[str, dict[str, float] | str]
-"""By cell: what was found, or why it cannot run here."""
+"""Errors by cell, or the reason why the cell cannot run."""
 
 
 def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
-    """All cells of a row, on this process."""
+    """Runs all cells of a row on this process."""
     results: Results = {}
     for cell in row.cells:
         try:
@@ -208,7 +210,7 @@ def run_row(model: ModelConfig, row: Row, mesh: Mesh) -> Results:
 
 
 def judged(cells: Sequence[Cell], found: list[Results]) -> Found:
-    """The verdict on a row."""
+    """Judges a row from the results of all processes."""
     worst: dict[str, dict[str, float]] = {}
     refused: dict[str, str] = {}
     for cell in cells:
@@ -230,13 +232,13 @@ def judged(cells: Sequence[Cell], found: list[Results]) -> Found:
 
 
 def verify(verifier: Verifier, model: ModelConfig, compiled: str, own: Config | None) -> None:
-    """One check for each row. `own`: the user's configuration, of which the mesh and the options are checked too."""
+    """Runs one check per row. `own`: the user's configuration, whose mesh and options are checked as well."""
     mesh = verifier.mesh
     verifier.section(f"Layouts: {model.family}, against one process ({STEPS} steps; errors are relative)")
     every = list(rows(model, mesh.size, mesh.device.type == "cuda", compiled))
     if own is not None and own.parallel.world_size == mesh.size:
         every.insert(0, _own_row(own))
-    advice = "the mathematics of this layout is wrong here: report it with the JSON of this command"
+    advice = "this layout computes wrong results on these machines: report it with this command's JSON"
     for row in every:
         verifier.check(
             row.name,
@@ -247,9 +249,9 @@ def verify(verifier: Verifier, model: ModelConfig, compiled: str, own: Config | 
 
 
 def _own_row(own: Config) -> Row:
-    """The mesh, the layout and the options of the user's configuration."""
+    """A row with the mesh, layout and options of the user's configuration."""
     parallel = own.parallel.model_dump(exclude_unset=False)
-    parallel["split"] = ()  # of other blocks
+    parallel["split"] = ()  # the small model has a different number of blocks
     train = {name: getattr(own.train, name) for name in ("recompute", "recompute_every", "compile", "reduce_dtype")}
     sections = {"train": train}
     names = [spec_of(own.parallel).name, *(f"{name} {size}" for name, size in own.parallel.axes.items() if size > 1)]

@@ -1,4 +1,4 @@
-"""Bandwidth and latency of every collective on each axis, beside what a hardware profile says."""
+"""Measures bandwidth and latency of every collective on each axis, and compares them with a hardware profile."""
 
 import math
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from boost.parallel.mesh import Axis
 from boost.plan.hardware import Hardware, Link
 
 SIZES = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 14, 1 << 20, 1 << 24, 1 << 28)}
-"""Bytes of payload, by kind of device."""
+"""Payload bytes by device type."""
 
 SAMPLES = 5
 SLOW = 2.0
-"""A collective that takes so many times as long as the profile says is worth a look."""
+"""A collective that is slower than the profile by more than this factor is reported."""
 
 
 def verify(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardware: Hardware | None) -> None:
-    """One check for each axis and kind of collective."""
+    """Runs one check per axis, over all kinds of collectives."""
     verifier.section("Links: latency, and bytes sent by each process per second")
     mesh = verifier.mesh
     watch = Stopwatch(mesh, samples=SAMPLES)
@@ -34,7 +34,7 @@ def verify(verifier: Verifier, axes: dict[str, Axis], dtype: torch.dtype, hardwa
             f"{name} ({axis.size} processes)",
             partial(_measured, watch, dtype, axis),
             partial(_judged, processes=axis.size, link=link),
-            "look at the interfaces above (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO); if this is the machine's speed, write a profile: "
+            "check the interfaces above (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO); if this is the machine's normal speed, run "
             "boost plan calibrate",
         )
 
@@ -44,12 +44,12 @@ def _measured(watch: Stopwatch, dtype: torch.dtype, axis: Axis) -> list[Point]:
 
 
 def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None) -> Found:
-    """Of rank 0: the rates of the largest payloads and the latency of the smallest, and the worst ratio to the profile."""
+    """Judges the points of rank 0: bandwidth at the largest payload, latency at the smallest, and the ratio to the profile."""
     points = found[0]
     smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
     rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}
     latency = min(p.seconds for p in points if p.shape[0] == smallest)
-    detail = f"{latency * 1e6:,.0f} us; GB/s of {largest >> 20} MiB: " + ", ".join(
+    detail = f"{latency * 1e6:,.0f} us; GB/s at {largest >> 20} MiB: " + ", ".join(
         f"{name} {rate:.2g}" for name, rate in rates.items()
     )
     numbers: dict[str, Any] = {
@@ -60,9 +60,9 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     ratios = {(p.name, p.shape[0]): p.seconds / _predicted(p, processes, link) for p in points}
     worst, kind = max((ratio, kind) for (kind, size), ratio in ratios.items() if size == largest)
     typical = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
-    detail += f"; {typical:.2f}x the time of the profile"
+    detail += f"; {typical:.2f}x the profile's time"
     if worst > SLOW:
-        return Found("note", f"{detail}, {kind} of {largest >> 20} MiB {worst:.1f}x", numbers=numbers)
+        return Found("note", f"{detail}, {kind} at {largest >> 20} MiB {worst:.1f}x", numbers=numbers)
     return Found("ok", detail, numbers=numbers)
 
 

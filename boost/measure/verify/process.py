@@ -1,4 +1,4 @@
-"""What each process of `boost verify` does, section by section."""
+"""Runs the sections of `boost verify` on each process of the mesh."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from boost.train.hardware import total_memory
 from boost.train.rundir import environment
 
 TIMEOUT_S = 300
-"""Of a collective. Compiling takes a minute on some processes and less on others."""
+"""Timeout of a collective. Compilation takes a minute on some processes and less on others."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,20 @@ class Request:
 
     sections: tuple[str, ...]
     model: ModelConfig
-    """Its family counts."""
+    """The model; only its family matters."""
     own: Config | None
     """The user's configuration."""
     device: str
     gpu: str | None
-    """Hardware profile; None: that of the GPU, if there is one."""
+    """Name of the hardware profile; None: that of the GPU, if there is one."""
     compiled: str
-    """all | first | none of the layouts are also compiled."""
+    """Which layouts are also compiled: all | first | none."""
     whole: bool = False
-    """Whether these are all checks: the main process then says how they ended, by its exit code too."""
+    """Whether these are all checks. If so, the main process prints the summary and returns the exit code."""
 
 
 def verify_process(request: Request, out: Path) -> int:
-    """One process. The main one prints the checks and writes the report. Raises BoostError."""
+    """Runs one process and returns its exit code. The main process prints the checks and writes the report. Raises BoostError."""
     mesh = open_mesh(ParallelConfig(layout="single", dp=world_size()), request.device, TIMEOUT_S)
     report = Report()
     verifier = Verifier(mesh, report)
@@ -56,8 +56,8 @@ def verify_process(request: Request, out: Path) -> int:
         if "step" in request.sections:
             step.verify(verifier, request.own, hardware)
     except Unequal as where:
-        with report.timed("", "the rest") as note:
-            note(Found("skipped", f"{where} failed on some processes only: they may wait for each other from here on"))
+        with report.timed("", "remaining checks") as note:
+            note(Found("skipped", f"{where} failed on some processes only: further collectives may deadlock"))
     if mesh.is_main:
         report.write(out, environment(request.own or load(None)))
         if request.whole:
@@ -77,7 +77,7 @@ def _hardware(request: Request, device: torch.device) -> Hardware | None:
 
 
 def _axes(request: Request, size: int, device: torch.device) -> dict[str, Axis]:
-    """The groups over which collectives are checked: all processes, and the axes of the user's mesh, or of TP x DP."""
+    """Groups to check collectives over: all processes, and the axes of the user's mesh (default: TP x DP)."""
     if size == 1:
         return {}
     if request.own is not None and request.own.parallel.world_size == size:

@@ -1,4 +1,4 @@
-"""A check, its verdict, and the report of all of them: lines on the console as they come, JSON at the end."""
+"""Checks, verdicts and the report: lines on the console while checks run, JSON at the end."""
 
 import json
 import time
@@ -14,37 +14,37 @@ from boost.train.checkpoint import run_on_all
 from boost.train.rundir import storage_errors
 
 SCHEMA = 1
-"""Version of the JSON report; a number more for every change that a reader would notice."""
+"""Version of the JSON report; incremented with every change that readers would notice."""
 
 Verdict = Literal["ok", "note", "skipped", "failed"]
-"""note: nothing is wrong, but a person should look; skipped: cannot be checked here."""
+"""note: not a failure, but worth a look; skipped: cannot be checked on these machines."""
 
 _MARKS: dict[str, str] = {"ok": "ok", "note": "note", "skipped": "-", "failed": "FAILED"}
 _WIDTH = 30
-"""Columns of a check's name."""
+"""Width of a check's name on the console, in characters."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and what was found."""
+    """A check and its result."""
 
     section: str
     name: str
     verdict: Verdict
     detail: str
-    """What was found, in one line."""
+    """The result in one line."""
     advice: str = ""
-    """What to do about it."""
+    """What to do if it is not ok."""
     seconds: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)
-    """What was measured."""
+    """Measured numbers."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The verdict of a check from what all processes found."""
+    """The result of a check over all processes."""
 
     verdict: Verdict
     detail: str
@@ -54,18 +54,18 @@ class Found:
 
 @dataclass
 class Report:
-    """All checks of one `boost verify`."""
+    """The report of all checks of one `boost verify`."""
 
     checks: list[Check] = field(default_factory=list)
     say: Callable[[str], None] = print
-    """Where lines go."""
+    """Prints a line."""
 
     def section(self, title: str) -> None:
-        """Begins a section."""
+        """Starts a section."""
         self.say(f"\n{title}")
 
     def add(self, check: Check) -> None:
-        """Notes a check and prints its line."""
+        """Adds a check and prints it."""
         self.checks.append(check)
         self.say(f"  {_MARKS[check.verdict]:<7} {check.name:<{_WIDTH}}  {check.detail}")
         if check.advice and check.verdict in ("note", "failed"):
@@ -73,7 +73,7 @@ class Report:
 
     @contextmanager
     def timed(self, section: str, name: str) -> Iterator[Callable[[Found], None]]:
-        """Yields what notes the verdict of a check, with the seconds that it took."""
+        """Times a check. Yields a function that adds its result."""
         begun = time.perf_counter()
 
         def note(found: Found) -> None:
@@ -92,15 +92,15 @@ class Report:
         return 3 if self.failed else 0
 
     def summary(self) -> str:
-        """One line."""
+        """Summarizes all checks in one line."""
         counts = Counter(check.verdict for check in self.checks)
-        words: dict[Verdict, str] = {"ok": "ok", "note": "to look at", "skipped": "skipped", "failed": "FAILED"}
+        words: dict[Verdict, str] = {"ok": "ok", "note": "to review", "skipped": "skipped", "failed": "FAILED"}
         parts = [f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]]
         seconds = sum(check.seconds for check in self.checks)
         return f"{len(self.checks)} checks in {seconds:.0f} s: {', '.join(parts) or 'none'}"
 
     def write(self, path: Path, environment: dict[str, Any]) -> None:
-        """The report as JSON. Raises StorageError."""
+        """Writes the report as JSON. Raises StorageError."""
         facts = {
             "schema": SCHEMA,
             "verdict": "failed" if self.failed else "ok",
@@ -112,16 +112,16 @@ class Report:
             path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     def read(self, path: Path) -> None:
-        """Takes in the checks of another report, which were printed before. Raises OSError, ValueError."""
+        """Adds the checks of a written report without printing them again. Raises OSError, ValueError."""
         self.checks += [Check(**each) for each in json.loads(path.read_text(encoding="utf-8"))["checks"]]
 
 
 class Unequal(Exception):
-    """Some processes failed in a check and others did not: they may stand in different collectives from now on."""
+    """A check failed on some processes only, so that processes may be at different collectives afterwards."""
 
 
 class Verifier:
-    """Runs checks on all processes of a mesh; the main one notes them."""
+    """Runs checks on all processes of a mesh; the main process reports them."""
 
     def __init__(self, mesh: Mesh, report: Report) -> None:
         self.mesh, self.report = mesh, report
@@ -129,12 +129,12 @@ class Verifier:
             report.say = lambda line: None
 
     def section(self, title: str) -> None:
-        """Begins a section."""
+        """Starts a section."""
         self.report.section(title)
         self._section = title
 
     def check(self, name: str, action: Callable[[], T], judge: Callable[[list[T]], Found], advice: str = "") -> None:
-        """Runs `action` on every process, and judges what they found, by rank. An exception is a failure, with its first line.
+        """Runs `action` on every process and passes the results, by rank, to `judge`. An exception counts as a failure.
 
         Raises Unequal if it failed on some processes only.
         """
@@ -153,7 +153,7 @@ class Verifier:
 
 
 def _outcome(action: Callable[[], T]) -> tuple[str, T | None]:
-    """("", result), or (what went wrong, None)."""
+    """Returns ("", result) or (error, None)."""
     try:
         return "", action()
     except Exception as error:
@@ -162,5 +162,5 @@ def _outcome(action: Callable[[], T]) -> tuple[str, T | None]:
 
 
 def worst_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest of every number, over processes."""
+    """Maximum of each number over processes."""
     return {name: max(each[name] for each in found) for name in found[0]}

@@ -1,5 +1,5 @@
-"""Whole runs of `boost train` on a small model: two of the same, one that is killed and resumed, one on another mesh, one that
-hangs, one that is told to stop."""
+"""Full runs of `boost train` on a small model: one is repeated, one killed and resumed, one resumed on another mesh, one hangs, and
+one is stopped."""
 
 import json
 import os
@@ -20,25 +20,25 @@ from boost.train.checkpoint import checkpoint_path, complete_checkpoints
 
 STEPS, SAVE_EVERY, FAULT = 12, 4, 10
 HANG_S = 5
-"""Timeout of a collective in the run that hangs."""
+"""Timeout of a collective, in seconds, in the run that hangs."""
 
 HANG_MARGIN_S = 10.0
-"""Seconds beyond it until the run must have ended."""
+"""Seconds after this timeout within which the run must end."""
 
 STOP_S = 60.0
-"""Seconds in which a run that is told to stop must have saved and ended, its start-up included."""
+"""Seconds within which a stopped run must save and exit, including startup."""
 
 LIMIT_S = 300.0
-"""Of one command: more is a hang."""
+"""Timeout of one command in seconds; a longer one counts as hanging."""
 
 TOLERANCE = 1e-5
-"""Relative difference of a loss on another mesh, float32."""
+"""Maximum relative difference of losses on another mesh, in float32."""
 
-TITLE = "Whole runs: boost train"
+TITLE = "Full runs: boost train"
 
 
 class RunError(Exception):
-    """A run did not do what it should have."""
+    """A run did not behave as expected."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Trial:
 
     @classmethod
     def create(cls, folder: Path, model: ModelConfig, processes: int, device: str) -> "_Trial":
-        """Prepares a store of a few modules of the standard library. Raises BoostError."""
+        """Prepares a token store from a few modules of the standard library. Raises BoostError."""
         import argparse
         import ast
         import secrets
@@ -75,18 +75,18 @@ class _Trial:
         return cls(folder, config)
 
     def command(self, name: str, *words: str) -> list[str]:
-        """`boost train` into a run directory of this name."""
+        """Command line of `boost train` with a run directory of this name."""
         train = [sys.executable, "-m", "boost.cli.main", "train", str(self.config)]
         return [*train, "--run.dir", str(self.folder / name), *words]
 
     def train(self, name: str, *words: str) -> tuple[int, str]:
-        """(exit code, its line of error). Raises RunError if it does not end."""
+        """Runs the command. Returns (exit code, error line). Raises RunError if it does not exit."""
         with self.started(name, *words) as process:
             return _ended(process)
 
     @contextmanager
     def started(self, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """The command while it runs; ended with its processes if it outlives the block."""
+        """Context in which the command runs; it is killed with its child processes at exit."""
         process = subprocess.Popen(
             self.command(name, *words),
             stdout=subprocess.DEVNULL,
@@ -102,13 +102,13 @@ class _Trial:
             process.communicate()
 
     def metrics(self, name: str) -> dict[int, tuple[float, float]]:
-        """(loss, gradient norm) by step; the last of a step that was made twice."""
+        """(loss, gradient norm) by step; for a repeated step, the latest."""
         path = self.folder / name / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         return {line["step"]: (line["loss"], line["gradient_norm"]) for line in lines if line["kind"] == "step"}
 
     def saved(self, name: str, step: int) -> Path:
-        """The checkpoint of a step."""
+        """Path of the checkpoint of a step."""
         return checkpoint_path(self.folder / name / "checkpoints", step)
 
 
@@ -116,7 +116,7 @@ def _ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         _, errors = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise RunError(f"the run did not end within {LIMIT_S:.0f} s") from None
+        raise RunError(f"the run did not exit within {LIMIT_S:.0f} s") from None
     lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()[-1:]
     return process.returncode, (lines or [""])[0].removeprefix("boost: error: ")
 
@@ -127,7 +127,7 @@ def _succeed(outcome: tuple[int, str]) -> None:
 
 
 def verify(report: Report, model: ModelConfig, processes: int, device: str) -> None:
-    """All runs, with `processes` processes on this machine."""
+    """Runs all checks with `processes` processes on this machine."""
     report.section(TITLE)
     with tempfile.TemporaryDirectory(prefix="boost-verify-") as folder:
         trial: list[_Trial] = []
@@ -135,15 +135,15 @@ def verify(report: Report, model: ModelConfig, processes: int, device: str) -> N
         def prepared() -> Found:
             trial.append(_Trial.create(Path(folder), model, processes, device))
             _succeed(trial[0].train("first"))
-            return Found("ok", f"{STEPS} steps on {processes} processes, a checkpoint every {SAVE_EVERY}")
+            return Found("ok", f"{STEPS} steps on {processes} processes, a checkpoint every {SAVE_EVERY} steps")
 
         if not _checked(report, "trains and saves", prepared):
             return
-        checks: list[tuple[str, Callable[[_Trial, int], Found]]] = [("same again", _again)]
+        checks: list[tuple[str, Callable[[_Trial, int], Found]]] = [("deterministic", _deterministic)]
         checks += [("killed and resumed", _killed)]
-        checks += [("resumed on another mesh", _elsewhere)] if processes > 1 else []
-        checks += [("a process that hangs", _hangs)] if processes > 1 else []
-        checks += [("told to stop", _stopped)]
+        checks += [("resumed on another mesh", _on_another_mesh)] if processes > 1 else []
+        checks += [("hanging process", _hangs)] if processes > 1 else []
+        checks += [("stopped by SIGTERM", _stopped)]
         for name, check in checks:
             _checked(report, name, lambda c=check: c(trial[0], processes))  # type: ignore[misc]
 
@@ -159,7 +159,7 @@ def _checked(report: Report, name: str, action: Callable[[], Found]) -> bool:
 
 
 def _differences(first: dict[int, tuple[float, float]], other: dict[int, tuple[float, float]]) -> list[int]:
-    """Steps whose loss or gradient norm is not the same number."""
+    """Steps whose loss or gradient norm differs."""
     return [step for step in sorted(first.keys() & other.keys()) if first[step] != other[step]]
 
 
@@ -169,10 +169,10 @@ def _same(trial: _Trial, name: str, begin: int, detail: str) -> Found:
     apart = [step for step in _differences(first, other) if step > begin]
     if apart or not compared:
         raise RunError(f"loss and gradient norm differ from step {apart[0] if apart else begin + 1} on")
-    return Found("ok", f"{detail}: loss and gradient norm of {len(compared)} steps equal, bit for bit")
+    return Found("ok", f"{detail}: loss and gradient norm of {len(compared)} steps are bitwise equal")
 
 
-def _again(trial: _Trial, processes: int) -> Found:
+def _deterministic(trial: _Trial, processes: int) -> Found:
     _succeed(trial.train("second"))
     return _same(trial, "second", 0, "the same command twice")
 
@@ -182,29 +182,29 @@ def _killed(trial: _Trial, processes: int) -> Found:
     code, line = trial.train("killed", "--inject-fault", f"kill@{FAULT}:{rank}")
     named = f"process {processes} of {processes} (rank {rank}) was ended by SIGKILL"
     if processes > 1 and (code != 3 or named not in line):
-        raise RunError(f"rank {rank} was killed, and the run said (exit code {code}): {line}")
+        raise RunError(f"rank {rank} was killed, but the run reported (exit code {code}): {line}")
     last = max(int(json.loads((p / "state.json").read_text())["step"]) for p in _complete(trial, "killed"))
     _succeed(trial.train("killed", "--resume", "auto"))
-    return _same(trial, "killed", last, f"SIGKILL to rank {rank} in step {FAULT}, resumed from step {last}")
+    return _same(trial, "killed", last, f"rank {rank} killed in step {FAULT}, resumed from step {last}")
 
 
 def _complete(trial: _Trial, name: str) -> list[Path]:
     found = list(complete_checkpoints(trial.folder / name / "checkpoints"))
     if not found:
-        raise RunError("no complete checkpoint is left")
+        raise RunError("the run left no complete checkpoint")
     return found
 
 
-def _elsewhere(trial: _Trial, processes: int) -> Found:
-    """All processes as replicas, from the checkpoint of a mesh with TP."""
+def _on_another_mesh(trial: _Trial, processes: int) -> Found:
+    """Resumes a checkpoint of a mesh with TP as FSDP over all processes."""
     begin = SAVE_EVERY
     words = ("--parallel.tp", "1", "--parallel.dp", str(processes), "--parallel.shard", "full")
     _succeed(trial.train("elsewhere", "--resume", str(trial.saved("first", begin)), *words))
     first, other = trial.metrics("first"), trial.metrics("elsewhere")
     worst = max(abs(other[step][0] / first[step][0] - 1) for step in other if step > begin)
     if worst > TOLERANCE:
-        raise RunError(f"losses differ by up to {worst:.1e}; at most {TOLERANCE:.0e} is rounding")
-    return Found("ok", f"a checkpoint of TP trains on under FSDP over {processes}: losses within {worst:.0e}")
+        raise RunError(f"losses differ by up to {worst:.1e}, more than rounding ({TOLERANCE:.0e})")
+    return Found("ok", f"a TP checkpoint resumed as FSDP over {processes}: losses within {worst:.0e}")
 
 
 def _hangs(trial: _Trial, processes: int) -> Found:
@@ -214,12 +214,12 @@ def _hangs(trial: _Trial, processes: int) -> Found:
     seconds = time.time() - (trial.folder / "hangs" / "metrics.jsonl").stat().st_mtime
     named = f"(rank {rank}) does not respond"
     if code != 3 or named not in line:
-        raise RunError(f"rank {rank} hung, and the run said (exit code {code}): {line}")
+        raise RunError(f"rank {rank} hung, but the run reported (exit code {code}): {line}")
     if seconds > HANG_S + HANG_MARGIN_S:
         return Found(
-            "note", f"rank {rank} was named, after {seconds:.0f} s; timeout {HANG_S} s", "is this machine busy?"
+            "note", f"rank {rank} reported after {seconds:.0f} s (timeout {HANG_S} s)", "is this machine busy?"
         )
-    return Found("ok", f"rank {rank} was named {seconds:.0f} s after the last step; timeout {HANG_S} s")
+    return Found("ok", f"rank {rank} reported {seconds:.0f} s after the last step (timeout {HANG_S} s)")
 
 
 def _stopped(trial: _Trial, processes: int) -> Found:
@@ -227,7 +227,7 @@ def _stopped(trial: _Trial, processes: int) -> Found:
         deadline = time.monotonic() + LIMIT_S
         while not _has_steps(trial, 3):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RunError(f"the run made no steps: {_ended(process)[1]}")
+                raise RunError(f"the run completed no steps: {_ended(process)[1]}")
             time.sleep(0.05)
         begun = time.monotonic()
         process.send_signal(signal.SIGTERM)
@@ -237,7 +237,7 @@ def _stopped(trial: _Trial, processes: int) -> Found:
         raise RunError(f"exit code {code} after SIGTERM: {line}")
     step = max(int(json.loads((p / "state.json").read_text())["step"]) for p in _complete(trial, "stopped"))
     verdict: Any = "ok" if seconds <= STOP_S else "note"
-    return Found(verdict, f"SIGTERM: step {step} saved, exit code 0, after {seconds:.1f} s")
+    return Found(verdict, f"saved step {step} and exited with code 0 after {seconds:.1f} s")
 
 
 def _has_steps(trial: _Trial, count: int) -> bool:

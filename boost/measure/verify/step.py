@@ -1,4 +1,4 @@
-"""A timed optimizer step beside its prediction: seconds, where they go, memory, bytes sent."""
+"""Compares a timed optimizer step with its prediction: seconds, their breakdown, memory and bytes sent."""
 
 import json
 import os
@@ -25,14 +25,14 @@ from boost.plan.timing import predict
 
 WARM, ROUNDS = 2, 7
 TIME_LIMIT, MEMORY_LIMIT = 0.15, 0.10
-"""Relative errors of predictions beyond which a person should look."""
+"""Relative errors of predictions above which a check becomes a note."""
 
 SENT = (TENSOR, CONTEXT, REPLICAS, PIPELINE, BUBBLE)
 """Parts of a predicted step in which a device waits for others."""
 
 
 def usual(processes: int, device: str) -> Config:
-    """A step that takes a second or so: BTP over all processes, or one process."""
+    """Default configuration, whose steps take about a second: BTP over all processes, or one process."""
     tp = next(n for n in (8, 4, 2, 1) if processes % n == 0)
     dp = processes // tp
     sizes = shape(*(SIZE_1B if device == "cuda" else SMALL))
@@ -45,7 +45,7 @@ def usual(processes: int, device: str) -> Config:
 
 
 def measured(config: Config, stepper: Stepper) -> dict[str, float]:
-    """Of this process."""
+    """Measures a step on this process."""
     for _ in range(WARM):
         stepper.step()
     times = [stepper.seconds() for _ in range(ROUNDS)]
@@ -61,8 +61,8 @@ def measured(config: Config, stepper: Stepper) -> dict[str, float]:
 
 
 def _where(stepper: Stepper) -> tuple[float, float]:
-    """(computing, waiting for collectives) in seconds of one step that is recorded."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints when it begins and ends
+    """(computing, waiting for collectives) of one profiled step, in seconds."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its start and stop messages
     on_gpu = stepper.mesh.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as recorded, record_function("step 1"):
@@ -77,7 +77,7 @@ def _where(stepper: Stepper) -> tuple[float, float]:
 
 
 def verify(verifier: Verifier, own: Config | None, hardware: Hardware | None) -> None:
-    """One step of the user's configuration, or of a usual one."""
+    """Checks one step of the user's configuration, or of the default one."""
     verifier.section("A step, measured and predicted")
     mesh = verifier.mesh
     config = own if own is not None and own.parallel.world_size == mesh.size else usual(mesh.size, mesh.device.type)
@@ -106,10 +106,10 @@ def _time(
     rate = train.global_batch * train.seq_len / seconds / config.parallel.world_size
     busy = worst["computing"] + worst["waiting"]
     computing, waiting = (seconds * worst[part] / busy for part in ("computing", "waiting"))
-    text = f"{_ms(seconds)} ms, {rate:,.0f} tokens/s a device; computing {_ms(computing)}, waiting {_ms(waiting)}"
+    text = f"{_ms(seconds)} ms, {rate:,.0f} tokens/s per device; computing {_ms(computing)}, waiting {_ms(waiting)}"
     numbers: dict[str, Any] = {"measured": worst, "config": json.loads(config.model_dump_json())}
     if hardware is None:
-        return Found("ok", f"{text}; no profile to compare with (--gpu)", numbers=numbers)
+        return Found("ok", f"{text}; no hardware profile to compare with (--gpu)", numbers=numbers)
     try:
         step = predict(config, hardware)
     except ConfigError as error:
@@ -122,23 +122,23 @@ def _time(
     apart = {"computing": computing - (step.seconds - sent), "waiting for collectives": waiting - sent}
     part, difference = max(apart.items(), key=lambda item: abs(item[1]))
     way = "longer" if difference > 0 else "shorter"
-    advice = f"{part} takes {_ms(abs(difference))} ms {way} than the profile says; measure this machine: boost plan calibrate"
+    advice = f"{part} takes {_ms(abs(difference))} ms {way} than predicted; to profile this machine, run boost plan calibrate"
     return Found("note", text, advice, numbers)
 
 
 def _memory(peak: float, predicted: int) -> Found:
     text = f"peak {peak / 1e6:,.0f} MB; predicted {predicted / 1e6:,.0f} ({predicted / peak - 1:+.1%})"
     verdict = abs(predicted / peak - 1) <= MEMORY_LIMIT
-    return Found("ok" if verdict else "note", text, "" if verdict else "report it with the JSON of this command")
+    return Found("ok" if verdict else "note", text, "" if verdict else "report it with this command's JSON")
 
 
 def _bytes(counted: int, predicted: int) -> Found:
     if counted == predicted:
-        return Found("ok", f"{counted / 1e6:,.1f} MB by each process, as predicted")
+        return Found("ok", f"{counted / 1e6:,.1f} MB per process, as predicted")
     return Found(
         "failed",
-        f"{counted / 1e6:,.2f} MB by each process; predicted {predicted / 1e6:,.2f}",
-        "report it with the JSON of this command",
+        f"{counted / 1e6:,.2f} MB per process; predicted {predicted / 1e6:,.2f}",
+        "report it with this command's JSON",
     )
 
 

@@ -1,4 +1,4 @@
-"""What is there: verdicts on made-up machines."""
+"""Verdicts on synthetic machines."""
 
 import pytest
 
@@ -45,13 +45,13 @@ def test_processes_and_their_gpus_by_node() -> None:
 def test_memory_that_somebody_else_uses_is_noted() -> None:
     assert free_memory([GPU, GPU]).verdict == "ok"
     found = free_memory([GPU, GPU | {"free": 40e9}])
-    assert (found.verdict, found.detail) == ("note", "50% of the GPU of rank 1 is in use")
+    assert (found.verdict, found.detail) == ("note", "50% of the GPU memory of rank 1 is in use")
 
 
 def test_gpus_that_do_not_reach_each_other_are_noted() -> None:
     assert peers([GPU, GPU]).verdict == "ok"
-    assert peers([GPU, GPU | {"peers": []}]).detail == "not from rank 1"
-    assert peers([GPU | {"visible": 1, "peers": []}]).detail == "each process sees its own GPU only"
+    assert peers([GPU, GPU | {"peers": []}]).detail == "none from rank 1"
+    assert peers([GPU | {"visible": 1, "peers": []}]).detail == "each process sees only its own GPU"
 
 
 def test_more_threads_than_cores_are_noted() -> None:

@@ -1,4 +1,4 @@
-"""Layouts against one process, and what a wrong one looks like."""
+"""Layouts against one process, and detection of wrong ones."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_a_wrong_norm_is_found_in_every_cell() -> None:
 
 
 def results_with_another_collective() -> Results:
-    """A barrier more, which changes no number."""
+    """Adds a barrier, which changes no result."""
     usual = btp.BTP.out_proj_local
     with pytest.MonkeyPatch.context() as patch:
 
@@ -62,7 +62,7 @@ def results_with_another_collective() -> Results:
 @pytest.mark.slow
 def test_a_collective_that_the_table_does_not_have_is_found() -> None:
     found = judged(row("btp, online").cells, run_distributed(2, results_with_another_collective))
-    assert found.verdict == "failed" and "OTHER COLLECTIVES THAN THE TABLE" in found.detail
+    assert found.verdict == "failed" and "COLLECTIVES DIFFER FROM THE TABLE" in found.detail
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 8, 16])

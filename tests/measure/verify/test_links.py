@@ -1,4 +1,4 @@
-"""Rates of collectives beside a profile."""
+"""Speeds of collectives against a profile."""
 
 import pytest
 
@@ -10,7 +10,7 @@ LINK = Link(name="wire", latency_us=10.0, gb_s=10.0)
 
 
 def points(factor: float) -> list[Point]:
-    """Of two processes whose link is `factor` times slower than LINK."""
+    """Points of two processes whose link is `factor` times slower than LINK."""
     found = []
     for size in (1 << 14, 1 << 24):
         for kind, sent in (("all-reduce", size), ("all-gather", size // 2)):
@@ -21,11 +21,11 @@ def points(factor: float) -> list[Point]:
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "ok"), (0.5, "ok"), (3.0, "note")])
 def test_a_slow_link_is_noted(factor: float, verdict: str) -> None:
     found = _judged([points(factor)], 2, LINK)
-    assert (found.verdict, f"{factor:.2f}x the time of the profile" in found.detail) == (verdict, True), found.detail
+    assert (found.verdict, f"{factor:.2f}x the profile's time" in found.detail) == (verdict, True), found.detail
 
 
 def test_without_a_profile_there_are_numbers_only() -> None:
     found = _judged([points(1.0)], 2, None)
     assert found.verdict == "ok" and "profile" not in found.detail
-    assert "GB/s of 16 MiB: all-reduce 9.9, all-gather 9.9" in found.detail
+    assert "GB/s at 16 MiB: all-reduce 9.9, all-gather 9.9" in found.detail
     assert len(found.numbers["points"]) == 4

@@ -32,7 +32,7 @@ def test_a_check_is_one_line_and_advice_another() -> None:
     ]
     assert [check.section for check in found.report.checks] == ["Things"] * 3
     assert (found.report.failed, found.report.exit_code) == (1, 3)
-    assert found.report.summary().endswith("1 ok, 1 to look at, 1 FAILED")
+    assert found.report.summary().endswith("1 ok, 1 to review, 1 FAILED")
 
 
 def test_an_exception_is_a_failure_and_the_next_check_runs() -> None:
