@@ -1,6 +1,6 @@
-"""What follows the latents of a group, as one node that keeps nothing but them: y_k = B_k act(c u)_k for each slot k.
+"""Activation and up-projection of a group as one autograd node that saves only latents: y_k = B_k act(c u)_k for each slot k.
 
-Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O outputs of a slot held here.
+Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O local outputs of a slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +13,17 @@ from boost.models.kernels import activated, activated_backward
 from boost.models.linear import gemm, gemms
 
 Begin = Callable[[Tensor], Tensor]
-"""Starts a collective whose result has the shape of its operand; `wait` must come before the result is used."""
+"""Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
 
 
 class _UpProject(torch.autograd.Function):
-    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns;
-    dgrad: du = c act'(c u) dh, dh_k = dy_k B_k; wgrad: dB_k = dy_k^T h_k. No collective.
+    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns.
+    dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
+    wgrad: dB_k = dy_k^T h_k. No collective.
 
-    Keeps u and c: c u and h are made again in backward, by element-wise work, and so are the casts of B. c is a constant: whoever
-    sums u over processes makes its gradient of u and du (`boost.parallel.norms.OnlineSum`). `begin` starts the sum of du, which is
-    then in flight while the weights' gradients are computed; the node that made u waits for it.
+    Saves u and c. The backward pass recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the
+    node that sums u over processes computes its gradient from u and du (`boost.parallel.norms.OnlineSum`). `begin` starts the
+    sum of du, which is in flight while the weight gradients are computed; the node that produced u waits for it.
     """
 
     @staticmethod
@@ -52,9 +53,12 @@ class _UpProject(torch.autograd.Function):
 def up_project(
     u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor], begin: Begin | None = None
 ) -> list[Tensor]:
-    """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`, whose ranks add up to R; act is SiLU or
-    nothing. c [T, 1] (None: 1) is rounded with the product only, and has no gradient. `begin` starts the sum of u's gradient,
-    which the node that made u, and nobody else, takes and waits for."""
+    """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`. Ranks add up to R; act is SiLU or the
+    identity.
+
+    c [T, 1] (None: 1) is multiplied before rounding and has no gradient. `begin` starts the sum of u's gradient; only the node
+    that produced u may consume u's gradient, and must wait for it.
+    """
     if not torch.is_grad_enabled():  # torch.compile does not inline a node with a variable number of operands
         return list(_projected(u_TR, c_T1, silu, weights))
     return list(_UpProject.apply(u_TR, c_T1, silu, begin, *weights))

@@ -117,7 +117,9 @@ def test_a_kernel_that_cannot_be_compiled_is_a_warning_unless_it_was_asked_for(
         for _ in range(2):
             torch.testing.assert_close(gated_product(x, y, True), F.silu(x) * y)
     (said,) = caplog.messages
-    assert said.startswith("kernel 'gated' cannot be compiled, so none is from now on: no such device")
+    assert said.startswith(
+        "kernel 'gated' cannot be compiled; all kernels run in eager mode from now on: no such device"
+    )
     assert "advice" not in said
 
 

@@ -137,7 +137,7 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
         if goes_on:
             assert [member.replica for member in outcome.members] == here
         else:
-            assert isinstance(outcome, TrainingError) and "no majority" in str(outcome)
+            assert isinstance(outcome, TrainingError) and "not a majority" in str(outcome)
 
 
 def test_there_is_one_history_whoever_decides_first(store: dist.Store) -> None:

@@ -112,7 +112,7 @@ def test_a_process_takes_its_own_gpu_and_never_the_cpu_where_there_is_one(
     [
         (0, {}, "cuda", "torch sees no GPU"),
         (2, {"LOCAL_RANK": "2"}, "auto", "process 3 on a machine with 2 GPUs; start at most 2 processes"),
-        (2, {}, "auto", "sees 2 GPUs and does not know which is its own.* set LOCAL_RANK"),
+        (2, {}, "auto", "sees 2 GPUs but has no local rank to choose one.* set LOCAL_RANK"),
     ],
 )
 def test_a_gpu_that_is_missing_is_named(
@@ -131,7 +131,7 @@ def test_two_processes_with_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, s
 
     def join(rank: int, own: str) -> None:
         monkeypatch.setattr(mesh_module, "_gpu_id", lambda device: own)
-        mesh_module._require_gpu_of_its_own(gpu, store, rank, 2)
+        mesh_module._require_exclusive_gpu(gpu, store, rank, 2)
 
     store.set("gpu/1", json.dumps([socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), 0, "GPU-1"]))
     if shown == "their own":

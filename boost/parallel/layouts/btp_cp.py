@@ -1,6 +1,7 @@
-"""Runtime of `btp-cp`: `ulysses`, but what is narrower as latents crosses as latents. Shapes: `boost.config.layouts.btp_cp`.
+"""Runtime of `btp-cp`: like `ulysses`, but sends latents wherever they are narrower than heads. Shapes:
+`boost.config.layouts.btp_cp`.
 
-Legend: p TP processes, T tokens, n = T/p of them held here, R latent width.
+Legend: p TP processes, T tokens, n = T/p of them on this process, R latent width.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ from boost.parallel.layouts.ulysses import Ulysses
 
 
 class BTPCP(Ulysses):
-    """Latents are gathered into attention and reduced out of it, as under `btp-sp`."""
+    """Latents are all-gathered before attention and reduce-scattered after it, as under `btp-sp`."""
 
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """B of this process's heads where latents arrived; heads that arrived are done."""
+        """Slots that received latents: B for this process's heads. Slots that received heads: nothing left to do."""
         as_heads = [self.crosses_as_heads(slot) for slot in group.shape.slots]
         if group.shape.name != "qkv" or all(as_heads):
             return super().in_proj_local(saved, group)
@@ -31,11 +32,11 @@ class BTPCP(Ulysses):
         return [x if done else linear(x, b) for x, b, done in each], ()
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """A of this process's heads, a term of a sum, or as under `ulysses`."""
+        """A for this process's heads, a partial sum; otherwise as under `ulysses`."""
         return linear(hidden, group.A) if self._leaves_as_latents(group) else super().out_proj_local(hidden, group)
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
-        """The sum onto this process's tokens, then act and B; or as under `ulysses`."""
+        """The sum, scattered to this process's tokens, then act and B; otherwise as under `ulysses`."""
         if self._leaves_as_latents(group):
             return self.finish_out_proj(stream, self.start(self.from_shards, partial), group)
         return super().out_proj_comm(stream, partial, group)
@@ -46,8 +47,8 @@ class BTPCP(Ulysses):
     def _cross(
         self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents, stream: Stream
     ) -> Pending[tuple[Saved, Stream]]:
-        """act(A norm(x)) of this process's tokens, or of some projections all of their heads. If both cross, in one all-to-all:
-        a latent goes to each process, as in an all-gather."""
+        """Sends act(A norm(x)) of this process's tokens, or, for projections that send heads, all of their heads. If a group
+        has both, one all-to-all sends everything; the latent goes to every process, as in an all-gather."""
         if group.latent_gate is None:
             h, new = group.activate(latents)
         else:
@@ -68,7 +69,7 @@ class BTPCP(Ulysses):
     def _cross_by_slot(
         self, group: LinearGroup, parts: Sequence[Tensor], as_heads: Sequence[bool], stream: Stream
     ) -> Pending[tuple[Saved, Stream]]:
-        """A collective for each projection."""
+        """One collective per projection."""
         started = []
         for part, slot, heads in zip(parts, group.shape.slots, as_heads, strict=True):
             sent = features_to_rows([self._for_all(part, slot)], self.axis) if heads else part
