@@ -1,4 +1,4 @@
-"""act and B as one node: the function of the plain operations, and nothing kept but the latents."""
+"""act and B as one node: matches plain operations and saves only latents."""
 
 import pytest
 import torch

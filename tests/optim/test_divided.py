@@ -1,4 +1,4 @@
-"""Moments that are divided over replicas that come and go: always AdamW's update."""
+"""Moments sharded over replicas that leave and join: the update always matches AdamW's."""
 
 from collections import Counter
 from dataclasses import replace
@@ -41,7 +41,7 @@ def member(rank: int) -> Member:
 
 
 class Replicas:
-    """The memberships of a process that is a whole replica."""
+    """Memberships for a process that is a whole replica."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.number = dist.FileStore(str(folder / "store"), -1), -1
@@ -49,7 +49,7 @@ class Replicas:
         self.membership = Membership(-1)
 
     def become(self, *ranks: int) -> None:
-        """To be called by all processes; those that are not named leave."""
+        """Changes the members. All processes call this; those not named leave."""
         self.membership.leave()
         self.number += 1
         self.membership = Membership(self.number)
@@ -60,7 +60,7 @@ class Replicas:
 
 
 def gradients(params: list[FusedParam], step: int) -> None:
-    """The sums of a step, the same on every replica."""
+    """The gradient sums of a step, the same on every replica."""
     generator = torch.Generator().manual_seed(step)
     for fused in params:
         fused.tensor.grad = torch.randn(fused.tensor.shape, generator=generator, dtype=fused.tensor.dtype)
@@ -71,7 +71,7 @@ def model_of(config: Config) -> list[FusedParam]:
 
 
 def whole_moments(optimizer: DividedAdamW, params: list[FusedParam]) -> list[tuple[Tensor, Tensor]]:
-    """(tensor's moment where this process holds it, NaN elsewhere)."""
+    """A tensor's moment on the rows that this process holds, NaN elsewhere."""
     found = []
     for fused in params:
         held = torch.full_like(fused.tensor, torch.nan, requires_grad=False)
@@ -84,7 +84,7 @@ def whole_moments(optimizer: DividedAdamW, params: list[FusedParam]) -> list[tup
 
 
 def comes_and_goes(config: Config, folder: Path) -> list[list[tuple[Tensor, Tensor]]]:
-    """(first moments held, weights) after each step, for steps with these replicas; one comes back with other weights."""
+    """(first moments held, weights) after each step, for steps with these replicas; one of them rejoins with different weights."""
     rank, replicas, seen = dist.get_rank(), Replicas(folder), []
     memberships = ((0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2), (0, 2, 1), (2, 1), (1,))
     replicas.become(*memberships[0])
@@ -136,7 +136,7 @@ def test_replicas_come_and_go_and_the_update_is_that_of_adamw(tmp_path: Path) ->
 
 
 def counted(config: Config, folder: Path) -> tuple[Counter[tuple[str, int, str]], dict[str, float]]:
-    """What a step sends between replicas, and relative errors of two steps before it."""
+    """Collectives of a step between replicas, and relative errors of the two steps before it."""
     replicas, found = Replicas(folder), Counter[tuple[str, int, str]]()
     replicas.become(0, 1)
     trained = TrainedModel(config, replicas.mesh)

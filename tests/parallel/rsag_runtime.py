@@ -27,7 +27,7 @@ class _Sum(torch.autograd.Function):
 
 
 class RSAG(BTP):
-    """btp with another sum."""
+    """btp with a different sum."""
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         return self.finish_out_proj(stream, InFlight(lambda: _Sum.apply(partial, self.axis)), group)

@@ -1,4 +1,4 @@
-"""A layout of another package: `btp` whose out-projections sum by a reduce-scatter and an all-gather. Its torch-free half."""
+"""A layout from another package: `btp` with out-projections summed by a reduce-scatter and an all-gather. The torch-free spec."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -9,13 +9,13 @@ from boost.config.traffic import ALL_GATHER, REDUCE_SCATTER
 
 
 class RSAGConfig(BTPConfig):
-    """btp, whose sums of out-projections go by reduce-scatter and all-gather."""
+    """btp with out-projections summed by a reduce-scatter and an all-gather."""
 
     layout: Literal["btp-rsag"] = "btp-rsag"
 
 
 class RSAGSpec(BTPSpec):
-    """As btp but for one sum."""
+    """Same as btp except for one sum."""
 
     config = RSAGConfig
     runtime = "tests.parallel.rsag_runtime:RSAG"

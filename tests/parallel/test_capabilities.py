@@ -1,4 +1,4 @@
-"""An older torch is told apart before anything starts."""
+"""Features that an older torch lacks are detected before anything starts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Agreement on who trains together: threads in place of processes, a store in memory."""
+"""The membership protocol, with threads in place of processes and an in-memory store."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def store() -> dist.Store:
 
 
 def everyone(what: Callable[[int], Any], who: Iterable[int]) -> dict[int, Any]:
-    """Calls it in a thread for each; returns results, or what was raised."""
+    """Calls a function in one thread per argument; returns results or raised exceptions."""
     found: dict[int, Any] = {}
 
     def call(number: int) -> None:
@@ -55,7 +55,7 @@ def everyone(what: Callable[[int], Any], who: Iterable[int]) -> dict[int, Any]:
 def agree(
     store: dist.Store, reports: dict[int, Report], before: Decision = FOUNDED, silent: Any = ()
 ) -> dict[int, Any]:
-    """What members learn that report at the same time."""
+    """Outcomes for members that report at the same time."""
 
     def one(replica: int) -> Decision:
         coordinator = Coordinator(store, 4, 1, lambda member: member.replica in silent)
@@ -141,7 +141,7 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
 
 
 def test_there_is_one_history_whoever_decides_first(store: dist.Store) -> None:
-    """Each half takes the other one for silent; the store takes one decision, and the other half is out."""
+    """Each half believes that the other one is silent. The store accepts one decision, and the other half is out."""
     halves = everyone(
         lambda half: agree(store, {2 * half: Report(5), 2 * half + 1: Report(5)}, silent=(2 - 2 * half, 3 - 2 * half)),
         (0, 1),
