@@ -40,26 +40,28 @@ last_exchanges: dict[str, LastExchange] = {}
 """Latest exchange by group name."""
 
 
-def _profiler_range(what: str, of: LastExchange) -> contextlib.AbstractContextManager[object]:
+def _profiler_range(what: str, latest: LastExchange) -> contextlib.AbstractContextManager[object]:
     """A profiler range that `boost.measure.timeline` parses, active only while a profiler records (train.profile)."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return contextlib.nullcontext()
-    return torch.profiler.record_function(f"{what} {of.operation} #{of.sequence} of {of.group}, {of.bytes} bytes")
+    return torch.profiler.record_function(
+        f"{what} {latest.operation} #{latest.sequence} of {latest.group}, {latest.bytes} bytes"
+    )
 
 
 class _Exchange(Work):
     """Messages in flight and the local work that turns them into the result. Keeps their tensors alive."""
 
     def __init__(
-        self, messages: list[Work], finish: Callable[[], object], timeout: timedelta, of: LastExchange
+        self, messages: list[Work], finish: Callable[[], object], timeout: timedelta, latest: LastExchange
     ) -> None:
         super().__init__()
-        self._messages, self._finish, self._timeout, self._of = messages, finish, timeout, of
+        self._messages, self._finish, self._timeout, self._latest = messages, finish, timeout, latest
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the result. Raises RuntimeError if a message fails or exceeds the group's timeout."""
         messages, self._messages = self._messages, []
-        with _profiler_range("wait for", self._of):
+        with _profiler_range("wait for", self._latest):
             for message in messages:
                 message.wait(self._timeout)
         finish, self._finish = self._finish, lambda: None
@@ -73,8 +75,8 @@ class Peers:
     def __init__(self, name: str, operation: str, x: Tensor) -> None:
         group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
         sequence = last_exchanges[name].sequence + 1 if name in last_exchanges else 1
-        self._of = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
-        last_exchanges[name] = self._of
+        self._latest = LastExchange(operation, sequence, group.group_desc, x.nbytes, time.time_ns())
+        last_exchanges[name] = self._latest
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self.rank, self.size = group.rank(), group.size()
         self.others = [other for other in range(self.size) if other != self.rank]
@@ -83,10 +85,10 @@ class Peers:
         self, received: Callable[[int], Tensor], sent: Callable[[int], Tensor], finish: Callable[[], object]
     ) -> _Exchange:
         """Posts a receive for every other process, then a send. `received` and `sent` map a rank to a contiguous tensor."""
-        with _profiler_range("start", self._of):
+        with _profiler_range("start", self._latest):
             messages = [self._backend.recv([received(other)], other, 0) for other in self.others]
             messages += [self._backend.send([sent(other)], other, 0) for other in self.others]
-        return _Exchange(messages, finish, self._backend.options._timeout, self._of)
+        return _Exchange(messages, finish, self._backend.options._timeout, self._latest)
 
 
 def _complete(result: Tensor, exchange: _Exchange, blocking: bool) -> Tensor:

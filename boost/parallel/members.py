@@ -74,11 +74,11 @@ def open_replica(
     )
     axes = {}
     for name in names:
-        of = made[name]
-        group = of.get_group() if of.size() > 1 else None
+        axis_mesh = made[name]
+        group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
-        axes[name] = Axis(of.get_local_rank(), of.size(), group)
+        axes[name] = Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
     return Replica(device, axes, process, size)
 
 

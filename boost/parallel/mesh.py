@@ -217,11 +217,11 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
     of_axes: dict[int | str, Any] | None = dict.fromkeys(names, backend) if backend else None
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=of_axes)
 
-    def axis(of: DeviceMesh) -> Axis:
-        group = of.get_group() if of.size() > 1 else None
+    def axis(axis_mesh: DeviceMesh) -> Axis:
+        group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
-        return Axis(of.get_local_rank(), of.size(), group)
+        return Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
 
     axes = {name: axis(device_mesh[name]) for name in names}
     weights_mesh = device_mesh["dp"]

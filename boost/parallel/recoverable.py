@@ -86,21 +86,21 @@ class RecoverableGroup(dist.ProcessGroup):
     """A process group of a membership: wraps a gloo group and, on GPUs, also an NCCL group."""
 
     def __init__(
-        self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, of: Membership
+        self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, membership: Membership
     ) -> None:
         """Connects to the other processes. Raises PeersLostError if one of them does not connect within `CONNECT_S`."""
         super().__init__(rank, size)  # type: ignore[call-arg]
-        label: Any = f"{name}/{of.number}"
-        self._of, self._label, self._what = of, label, name
+        label: Any = f"{name}/{membership.number}"
+        self._membership, self._label, self._what = membership, label, name
         self._pending: list[Any] = []
         own = dist.PrefixStore(self._label, store)
-        self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, of)}
+        self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, membership)}
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options.config.blocking = False  # so that abort also works while a communicator is being created
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
         self._register()
-        of.groups.append(self)
+        membership.groups.append(self)
 
     def _register(self) -> None:
         """Registers the group with torch: by name for functional collectives, by object for object collectives."""
@@ -140,7 +140,7 @@ class RecoverableGroup(dist.ProcessGroup):
         """Waits for a collective. Raises PeersLostError if it fails or if the membership ends first."""
         if work is None:
             raise PeersLostError(f"{what}: the membership has ended")
-        self._of.waiting_since = self._of.waiting_since or time.monotonic()
+        self._membership.waiting_since = self._membership.waiting_since or time.monotonic()
         try:
             while True:
                 try:
@@ -149,22 +149,22 @@ class RecoverableGroup(dist.ProcessGroup):
                     return
                 except RuntimeError as error:
                     if work.is_completed():
-                        raise self._of.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
-                if self._of.over.is_set():
+                        raise self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
+                if self._membership.over.is_set():
                     self._pending.append(work)
                     raise PeersLostError(f"{what}: the membership has ended")
         finally:
-            self._of.waiting_since = None
+            self._membership.waiting_since = None
 
     def _start(self, what: str, tensors: Sequence[Tensor], start: Callable[[Any], Any]) -> Work:
         """Starts a collective, unless the membership has ended. Never raises: a failing hook would stop a backward pass that is
         worth finishing."""
         work = None
-        if not self._of.over.is_set():
+        if not self._membership.over.is_set():
             try:
                 work = start(self._backends[tensors[0].device.type if tensors else "cpu"])
             except RuntimeError as error:
-                self._of.lost(f"{what} failed: {str(error).splitlines()[0]}")
+                self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}")
         return _Guarded(work, self, f"{what} of '{self._what}'", tensors)
 
     # Overrides called by c10d.
@@ -201,7 +201,7 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._start("barrier", [], lambda backend: backend.barrier(opts or dist.BarrierOptions()))
 
 
-def _connected(name: str, store: dist.Store, rank: int, size: int, of: Membership) -> Any:
+def _connected(name: str, store: dist.Store, rank: int, size: int, membership: Membership) -> Any:
     """Creates a gloo group in a thread, which is abandoned if the membership ends before all processes have connected."""
     made: list[Any] = []
 
@@ -215,11 +215,12 @@ def _connected(name: str, store: dist.Store, rank: int, size: int, of: Membershi
     thread.start()
     while thread.is_alive():
         thread.join(POLL_S)
-        if thread.is_alive() and of.over.is_set():
+        if thread.is_alive() and membership.over.is_set():
             raise PeersLostError(f"the membership ended while group '{name}' connected")
-    if isinstance(made[0], Exception):
-        raise of.lost(f"a process did not connect to group '{name}': {str(made[0]).splitlines()[0]}") from made[0]
-    return made[0]
+    (result,) = made
+    if isinstance(result, Exception):
+        raise membership.lost(f"a process did not connect to group '{name}': {str(result).splitlines()[0]}") from result
+    return result
 
 
 def has_abandoned() -> bool:

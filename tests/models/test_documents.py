@@ -67,7 +67,7 @@ def test_segments_are_the_masked_attention(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
-def test_what_the_kernel_for_boundaries_is_given(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_varlen_kernel(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     assert documents._has_varlen()
     monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)

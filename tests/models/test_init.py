@@ -27,7 +27,7 @@ def test_same_seed_same_weights_whatever_the_order() -> None:
 
 
 @pytest.mark.parametrize("family", ["cola", "svd", "dense"])
-def test_spread_of_each_factor(family: str) -> None:
+def test_standard_deviation_of_each_factor(family: str) -> None:
     config = toy.toy_config(
         model={"family": family, "dim": 128, "ffn_dim": 352} | ({} if family == "dense" else {"rank": 32})
     )
@@ -87,7 +87,7 @@ def test_spectral_factors_made_ahead_are_those_made_one_by_one(threads: int, gro
 
 
 @pytest.mark.parametrize(("init", "over"), [("xavier", "svd"), ("cola", "cola"), ("spectral", "svd")])
-def test_products_start_with_the_spread_that_their_factors_say(init: str, over: str) -> None:
+def test_products_have_the_variance_of_their_factors(init: str, over: str) -> None:
     """A sum of r independent products has the variance r var(A) var(B): the output of a block at its first step."""
     config, factors = draws(family="lax", over=over, factor_init=init, kv_heads=8)
     for name in ("layers.0.attn.q", "layers.1.mlp.up", "layers.1.mlp.down"):
@@ -108,7 +108,7 @@ def test_products_start_with_the_spread_that_their_factors_say(init: str, over: 
 
 
 @pytest.mark.parametrize("gate", ["identity", "tensor", "dense"])
-def test_gates_start_as_linears_of_torch_and_norms_as_nothing(gate: str) -> None:
+def test_gates_start_like_nn_linear_and_norms_as_identity(gate: str) -> None:
     _, weights = draws(family="lax", gate=gate)
     kinds = {"identity": set(), "tensor": {"gate_rows", "gate_columns"}, "dense": {"gate_weight", "gate_bias"}}[gate]
     assert {name.rpartition(".")[2] for name in weights if "gate_" in name} == kinds
@@ -168,7 +168,7 @@ def test_factors_larger_than_their_matrix_are_named() -> None:
 
 
 @pytest.mark.parametrize("size", ["60m", "130m", "350m", "1b", "7b"])
-def test_a_baseline_is_trained_on_what_the_recipe_is(size: str) -> None:
+def test_a_baseline_uses_the_recipe_of_its_low_rank_model(size: str) -> None:
     low_rank, full = load(f"cola-{size}"), load(f"llama-{size}")
     shape = ("vocab_size", "dim", "ffn_dim", "layers", "heads", "kv_heads", "norm_eps", "rope_theta", "init_std")
     assert [getattr(full.model, field) for field in shape] == [getattr(low_rank.model, field) for field in shape]

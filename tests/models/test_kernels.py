@@ -101,7 +101,7 @@ def test_a_backend_of_ones_own_runs_every_kernel(monkeypatch: pytest.MonkeyPatch
         kernels.use("liger")
 
 
-def test_a_kernel_that_cannot_be_compiled_is_a_warning_unless_it_was_asked_for(
+def test_a_failed_compilation_is_a_warning_unless_compilation_was_requested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:

@@ -94,7 +94,7 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
     ],
     ids=str,
 )
-def test_who_takes_tensors(optim: dict[str, object], expected: bool) -> None:
+def test_which_optimizers_launch_from_tensors(optim: dict[str, object], expected: bool) -> None:
     family = {"family": "svd"} if optim.get("name") == "loro" else {}
     config = toy.toy_config(model=family, optim=optim)
     optimizer = build_optimizer(list(fused_params(toy.toy_decoder(config)[0])), config, Mesh(toy.CPU))

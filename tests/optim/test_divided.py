@@ -169,7 +169,7 @@ def test_a_step_with_recovery_sends_what_the_table_says_and_no_more(shard: str, 
         assert max(errors.values()) < 1e-11
 
 
-def test_two_hold_each_piece_and_seldom_neighbors() -> None:
+def test_two_replicas_hold_each_piece_rarely_neighbors() -> None:
     division = Division(("a", "b", "c", "d"))
     assert [division.holders(i) for i in range(4)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
     assert division.pieces_of("a") == [0, 2] and division.pieces_of(None) == [] and Division().pieces_of("a") == []
@@ -178,6 +178,6 @@ def test_two_hold_each_piece_and_seldom_neighbors() -> None:
     assert [list(division.rows(torch.empty(5, 2), i)) for i in range(4)] == [[0], [1], [2], [3, 4]]
 
 
-def test_both_copies_lost_is_said() -> None:
+def test_losing_both_copies_is_an_error() -> None:
     with pytest.raises(TrainingError, match=r"^2 of 4 parts of the moments are lost.*--resume auto$"):
         Division(("a", "b", "c", "d")).sources(["b", "d", "e"])

@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("optimizer", "parallel"), CASES, ids=str)
-def test_every_cut_is_one_process(optimizer: str, parallel: dict[str, Any]) -> None:
+def test_every_sharding_matches_one_process(optimizer: str, parallel: dict[str, Any]) -> None:
     """TP 4 with fewer key/value heads than processes, so they are replicated; with replicas and per-linear ranks."""
     model: dict[str, Any] = {"kv_heads": 2} if parallel.get("tp") == 4 else {}
     if parallel.get("dp"):

@@ -101,7 +101,7 @@ def test_steps_are_the_published_algorithm(model: str, refresh_only: bool) -> No
         assert toy.worst_error(toy.weights(trained.model), reference.weights) <= 1e-9, number
 
 
-def test_the_update_count_begins_anew_behind_an_exact_step() -> None:
+def test_the_update_count_resets_after_an_exact_step() -> None:
     trained = Trained(config_of(), 0)
     counts = []
     for number in range(7):
@@ -112,7 +112,7 @@ def test_the_update_count_begins_anew_behind_an_exact_step() -> None:
     assert counts == [1, 2, 0, 1, 2, 0, 1]
 
 
-def test_which_step_is_exact_follows_from_the_training_step_not_from_the_updates_made() -> None:
+def test_exact_steps_follow_the_training_step_not_the_update_count() -> None:
     """Steps skipped because of a non-finite gradient still count."""
     trained = Trained(config_of(), 0)
     for number in (0, 3, 4):

@@ -39,7 +39,7 @@ def test_restarts_have_the_rates_of_the_published_log() -> None:
         assert learning_rate(config.optim, step, config.train.steps) == pytest.approx(rate, rel=1e-12)
 
 
-def test_restarts_dip_behind_every_exact_step_but_the_one_where_the_warm_up_ends() -> None:
+def test_rates_dip_after_every_exact_step_except_at_the_end_of_warmup() -> None:
     optim = {"name": "loro", "schedule": "cosine-restarts", "exact_every": 20, "warmup_steps": 40, "restart_delay": 40}
     r = rates(400, **optim)
     top = 0.5 * (1 + math.cos(math.pi * 40 / 360))

@@ -97,6 +97,6 @@ def test_every_collective_is_named_here() -> None:
 
 
 @pytest.mark.parametrize("names", list(itertools.product(COMMS, repeat=2)), ids="-".join)
-def test_started_and_waited_for_is_the_same_as_at_once(names: tuple[str, str]) -> None:
+def test_split_collectives_match_immediate_ones(names: tuple[str, str]) -> None:
     for same in run_distributed(2, separately, names):
         assert same == {"one_after_the_other": True, "interleaved": True}

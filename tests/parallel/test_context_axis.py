@@ -68,7 +68,7 @@ def test_a_shared_sequence_is_the_function_of_one_process(row: Row) -> None:
         assert max(errors.values()) <= 1e-10, errors
 
 
-def test_both_ways_to_cross_are_tried() -> None:
+def test_rows_cover_heads_and_gathered_keys() -> None:
     ways = {crosses_as_heads(config.model, config.parallel) for config in map(configured, ROWS)}
     assert ways == {True, False}
 

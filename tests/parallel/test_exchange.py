@@ -46,7 +46,7 @@ def compared(size: int) -> list[tuple[str, str, bool]]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_they_compute_what_gloos_own_do(size: int) -> None:
+def test_results_match_gloos_own(size: int) -> None:
     for results in run_distributed(size, compared, size):
         assert [case for case in results if not case[2]] == []
 

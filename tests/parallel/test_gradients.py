@@ -76,7 +76,7 @@ def gradients_are_views(config: Config) -> bool:
     )
 
 
-def test_a_bucket_replaces_the_gradients_that_it_was_made_of() -> None:
+def test_a_bucket_replaces_its_gradients() -> None:
     assert all(run_distributed(4, in_small_buckets, gradients_are_views, CONFIG))
 
 
@@ -155,7 +155,7 @@ def parameters_alive(config: Config) -> int:
     return sum(reference() is not None for reference in alive)
 
 
-def test_a_model_that_is_given_up_leaves_no_parameter_in_memory() -> None:
+def test_a_dropped_model_leaves_no_parameter_in_memory() -> None:
     assert run_distributed(4, parameters_alive, CONFIG) == [0] * 4
 
 

@@ -263,7 +263,7 @@ def order_of_sums(config: Config) -> list[str]:
         traffic.BUCKET_BYTES = usual
 
 
-def test_sums_of_gradients_travel_while_the_backward_pass_goes_on() -> None:
+def test_gradient_sums_overlap_the_backward_pass() -> None:
     for phases in run_distributed(2, order_of_sums, config_of({"family": "cola"}, {"layout": "btp-sp"}, 2, "float64")):
         last = len(phases) - 1 - phases[::-1].index("backward")
         assert phases[:last].count("step") > 5

@@ -37,7 +37,7 @@ def test_tp_is_the_innermost_axis_and_pp_the_outermost() -> None:
     assert [place[4] for place in run_distributed(8, places)] == [True] + [False] * 7
 
 
-def test_every_start_agrees_on_a_name_that_no_earlier_one_had() -> None:
+def test_every_start_agrees_on_a_fresh_name() -> None:
     """All starts use one store, as after an elastic restart, including a start in which some processes only got as far as
     asking."""
     store = dist.HashStore()
@@ -101,7 +101,7 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int = 2, **v
         (8, 1, {}, "auto", "cuda:0"),
     ],
 )
-def test_a_process_takes_its_own_gpu_and_never_the_cpu_where_there_is_one(
+def test_a_process_takes_its_own_gpu_and_the_cpu_only_without_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, variables: dict[str, str], asked: str, expected: str
 ) -> None:
     set_gpus(monkeypatch, gpus, processes, **variables)

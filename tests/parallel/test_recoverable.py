@@ -82,7 +82,7 @@ def nobody_connects(path: Path) -> str:
     return str(error.value)
 
 
-def test_a_connection_that_does_not_come_about_is_given_up(tmp_path: Path) -> None:
+def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
     assert run_distributed(1, nobody_connects, tmp_path / "store") == [
         "the membership ended while group 'test' connected"
     ]
@@ -127,7 +127,7 @@ def _add(params: list[FusedParam], more: float) -> None:
         each.parameter.grad += more
 
 
-def test_sums_are_taken_back_and_made_again(tmp_path: Path) -> None:
+def test_sums_are_discarded_and_recomputed(tmp_path: Path) -> None:
     first, second = run_distributed(2, taken_back, tmp_path / "store")
     for found, own in ((first, 11.0), (second, 21.0)):
         assert [each[:2] for each in found[:2]] == [[32.0, 32.0]] * 2, "10 + 1 of one, 20 + 1 of the other"

@@ -18,7 +18,7 @@ def start(rank: int, signal: str | None) -> str:
     return agree_on_attempt(store, rank, 2, LIMIT_S, lambda: signal)
 
 
-def test_a_process_that_is_stopped_before_rank_0_exists_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_stopped_before_rank_0_starts_still_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

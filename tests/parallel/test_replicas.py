@@ -31,7 +31,7 @@ def test_every_bit_counts(dtype: torch.dtype, data: Any) -> None:
     assert number(x) != before
 
 
-def test_places_count_across_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_position_across_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_CHUNK", 4)
     x = torch.arange(10.0)
     for a, b in ((0, 1), (0, 4), (3, 8), (1, 9)):  # one chunk, adjacent chunks, same position of two, other
@@ -99,7 +99,7 @@ def test_a_flip_in_any_weight_of_two_replicas_is_found(layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
-def test_of_rows_that_one_process_owns_there_is_no_copy(shard: str) -> None:
+def test_rows_owned_by_one_process_have_no_copy(shard: str) -> None:
     """Norms are not sharded; factors that are replicated over TP have copies there."""
     parallel = {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": shard}
     config = toy.toy_config("float32", model={"layers": 1}, parallel=parallel)
@@ -119,7 +119,7 @@ def test_a_number_that_is_not_finite_is_found_and_its_weight_named(value: float)
     assert check_replicas(params, mesh).not_finite == ((0, last.slices[0].parameter.name),)
 
 
-def test_what_is_compared_follows_from_who_updates_it_alike() -> None:
+def test_only_identically_updated_copies_are_compared() -> None:
     """Each TP rank may sum the complete gradients of a replicated weight in another order, so it is compared over dp only."""
     model, mesh = toy.toy_model(toy.toy_config("float32"))
     fused = next(p for p in fused_params(model) if p.parameter.ndim == 1)

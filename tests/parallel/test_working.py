@@ -50,7 +50,7 @@ CELLS: list[tuple[str, Row, str]] = [
 
 @pytest.mark.parametrize(("family", "layout", "policy"), CELLS, ids=ids(CELLS))
 @pytest.mark.slow
-def test_every_bit_is_that_of_weights_cast_at_each_use(family: str, layout: Row, policy: str) -> None:
+def test_bitwise_equal_to_weights_cast_at_each_use(family: str, layout: Row, policy: str) -> None:
     """Three micro-batches, fewer key/value heads than processes; each weight is used once per micro-batch."""
     train = {**BF16, "global_batch": 6, "recompute": policy}
     model = {"family": family, "kv_heads": 1, **({"gate": "tensor", "rank": 16} if family == "lax" else {})}
@@ -98,7 +98,7 @@ def test_in_pipelines_and_replicas_too(parallel: Row, size: int) -> None:
     ],
     ids=str,
 )
-def test_there_are_none_where_they_are_of_no_use(parallel: Row, train: Row) -> None:
+def test_no_copies_without_a_benefit(parallel: Row, train: Row) -> None:
     config = toy.toy_config(
         "bfloat16", model={"layers": 4}, parallel=parallel, train={**BF16, "global_batch": 8, **train}
     )
@@ -121,7 +121,7 @@ def copied(config: Config) -> set[str]:
     return {s.slices[0].parameter.role for s in during if s.parameter.dtype == torch.bfloat16}
 
 
-def test_what_is_scaled_before_it_is_cast_has_none() -> None:
+def test_weights_scaled_before_the_cast_have_no_copy() -> None:
     """Under btp this is A of norm(x): rounded twice, the online norm would be less accurate than sync."""
     config = toy.toy_config("bfloat16", parallel={"layout": "btp", "tp": 2}, train=BF16)
     others = {"enter.B", "q.B", "kv.B", "o.A", "leave.A", "leave.B", "head"}
@@ -231,6 +231,6 @@ def compiled_difference(config: Config) -> float:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_take_them() -> None:
+def test_compiled_blocks_use_copies() -> None:
     config = toy.toy_config("bfloat16", parallel={"layout": "btp-sp", "tp": 2}, train=BF16)
     assert run_distributed(2, compiled_difference, config) == [0.0] * 2
