@@ -17,7 +17,7 @@ from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
-from boost.models.up_proj import Begin, up_project
+from boost.models.up_proj import StartCollective, up_project
 
 
 class LinearGroup:
@@ -95,14 +95,14 @@ class LinearGroup:
         return self.latent_gate is None and not self.feeds_next
 
     def scale_act_and_project(
-        self, latents: Sequence[Tensor], scale_T1: Tensor | None, begin: Begin | None = None
+        self, latents: Sequence[Tensor], scale_T1: Tensor | None, start_grad_sum: StartCollective | None = None
     ) -> list[Tensor]:
         """B act(c u) of private latents, one [T, O] per slot. Saves only u (`boost.models.up_proj`)."""
         weights, silu = self.outer_weights(None), self.latent_act == "silu"
         if len(latents) == 1:
-            return up_project(latents[0], scale_T1, silu, weights, begin)
+            return up_project(latents[0], scale_T1, silu, weights, start_grad_sum)
         each = zip(latents, weights, strict=True)
-        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], begin)]
+        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum)]
 
     def take_latents(self, stream: Stream, grouped: bool) -> tuple[Latents, Stream]:
         """Takes the previous block's latents for this group from the stream. Returns (latents, remaining stream)."""

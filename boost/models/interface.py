@@ -197,7 +197,7 @@ class Layout(Protocol):
         ...
 
     def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
-        """Local shape of latents of full width `rank` that are passed to the next block."""
+        """Local shape of the latents passed to the next block, given their full width `rank`."""
         ...
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:

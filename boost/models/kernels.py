@@ -28,8 +28,7 @@ class Kernel:
     """A function of tensors and constants that can run as one kernel in one pass."""
 
     def __init__(self, function: Callable[..., Any], reads: int = 1) -> None:
-        """`reads`: how often it reads its inputs. A function that returns a sum over rows in addition to a result per row needs
-        one more."""
+        """`reads`: how often it reads its inputs: one more if it returns a sum over rows in addition to a result per row."""
         functools.update_wrapper(self, function)
         self.function, self.reads = function, reads
         self.name = function.__name__

@@ -167,8 +167,8 @@ class Coordinator:
         keys = [f"founds/{replica}/{process}" for process in range(self._processes)]
         if not self.store.check(keys):
             return None
-        said = {self.store.get(key).decode() for key in keys}
-        return said.pop() if len(said) == 1 else None
+        incarnations = {self.store.get(key).decode() for key in keys}
+        return incarnations.pop() if len(incarnations) == 1 else None
 
     def _first_if_member(self, member: Member) -> Decision | None:
         decision = self.decision(0)

@@ -104,15 +104,15 @@ def _ask(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Sto
     ours = uuid.uuid4().hex
     store.set(f"asks/{rank}", ours)
     deadline = time.monotonic() + timeout_s
-    said = False
+    signaled = False
     pause = 0.02
 
     def wait_for(key: str) -> str:
-        nonlocal deadline, said, pause
+        nonlocal deadline, signaled, pause
         while not store.check([key]):
-            if (name := stopped()) and not said:
+            if (name := stopped()) and not signaled:
                 store.set(f"{ours}/stop", name)
-                said, deadline = True, min(deadline, time.monotonic() + _GOODBYE_S)
+                signaled, deadline = True, min(deadline, time.monotonic() + _GOODBYE_S)
             if time.monotonic() > deadline:
                 if name:
                     raise StoppedError(name)

@@ -28,7 +28,7 @@ from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePoli
 from boost.models.kernels import is_separate
 from boost.models.linear import linear
 from boost.models.sequence_share import SequenceShare
-from boost.models.up_proj import Begin
+from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.context_axis import QKV, ContextAxis
@@ -144,16 +144,16 @@ class BaseLayout:
         return collectives.rows_to_features(rows, self.axis)
 
     def finish_out_proj(
-        self, stream: Stream, latents: InFlight, group: LinearGroup, begin: Begin | None = None
+        self, stream: Stream, latents: InFlight, group: LinearGroup, start_grad_sum: StartCollective | None = None
     ) -> Pending[Stream]:
         """Waits for the latents of an out-projection, then adds its update B act(u) to the residual stream.
 
-        `begin`: starts the collective of the latents' gradient, which is deferred to this function (`collectives.start`).
+        `start_grad_sum`: starts the collective of the latents' gradient, which is deferred to this function (`collectives.start`).
         """
 
         def finish() -> Stream:
             prev, rest = group.take_latents(stream, grouped=True)
-            (update,), new = self.up_segment(group, [latents.wait()], prev, begin)
+            (update,), new = self.up_segment(group, [latents.wait()], prev, start_grad_sum)
             return rest.put(new).add(update)
 
         return Pending(finish)
@@ -170,11 +170,15 @@ class BaseLayout:
         return self.policy.block is call and not self.parallel.splits_backward and not is_separate()
 
     def up_segment(
-        self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents = (), begin: Begin | None = None
+        self,
+        group: LinearGroup,
+        latents: Sequence[Tensor],
+        prev: Latents = (),
+        start_grad_sum: StartCollective | None = None,
     ) -> tuple[list[Tensor], Latents]:
         """act and B of latents as one segment: returns (one [T, O] per slot, latents for the next block)."""
         if self.keeps_latents_only(group):
-            return group.scale_act_and_project(latents, None, begin), ()
+            return group.scale_act_and_project(latents, None, start_grad_sum), ()
         found: tuple[list[Tensor], Latents] = self.policy.local(
             lambda prev, *u: group.activate_and_project(u, prev), prev, *latents
         )

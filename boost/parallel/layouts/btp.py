@@ -16,7 +16,7 @@ from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
 from boost.models.kernels import inverse_rms
 from boost.models.linear import linear
-from boost.models.up_proj import Begin
+from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.layouts.base import BaseLayout
@@ -51,7 +51,7 @@ class BTP(BaseLayout):
             u_TR, s_T, *others = saved.tensors
             latents, c_T1 = (u_TR, *others), self._inverse_rms(s_T)
         if self.keeps_latents_only(group):
-            return group.scale_act_and_project(latents, c_T1, self._begin_of(group)), ()
+            return group.scale_act_and_project(latents, c_T1, self._grad_sum_starter(group)), ()
         scaled = latents if c_T1 is None else [scale(u, c_T1) for u in latents]
         return group.activate_and_project(scaled, saved.prev_latents)
 
@@ -62,7 +62,7 @@ class BTP(BaseLayout):
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         """The sum over processes, then act and B for this process's columns of the residual stream."""
         started = self.start(SUM_BOTH, partial, backward_started=self.keeps_latents_only(group))
-        return self.finish_out_proj(stream, started, group, self._begin_of(group))
+        return self.finish_out_proj(stream, started, group, self._grad_sum_starter(group))
 
     def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
         """One all-gather of the residual stream (reduce-scatter backward), then the final norm of whole rows."""
@@ -93,12 +93,12 @@ class BTP(BaseLayout):
             lambda sums: Pending(lambda: (Saved(tuple(each.wait() for each in sums), prev), rest))
         )
 
-    def _begin_of(self, group: LinearGroup) -> Begin | None:
+    def _grad_sum_starter(self, group: LinearGroup) -> StartCollective | None:
         """Starts the sum of the latents' gradient before the weight gradients are computed. None if gradients from other blocks
         must be added first."""
-        return self._begin_sum if self.keeps_latents_only(group) else None
+        return self._start_grad_sum if self.keeps_latents_only(group) else None
 
-    def _begin_sum(self, du_TR: Tensor) -> Tensor:
+    def _start_grad_sum(self, du_TR: Tensor) -> Tensor:
         return collectives.begin_all_reduce(du_TR, self.axis)
 
     def _inverse_rms(self, s_T: Tensor) -> Tensor:
