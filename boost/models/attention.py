@@ -1,6 +1,6 @@
-"""Rotary causal attention over the heads that this process holds.
+"""Causal attention with rotary embeddings over the local heads.
 
-Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads held here, E width of a head.
+Legend: B sequences, S tokens of each, T = B * S, H query heads and K key/value heads on this process, E width of a head.
 """
 
 import math
@@ -19,14 +19,14 @@ from boost.models.sequence_share import SequenceShare
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens that one block has seen, [B, K, capacity, E]; grown in place while generating."""
+    """Keys and values of the tokens that one block has processed, [B, K, capacity, E]; filled in place during generation."""
 
     keys: Tensor
     values: Tensor
     length: int = 0
 
     def append(self, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new tokens and returns all of them."""
+        """Appends new tokens and returns all cached ones."""
         end = self.length + k_BKSE.shape[2]
         self.keys[:, :, self.length : end] = k_BKSE
         self.values[:, :, self.length : end] = v_BKSE
@@ -35,31 +35,32 @@ class KVCache:
 
 
 KeysValues = tuple[Tensor, ...]
-"""Rotated keys and values [B, K, S, E] of the first half of each sequence, for the second; or nothing."""
+"""Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What attention needs to know of a micro-batch, the same for every block."""
+    """Metadata of a micro-batch that attention needs, the same for every block."""
 
     batch: int
-    """B."""
+    """Number of sequences B."""
     cos: Tensor
-    """[S, E], of the tokens' positions, in the activations' dtype."""
+    """Cosines of the rotary angles, [S, E], in the activations' dtype."""
     sin: Tensor
     documents: Documents | None = None
-    """Tokens attend to earlier tokens of their own document only; None: to all earlier tokens of the sequence."""
+    """Document boundaries: tokens attend only within their own document. None: to all earlier tokens of the sequence."""
     caches: tuple[KVCache, ...] = ()
-    """One a block while generating, else empty."""
+    """One cache per block during generation, else empty."""
     before: list[KeysValues] | None = None
-    """Of the half of the sequence before this one, in the order of blocks: each block takes one. None: nothing is before."""
+    """Keys and values of the preceding half of the sequence, in block order; each block takes one entry. None: no preceding
+    half."""
     after: list[KeysValues] | None = None
-    """Where each block leaves its keys and values for the half after this one. None: nobody takes them."""
+    """List to which each block appends its keys and values for the following half. None: no following half."""
     share: SequenceShare | None = None
-    """What this process holds of each sequence, of which the angles are; None: all of it."""
+    """This process's share of each sequence, to which the angles belong. None: the whole sequence."""
 
     def halves(self) -> "list[Context]":
-        """Of the two halves of the sequences, or of the tokens of one sequence."""
+        """Contexts of the two halves: half of the sequences each, or half of the tokens of a single sequence."""
         if self.batch == 1:
             return self._halves_of_tokens()
         sizes = [-(-self.batch // 2), self.batch // 2]
@@ -84,11 +85,11 @@ class Context:
         return [replace(first, after=passed), replace(second, before=passed)]
 
     def take(self) -> KeysValues:
-        """What the half before this one left for the block that asks."""
+        """Takes the keys and values of the preceding half for the calling block."""
         return self.before.pop(0) if self.before is not None else ()
 
     def leave(self, found: KeysValues) -> None:
-        """Leaves this block's keys and values for the half after this one."""
+        """Hands this block's keys and values to the following half."""
         if self.after is not None:
             self.after.append(found)
 
@@ -106,11 +107,13 @@ def make_context(
     compiled: bool = False,
     share: SequenceShare | None = None,
 ) -> Context:
-    """The context of a micro-batch; with document ids, those of whole sequences, tokens attend to earlier tokens of their own
-    document only. `compiled`: blocks are compiled, one graph for all batches. `share`: what of each sequence has these positions.
+    """Builds the context of a micro-batch.
 
-    Angles are computed in fp32 (fp64 for fp64 activations) whatever `dtype` is. Rotary positions are relative, so documents
-    need no positions of their own.
+    `document_ids_BS`: of whole sequences; tokens then attend only within their own document. `compiled`: blocks are compiled,
+    with one graph for all batches. `share`: the part of each sequence at these positions.
+
+    Angles are computed in fp32 (fp64 for fp64 activations) regardless of `dtype`. Rotary positions are relative, so positions
+    do not restart at each document.
     """
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(positions_S.to(acc_dtype), rotary_frequencies(model, acc_dtype, positions_S.device)).repeat(
@@ -127,8 +130,11 @@ def make_context(
 
 
 def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Angles a token [E / 2], in radians. With `model.rope_factor` as Llama 3.1 has them (arXiv 2407.21783, and its published
-    configuration): slow rotations are slower by the factor, fast ones unchanged, and those between by a mean of both."""
+    """Rotary frequencies [E / 2], in radians per token.
+
+    With `model.rope_factor`, scaled as in Llama 3.1 (arXiv 2407.21783 and its published configuration): low frequencies are
+    divided by the factor, high ones are unchanged, and those in between are interpolated.
+    """
     width = model.head_dim
     plain = model.rope_theta ** -(torch.arange(0, width, 2, device=device, dtype=dtype) / width)
     if model.rope_factor == 1:
@@ -139,7 +145,7 @@ def rotary_frequencies(model: ModelConfig, dtype: torch.dtype, device: torch.dev
 
 
 def rotated(q_TO: Tensor, k_TO: Tensor, head_dim: int, context: Context) -> tuple[Tensor, Tensor]:
-    """Queries and keys [T, width] with rotary positions."""
+    """Applies rotary embeddings to queries and keys [T, width]."""
     q, k = (
         rotary(y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim), context.cos, context.sin)
         for y in (q_TO, k_TO)
@@ -156,18 +162,20 @@ def attend(
     layer_index: int,
     before: KeysValues = (),
 ) -> tuple[Tensor, KeysValues]:
-    """softmax(q k^T / sqrt(E)) v for every head held here, of rotated q and k: [T, H * E], [T, K * E] twice -> [T, H * E], and the
-    keys and values that the second half of the sequence needs; of that half, `before` has those of the first.
+    """softmax(q k^T / sqrt(E)) v for every local head, with q and k already rotated.
 
-    Of a sequence shared over the context axis, heads that crossed have all tokens; keys that were gathered have more than the
-    queries, which are those of the chunks held here.
+    [T, H * E], [T, K * E], [T, K * E] -> ([T, H * E], keys and values that the second half of the sequence needs). For the
+    second half, `before` holds those of the first half.
+
+    With a context axis: if heads were exchanged, each local head has all tokens; if keys were gathered, there are more keys
+    than queries, and the queries are those of the local chunks.
     """
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
     first = True
     if context.caches:
         first = context.caches[layer_index].length == 0
         k, v = context.caches[layer_index].append(k, v)
-    assert first or q.shape[2] == 1, "a cache that is not empty takes one token at a time"
+    assert first or q.shape[2] == 1, "a non-empty cache accepts one token at a time"
     found = (k, v) if context.after is not None else ()
     documents, share = context.documents, context.share
     if before:
@@ -184,7 +192,7 @@ def attend(
 
 
 def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: SequenceShare) -> Tensor:
-    """Of queries of the chunks held here, to the keys up to their own, from the first of the sequence on."""
+    """Attention of the local chunks' queries to all keys of the sequence up to their own."""
     c, found = q_BHSE.shape[2] // len(share.chunks), []
     for index, (number, documents) in enumerate(zip(share.chunks, share.documents, strict=True)):
         end = (number + 1) * c
@@ -196,7 +204,7 @@ def _attend_chunks(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, share: Sequen
 
 
 def _prepended(before: KeysValues, k: Tensor, v: Tensor, tokens: int | None) -> Sequence[Tensor]:
-    """Keys and values after the last `tokens` of those before them; None: after all of them."""
+    """Prepends the last `tokens` of the preceding keys and values (None: all of them)."""
     length = before[0].shape[2]
     tokens = length if tokens is None else tokens
     each = zip(before, (k, v), strict=True)

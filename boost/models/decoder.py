@@ -1,6 +1,6 @@
-"""The decoder, written once. It knows the mathematics of LLaMA; how it is spread over processes is up to the layout.
+"""The decoder, written once for all layouts: the math of LLaMA. The layout decides how it is distributed over processes.
 
-Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in the shape that the layout gives it.
+Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in the layout's shape.
 """
 
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ from boost.models.sublayers import MLP, Attention
 
 
 class TransformerBlock(Attention, MLP, FusedModule):
-    """Attention and gated MLP, each: project in, do the local work, project out."""
+    """Attention and gated MLP. Each one projects in, does local work, and projects out."""
 
     def __init__(
         self, model: ModelConfig, layer: int, layout: Layout, policy: RecomputePolicy, layer_index: int
     ) -> None:
         super().__init__()
         self.policy = policy
-        """What it recomputes in training."""
+        """Recomputation policy during training."""
         self.layer_index = layer_index
-        """Its number among the blocks of this decoder."""
+        """Index among the blocks of this decoder."""
         self.head_dim, self.mlp_silu = model.head_dim, model.mlp_silu
         prefix = f"layers.{layer}"
         for norm in ("attn_norm", "mlp_norm"):
@@ -50,19 +50,19 @@ class TransformerBlock(Attention, MLP, FusedModule):
         self.qkv, self.o, self.gate_up, self.down = (FusedLinearGroup(model, shape, layer, layout) for shape in shapes)
 
     def forward(self, layout: Layout, streams: Sequence[Stream], contexts: Sequence[Context]) -> list[Stream]:
-        """The streams of parts of a micro-batch after this block, interleaved, run under `layout.policy`."""
+        """Runs this block on parts of a micro-batch, interleaved, under `layout.policy`. Returns their streams."""
         after: list[Stream] = layout.policy.block(self._run, layout, streams, contexts)
         return after
 
     def start(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
-        """The stream after this block, up to its first collective."""
+        """Runs this block up to its first collective. The result is the stream after the block."""
         attended = self.start_attention(layout, stream, context)
         after: Pending[Stream] = attended.then(lambda stream: self.start_mlp(layout, stream))
         return after.then(Stream.next_block)
 
     @property
     def is_plain(self) -> bool:
-        """Whether `forward` does no more than `start`: the block is neither compiled nor sharded over replicas."""
+        """Whether `forward` does nothing beyond `start`: the block is neither compiled nor sharded over replicas."""
         return not self.is_compiled and not self._forward_pre_hooks and not self._forward_hooks
 
     @property
@@ -76,15 +76,16 @@ class TransformerBlock(Attention, MLP, FusedModule):
 
     @property
     def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
-        """In forward order."""
+        """The groups of linears in forward order."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
 class Decoder(FusedModule):
-    """Embedding, blocks, final norm and head under one layout, or one stage of it: consecutive blocks, with the embedding
-    before the first and norm and head after the last. Weights are uninitialized until `init.initialize`.
+    """Embedding, blocks, final norm and head under one layout, or one pipeline stage of them.
 
-    `policies`: the recomputation policy of each block of the whole model; empty: no recomputation.
+    A stage holds consecutive blocks; the first stage also has the embedding, the last one the final norm and head. Weights are
+    uninitialized until `init.initialize`. `policies`: the recomputation policy of each block of the whole model; empty: no
+    recomputation.
     """
 
     embed: Tensor
@@ -113,7 +114,7 @@ class Decoder(FusedModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     def forward(
@@ -125,9 +126,9 @@ class Decoder(FusedModule):
     ) -> Any:
         """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider.
 
-        With document ids (int, [B, S]) a token attends to earlier tokens of its own document only. On a context axis, tokens and
-        targets are those held here, [B, S / cp], and document ids of whole sequences. A pipeline stage takes the
-        outputs of the previous stage as `received`; if it is not the last, it returns (residual stream, *latents).
+        With document ids (int, [B, S]) tokens attend only within their own document. With a context axis, tokens and targets
+        are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the outputs of the
+        previous stage as `received`; every stage but the last returns (residual stream, *latents).
         """
         batch, length = tokens_BS.shape
         halves = self.layout.halves and (batch > 1 or length % (2 * self.layout.size) == 0)
@@ -159,7 +160,7 @@ class Decoder(FusedModule):
         return layout.logits(stream.x, self.final_norm, self.head, last_B)
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
-        """Empty caches for `batch` sequences of up to `capacity` tokens, one a block, for the heads held here."""
+        """Empty caches, one per block, for `batch` sequences of up to `capacity` tokens and the local heads."""
         shape = (batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim)
 
         def empty() -> Tensor:
@@ -168,11 +169,11 @@ class Decoder(FusedModule):
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """Shapes of what the previous stage sends for `tokens` tokens: the residual stream, and latents that cross."""
+        """Shapes that the previous stage sends for `tokens` tokens: the residual stream and the latents passed between blocks."""
         return self._boundary(layout, tokens, [group for group in self._groups_of(0) if group.latent_gate is not None])
 
     def sent_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
-        """The same of what this stage sends to the next."""
+        """Shapes that this stage sends to the next one."""
         return self._boundary(layout, tokens, [group for group in self._groups_of(-1) if group.feeds_next])
 
     def _groups_of(self, index: int) -> tuple[LinearGroup, ...]:
@@ -196,7 +197,7 @@ class Decoder(FusedModule):
     def _parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool
     ) -> "list[_Part]":
-        """A micro-batch whole, or as two halves of its sequences, or of the tokens of its one sequence."""
+        """Splits a micro-batch into halves (of its sequences, or of the tokens of its one sequence) or returns it whole."""
         length, share = tokens_BS.shape[1], self.layout.sequence_share()
         device = tokens_BS.device
         positions_S = torch.arange(length, device=device) if share is None else share.positions(length, device)
@@ -228,8 +229,8 @@ class Decoder(FusedModule):
     def _start_blocks(
         self, first: int, layout: Layout, policies: Sequence[RecomputePolicy], context: Context, stream: Stream
     ) -> Pending[Stream]:
-        """One half through all blocks from `first` on: the other half also computes while a collective at the end of a block
-        is in flight."""
+        """Runs one half through all blocks from `first` on, so that the other half can also compute while a collective at the
+        end of a block is in flight."""
         started = self._blocks[first].start(layout.with_options(policy=policies[first]), stream, context)
         if first + 1 == len(policies):
             return started
@@ -241,9 +242,9 @@ class Decoder(FusedModule):
 
 
 class _Part(NamedTuple):
-    """A micro-batch, or a half of one."""
+    """A micro-batch, or half of one."""
 
     tokens_BS: Tensor
     context: Context
     received: tuple[Tensor, ...]
-    """From the previous pipeline stage."""
+    """Tensors received from the previous pipeline stage."""

@@ -1,6 +1,7 @@
-"""Attention within documents, without the scores between them.
+"""Attention within documents that skips the scores between documents.
 
-Legend: B sequences, S tokens of each, T = B * S, N documents, H query heads and K key/value heads held here, E width of a head.
+Legend: B sequences, S tokens of each, T = B * S, N documents, H query heads and K key/value heads on this process, E width of a
+head.
 """
 
 import functools
@@ -17,34 +18,34 @@ from torch import Tensor
 from boost.config.attention import DocumentForm, document_form
 
 Lengths = tuple[tuple[int, ...], ...]
-"""Tokens of each document, by sequence; a document that spans two sequences counts as two."""
+"""Length of each document in tokens, by sequence. A document that spans two sequences counts as two."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, in the form that attention takes."""
+    """The documents of a micro-batch, in the form that the attention kernel takes."""
 
     form: DocumentForm
     lengths: Lengths
     starts_N: Tensor | None = None
-    """varlen: where each document starts in [T, ...], int32, then T, more than once, so that few batches differ in N."""
+    """varlen: start of each document in [T, ...], int32, then T, repeated so that N takes few distinct values."""
     mask: Tensor | None = None
-    """mask: [B, 1, S, S] to add to the scores: 0 where a token may look, -inf elsewhere."""
+    """mask: [B, 1, S, S], added to the scores: 0 where a token may attend, -inf elsewhere."""
     key_starts_N: Tensor | None = None
-    """varlen: the same of the keys, where `before` says that there are more of them."""
+    """varlen: starts of the keys, if `before` adds keys."""
     before: tuple[int, ...] = ()
-    """segments and varlen: tokens of the first document of each sequence that come before this part of it, whose keys stand in
-    front of its own. Empty: none."""
+    """segments and varlen: for each sequence, the number of earlier tokens of its first document. Their keys precede the part's
+    own. Empty: none."""
 
     def split(self, sizes: Sequence[int]) -> "list[Documents]":
-        """Of parts with so many sequences."""
+        """Splits the documents into parts with `sizes` sequences each."""
         slices = [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
         if self.mask is not None:
             return [replace(self, lengths=self.lengths[each], mask=self.mask[each]) for each in slices]
         return [self._like(self.lengths[each], self.before[each]) for each in slices]
 
     def part(self, start: int, end: int) -> "Documents":
-        """Of tokens `start` to `end` of each sequence, which look at keys up to `end`."""
+        """Documents of tokens `start` to `end` of each sequence, which attend to keys up to `end`."""
         ends = [list(itertools.accumulate(row)) for row in self.lengths]
         cuts = [(start, *(cut for cut in row if start < cut < end), end) for row in ends]
         lengths = tuple(tuple(b - a for a, b in itertools.pairwise(row)) for row in cuts)
@@ -54,7 +55,7 @@ class Documents:
         return self._like(lengths, before)
 
     def _like(self, lengths: Lengths, before: tuple[int, ...]) -> "Documents":
-        """Others in the same form, which has no mask."""
+        """New documents in the same form, which must not be a mask."""
         before = before if any(before) else ()
         if self.starts_N is None:
             return Documents(self.form, lengths, before=before)
@@ -65,11 +66,11 @@ class Documents:
 
     @property
     def tokens_before(self) -> int | None:
-        """Tokens of each sequence before this part of which a key may be needed; None: all."""
+        """Number of tokens before this part whose keys may be needed; None: all."""
         return None if self.mask is not None else max(self.before, default=0)
 
     def attend(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-        """softmax(q k^T / sqrt(E)) v, [B, H, S, E]. Of more keys than needed, the last ones are."""
+        """softmax(q k^T / sqrt(E)) v, [B, H, S, E]. If there are more keys than needed, the last ones are used."""
         if self.mask is not None:
             grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
             return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, attn_mask=self.mask, enable_gqa=grouped)
@@ -87,12 +88,12 @@ class Documents:
 
 
 def _with_keys_before(lengths: Sequence[Sequence[int]], before: Sequence[int]) -> Lengths:
-    """Keys of each document, by sequence."""
+    """Number of keys of each document, by sequence."""
     return tuple((first + more, *rest) for (first, *rest), more in zip(lengths, before, strict=True))
 
 
 def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
-    """The last so many tokens of each sequence, one below the other, [tokens, K, E]."""
+    """The last `needed` tokens of each sequence, concatenated, [tokens, K, E]."""
     x_BSKE, length = x_BKSE.transpose(1, 2), x_BKSE.shape[2]
     if all(each == length for each in needed):
         return x_BSKE.flatten(0, 1)
@@ -100,8 +101,8 @@ def _last_tokens(x_BKSE: Tensor, needed: Sequence[int]) -> Tensor:
 
 
 def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v, [B, H, S, E], where a query sees the keys up to its own; fewer queries than keys are those of
-    the last tokens."""
+    """Causal softmax(q k^T / sqrt(E)) v, [B, H, S, E]. If there are fewer queries than keys, the queries are those of the last
+    tokens."""
     grouped, tokens, keys = q_BHSE.shape[1] != k_BKSE.shape[1], q_BHSE.shape[2], k_BKSE.shape[2]
     if tokens == keys:
         return F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped)
@@ -111,8 +112,8 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         )
     if 2 * tokens < keys:
         return _causal_by_rows(q_BHSE, k_BKSE, v_BKSE)
-    # Queries of no token in front: a third more scores than needed, but no mask of tokens x keys. Padded in the order of memory,
-    # so that what attention returns is laid out by tokens.
+    # Pads the queries at the front. This computes a third more scores than needed, but no mask of tokens x keys. The padding
+    # follows the memory order, so that attention returns a result laid out by tokens.
     padded_BSHE = F.pad(q_BHSE.transpose(1, 2), (0, 0, 0, 0, keys - tokens, 0))
     attended = F.scaled_dot_product_attention(
         padded_BSHE.transpose(1, 2), k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped
@@ -121,9 +122,12 @@ def causal(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
 
 
 def last_queries(tokens: int, keys: int) -> Tensor:
-    """torch's description of a causal mask of fewer queries than keys. As torch makes it, it is a tensor of tokens x keys in host
-    memory that nobody fills or reads: 34 GB for the second half of a sequence of 131,072."""
-    from torch.nn.attention.bias import causal_lower_right  # a second, for torch._dynamo
+    """torch's descriptor of a causal mask with fewer queries than keys.
+
+    torch would create it as a tensor of tokens x keys in host memory that is never filled or read: 34 GB for the second half of
+    a sequence of 131,072 tokens.
+    """
+    from torch.nn.attention.bias import causal_lower_right  # importing this loads torch._dynamo, which takes a second
 
     bias = causal_lower_right(1, 2)
     bias.seq_len_q, bias.seq_len_kv = tokens, keys
@@ -131,11 +135,11 @@ def last_queries(tokens: int, keys: int) -> Tensor:
 
 
 _MASK_ROWS = 256
-"""Queries to which one mask is applied at a time."""
+"""Number of queries per mask."""
 
 
 def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-    """`causal` of few queries: some at a time, all under views of one mask."""
+    """`causal` for few queries: processes blocks of rows, each with a view of one shared mask."""
     tokens, keys, found = q_BHSE.shape[2], k_BKSE.shape[2], []
     most = min(tokens, _MASK_ROWS)
     hidden = torch.ones(most, keys, dtype=torch.bool, device=q_BHSE.device).triu(keys - most + 1)
@@ -147,13 +151,16 @@ def _causal_by_rows(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         of_rows = mask.narrow(0, most - rows, rows).narrow(1, keys - seen, seen)
         grouped = q.shape[1] != k.shape[1]
         found.append(F.scaled_dot_product_attention(q, k, v, attn_mask=of_rows, enable_gqa=grouped))
-    # By tokens in memory, as each of them is.
+    # Concatenates along tokens in memory, the layout of each block.
     return torch.cat([a.transpose(1, 2) for a in found], dim=1).transpose(1, 2)
 
 
 def documents_of(document_ids_BS: Tensor, device: torch.device, dtype: torch.dtype, compiled: bool) -> Documents | None:
-    """The documents of these ids, which do not have to be on the device: they are read by the host. None if each sequence is one
-    document, for which usual attention is right; compiled code on CPUs does not ask."""
+    """Builds the documents of these ids, which the host reads, so they need not be on the device.
+
+    Returns None if each sequence is one document, so that plain causal attention is enough; compiled code on CPUs skips this
+    check.
+    """
     form = document_form(device.type, str(dtype)[6:], compiled)
     if form == "varlen" and not _has_varlen():
         form = "mask"
@@ -182,12 +189,12 @@ def _mask(document_ids_BS: Tensor, dtype: torch.dtype) -> Tensor:
     length = document_ids_BS.shape[1]
     same = document_ids_BS[:, None, :, None] == document_ids_BS[:, None, None, :]
     allowed = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
-    # Of the activations' dtype: from a mask of booleans every block would make, and keep, one of its own.
+    # In the activations' dtype: from a boolean mask, every block would create and save its own.
     return torch.zeros(allowed.shape, dtype=dtype, device=same.device).masked_fill_(~allowed, -math.inf)
 
 
 def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, before: Sequence[int]) -> Tensor:
-    """[T, H, E], one document after another; `before`: keys of each sequence's first one in front of its queries' own."""
+    """[T, H, E], one document after another. `before`: extra keys at the front of each sequence's first document."""
     sizes = list(itertools.chain(*lengths))
     key_sizes = list(itertools.chain(*_with_keys_before(lengths, before)))
     each = ((q_THE, sizes), (k_TKE, key_sizes), (v_TKE, key_sizes))
@@ -198,7 +205,8 @@ def _segments(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, lengths: Lengths, bef
 
 @functools.cache
 def _has_varlen() -> bool:
-    """Whether torch has it with a window and grouped heads; before 2.13, a mask takes its place."""
+    """Whether torch's varlen attention supports a window and grouped heads. Before 2.13 it does not, and a mask is used
+    instead."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -207,11 +215,11 @@ def _has_varlen() -> bool:
 
 
 def _varlen(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: tuple[Tensor, Tensor], longest: int) -> Tensor:
-    """[T, H, E]. `starts`: of queries, and of keys; `longest`: the sequence length rather than the longest document, for compiled
-    code the same in all batches."""
+    """[T, H, E]. `starts`: of queries and of keys. `longest`: the sequence length instead of the longest document, so that it
+    is the same in all batches of compiled code."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped = q_THE.shape[1] != k_TKE.shape[1]
     attended = varlen_attn(q_THE, k_TKE, v_TKE, *starts, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
-    assert isinstance(attended, Tensor), "nothing else was asked for"
+    assert isinstance(attended, Tensor), "varlen_attn returns one tensor unless asked for more"
     return attended

@@ -1,4 +1,4 @@
-"""A matrix as a product of two thin ones: the truncated SVD, its singular values shared equally between the factors.
+"""Factorizes a matrix into two thin ones by truncated SVD, with its singular values split evenly between the factors.
 
 Legend: W [O, I] of rank up to min(O, I); B [O, r], A [r, I]; B A is the closest matrix of rank r to W (Eckart-Young).
 """
@@ -11,37 +11,38 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Factorization:
-    """B A, close to W."""
+    """A rank-r approximation B A of W."""
 
     a_RI: Tensor
     b_OR: Tensor
     values: Tensor
-    """All singular values of W, the largest first."""
+    """All singular values of W in descending order."""
 
     @property
     def rank(self) -> int:
-        """r."""
+        """The rank r."""
         return self.a_RI.shape[0]
 
     @property
     def error(self) -> float:
-        """||W - B A|| / ||W|| in the Frobenius norm: what of the singular values was left out."""
+        """Relative error ||W - B A|| / ||W|| in the Frobenius norm, from the discarded singular values."""
         squares = self.values.square()
         return float((squares[self.rank :].sum() / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)).sqrt())
 
 
 def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None, multiple: int = 1) -> Factorization:
-    """The truncated SVD of W, in fp64 on W's device: B = U_r sqrt(S_r), A = sqrt(S_r) V_r^T, both fp64.
+    """Truncated SVD of W, in fp64 on W's device: B = U_r sqrt(S_r), A = sqrt(S_r) V_r^T, both fp64.
 
-    r is `rank`, or the smallest that keeps the share `energy` of the sum of squared singular values, rounded up to a multiple
-    of `multiple` and never more than min(O, I). The largest entry of each column of U is positive, so that the result
-    does not depend on the library's choice of sign.
+    r is `rank`, or the smallest rank that keeps the fraction `energy` of the sum of squared singular values, rounded up to a
+    multiple of `multiple` and at most min(O, I). Signs are chosen so that the largest entry of each column of U is positive,
+    which makes the result independent of the library.
     """
-    assert (rank is None) != (energy is None), "a rank or an energy"
+    assert (rank is None) != (energy is None), "give either rank or energy"
     is_wide = w_OI.shape[0] <= w_OI.shape[1]
     w_MN = (w_OI if is_wide else w_OI.T).double()
-    # By the eigenvectors of the smaller Gram matrix, in half the time of an SVD. What squaring loses are directions of singular
-    # values below 1e-8 of the largest; the factors' product is a projection of W, as exact as eigenvectors are orthogonal.
+    # Eigenvectors of the smaller Gram matrix take half the time of an SVD. Squaring loses only directions whose singular values
+    # are below 1e-8 of the largest. The product of the factors is a projection of W, as exact as the eigenvectors are
+    # orthogonal.
     q_MM = torch.linalg.eigh(w_MN @ w_MN.T).eigenvectors
     projected_MN = q_MM.T @ w_MN
     s, order = projected_MN.norm(dim=1).sort(descending=True, stable=True)
@@ -59,7 +60,7 @@ def factorize(w_OI: Tensor, rank: int | None = None, energy: float | None = None
 
 
 def rank_for(values: Tensor, energy: float, multiple: int = 1) -> int:
-    """The smallest rank that keeps the share `energy` (0 to 1) of the sum of squares, rounded up to a multiple."""
+    """The smallest rank that keeps the fraction `energy` (0 to 1) of the sum of squares, rounded up to a multiple."""
     squares = values.double().square()
     kept = squares.cumsum(0)
     smallest = int((kept < energy * kept[-1]).sum()) + 1

@@ -21,25 +21,25 @@ class ParamSlice:
     offset: int = 0
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The slice of a tensor, or of its gradient or optimizer state, as a view."""
+        """A view of this slice in a tensor, or in its gradient or optimizer state."""
         return tensor.narrow(0, self.start, self.rows)
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """The rows of a fused parameter that this process owns, where replicas shard it."""
+    """The rows of a fused parameter that this process owns if replicas shard it."""
 
     tensor: nn.Parameter
     """[rows, ...], a plain tensor; may be empty on the last ranks."""
     first: int
     """Index of the first row in the fused parameter."""
     over: str
-    """dp | replicas (dp x tp): the processes that shard it."""
+    """dp | replicas (dp x tp): the axis over which it is sharded."""
 
 
 @dataclass(frozen=True)
 class FusedParam:
-    """One `nn.Parameter` of a model and the parameters stacked in it."""
+    """One `nn.Parameter` of a model and the mathematical parameters stacked in it."""
 
     parameter: nn.Parameter
     """As registered on the module; autograd accumulates its gradient here."""
@@ -49,7 +49,7 @@ class FusedParam:
 
     @property
     def tensor(self) -> nn.Parameter:
-        """What this process owns and its optimizer updates: the whole parameter, or its shard."""
+        """The tensor that this process owns and its optimizer updates: the whole parameter, or its shard."""
         return self.shard.tensor if self.shard else self.parameter
 
     def local_slices(self) -> Iterator[ParamSlice]:
@@ -78,10 +78,10 @@ class FusedModule(nn.Module):
         """Number of child modules that precede each fused parameter."""
 
     def add_fused_param(self, attribute: str, parameters: Sequence[Parameter], layout: Layout) -> None:
-        """Registers `attribute`, uninitialized: parameters of one placement, stacked along dim 0."""
+        """Registers an uninitialized `attribute` that stacks parameters along dim 0. They must share one placement."""
         placement = layout.placement(parameters[0].role)
         assert all(layout.placement(parameter.role) == placement for parameter in parameters), (
-            "the parameters of a fused parameter have one placement"
+            "the parameters of a fused parameter must share one placement"
         )
         shapes = [local_shape(parameter, placement, layout.size) for parameter in parameters]
         slices, start = [], 0

@@ -1,6 +1,6 @@
-"""Linears with one input, dense or low-rank: the math, on the layout's shards of the weights.
+"""Linears that share one input, dense or low-rank: the math on the layout's shards of the weights.
 
-Legend: T tokens; I input width, O output width, R latent width of the group, all of them as held by this process.
+Legend: T tokens; I input width, O output width, R latent width of the group, all of them local to this process.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
 from boost.models.linear import linear
-from boost.models.up_proj import Begin, up_project
+from boost.models.up_proj import StartCollective, up_project
 
 
 class LinearGroup:
-    """The linears of one group: what they compute, independent of how their weights are stored. Layouts call this.
+    """The math of one group of linears, independent of how their weights are stored. Layouts call this.
 
     Families differ by data: whether there is a bottleneck, and its activation.
     """
@@ -32,52 +32,52 @@ class LinearGroup:
     latent_gate: LatentGate | None
     """Combines these latents with those of the previous block."""
     feeds_next: bool
-    """Whether the next block takes these latents."""
+    """Whether the next block uses these latents."""
     A: Tensor
     """Factors A of all slots, [R, I]."""
     own_heads: Sequence[tuple[int, int] | None]
-    """For each slot, the (first row, rows) that this process uses of a weight that it holds whole; None: all rows."""
+    """For each slot, the (first row, rows) of a replicated weight that this process uses; None: all rows."""
 
     @property
     def ranks_here(self) -> Sequence[int]:
-        """Latent width of each slot, as held by this process."""
+        """Local latent width of each slot."""
         raise NotImplementedError
 
     def stored_outer(self) -> list[Tensor]:
-        """B, or W of a dense group, one a slot, as this process holds them."""
+        """Local B (or W of a dense group), one per slot."""
         raise NotImplementedError
 
     # Low-rank linears: down_proj, activate, up_proj.
 
     def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
-        """A x, one [T, R] for the whole group or one a slot."""
+        """A x: one [T, R] for the whole group, or one per slot."""
         return [linear(x_TI, a_RI) for a_RI in self.down_weights(self.A.to(x_TI.dtype), grouped)]
 
     def down_weights(self, a_RI: Tensor, grouped: bool) -> Sequence[Tensor]:
-        """A (or something of its shape) as one matrix for the whole group, or one a slot."""
+        """A (or a tensor of its shape) as one matrix for the whole group, or one per slot."""
         if grouped or len(self.shape.slots) == 1:
             return [a_RI]
         return a_RI.split(list(self.ranks_here))
 
     def activate(self, latents: Sequence[Tensor], prev_latents: Latents = ()) -> tuple[list[Tensor], Latents]:
-        """Latents A x as one [T, R] or one a slot -> act of each, and those that the next block takes."""
+        """Latents A x, one [T, R] or one per slot -> (activated latents, latents for the next block)."""
         if self.latent_gate is not None:
             latents = self.latent_gate(latents, prev_latents)
         return self.act(latents)
 
     def act(self, latents: Sequence[Tensor]) -> tuple[list[Tensor], Latents]:
-        """The activation of each latent, and what of it the next block takes."""
+        """Applies the activation. Returns (activated latents, latents for the next block)."""
         h = [F.silu(u) for u in latents] if self.latent_act == "silu" else list(latents)
         return h, tuple(h) if self.feeds_next else ()
 
     def up_proj(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """Activated latents -> one [T, O] a slot."""
+        """Activated latents -> one [T, O] per slot."""
         if len(h) == 1 and len(self.shape.slots) > 1:
             h = h[0].split(list(self.ranks_here), dim=-1)
         return [linear(h_Tr, b) for h_Tr, b in zip(h, self.outer_weights(h[0].dtype), strict=True)]
 
     def project(self, h: Sequence[Tensor]) -> list[Tensor]:
-        """B h of activated latents, one [T, O] a slot, by one node, which writes the gradients of the slots side by side."""
+        """B h of activated latents, one [T, O] per slot, in one autograd node that writes the slots' gradients side by side."""
         if len(h) == 1:
             return up_project(h[0], None, False, self.outer_weights(None))
         return self.up_proj(h)
@@ -85,40 +85,40 @@ class LinearGroup:
     def activate_and_project(
         self, latents: Sequence[Tensor], prev_latents: Latents = ()
     ) -> tuple[list[Tensor], Latents]:
-        """Latents A x -> B act(A x), one [T, O] a slot, and those that the next block takes."""
+        """Latents A x -> (B act(A x), one [T, O] per slot; latents for the next block)."""
         h, new_latents = self.activate(latents, prev_latents)
         return self.up_proj(h), new_latents
 
     @property
     def has_private_latents(self) -> bool:
-        """Whether latents neither come from the previous block nor go to the next one, so that one node may take them."""
+        """Whether latents neither come from the previous block nor go to the next one, so that one node may consume them."""
         return self.latent_gate is None and not self.feeds_next
 
     def scale_act_and_project(
-        self, latents: Sequence[Tensor], scale_T1: Tensor | None, begin: Begin | None = None
+        self, latents: Sequence[Tensor], scale_T1: Tensor | None, start_grad_sum: StartCollective | None = None
     ) -> list[Tensor]:
-        """B act(c u) of private latents, one [T, O] a slot, of which only u is kept (`boost.models.up_proj`)."""
+        """B act(c u) of private latents, one [T, O] per slot. Saves only u (`boost.models.up_proj`)."""
         weights, silu = self.outer_weights(None), self.latent_act == "silu"
         if len(latents) == 1:
-            return up_project(latents[0], scale_T1, silu, weights, begin)
+            return up_project(latents[0], scale_T1, silu, weights, start_grad_sum)
         each = zip(latents, weights, strict=True)
-        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], begin)]
+        return [y for u, b in each for y in up_project(u, scale_T1, silu, [b], start_grad_sum)]
 
     def take_latents(self, stream: Stream, grouped: bool) -> tuple[Latents, Stream]:
-        """The previous block's latents for this group, and the stream without them."""
+        """Takes the previous block's latents for this group from the stream. Returns (latents, remaining stream)."""
         if self.latent_gate is None:
             return (), stream
         return stream.take(1 if grouped else len(self.shape.slots))
 
     def latent_shapes(self, layout: Layout, tokens: int) -> tuple[tuple[int, int], ...]:
-        """Shapes of the latents that cross between blocks, on one process."""
+        """Local shapes of the latents that are passed between blocks."""
         ranks = [sum(self.shape.ranks)] if layout.grouping else self.shape.ranks
         return tuple(layout.latent_shape(rank, tokens) for rank in ranks)
 
     # Dense linears.
 
     def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
-        """W x of a dense group, one [T, O] a slot, in one GEMM or one a slot, of one x or one a slot."""
+        """W x of a dense group, one [T, O] per slot: in one GEMM or one per slot, from one x or one per slot."""
         x_TI = saved.tensors[0]
         if not grouped:
             inputs = saved.tensors if len(saved.tensors) > 1 else [x_TI] * len(self.shape.slots)
@@ -132,8 +132,8 @@ class LinearGroup:
         return y_TO
 
     def outer_weights(self, dtype: torch.dtype | None) -> list[Tensor]:
-        """The weights that make this process's heads or channels (B, or W of a dense group), one a slot, in `dtype` (None: as
-        they are stored)."""
+        """The weights that produce this process's heads or channels (B, or W of a dense group), one per slot, in `dtype` (None:
+        as stored)."""
         weights = self.stored_outer()
         weights = weights if dtype is None else [w.to(dtype) for w in weights]
         return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
@@ -142,9 +142,9 @@ class LinearGroup:
 class FusedLinearGroup(LinearGroup, FusedModule):
     """The linears of one group of one block, in fused parameters.
 
-    The factors A of all slots are one fused parameter [sum of ranks, I], so that they can share one GEMM and one
-    collective without a copy; factors B have one tensor a slot; dense weights are one tensor [sum of outputs, I], or two
-    where key and value are not sharded like the query.
+    The A factors of all slots are one fused parameter [sum of ranks, I], so that they share one GEMM and one collective without
+    a copy. B factors have one tensor per slot. Dense weights are one tensor [sum of outputs, I], or two if key and value have a
+    different placement than query.
     """
 
     def __init__(self, model: ModelConfig, shape: architecture.GroupSpec, layer: int, layout: Layout) -> None:
@@ -180,25 +180,25 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         ]
 
     def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
-        """As of `LinearGroup`; a group that is one tensor is multiplied without a copy."""
+        """Same as in `LinearGroup`, but avoids a copy if the group is stored as one tensor."""
         if not grouped or len(self._outer) > 1 or any(self.own_heads):
             return super().dense(saved, grouped)
         rows = [param_slice.rows for param_slice in self.slices[self._outer[0]]]
         y_TO = linear(saved.tensors[0], getattr(self, self._outer[0]))
-        # Split into one part, its gradient would be copied.
+        # Splitting into a single part would copy its gradient.
         return [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
 
     def _store_outer(self, factor: str, parameters: Sequence[Parameter], layout: Layout) -> str:
-        """Stores parameters as `{factor}_{names of their slots}` and returns that name."""
+        """Stores parameters as `{factor}_{slot names}` and returns that name."""
         name = "_".join((factor, *(parameter.name.split(".")[-2] for parameter in parameters)))
         self.add_fused_param(name, parameters, layout)
         return name
 
 
 def own_head(model: ModelConfig, layout: Layout) -> tuple[int, int] | None:
-    """(first row, rows) of the one key/value head that this process uses of a weight that it holds whole; None: all rows.
+    """(first row, rows) of the one key/value head that this process uses of a replicated weight; None: all rows.
 
-    With fewer heads K than p processes, the query heads of process i all belong to head i K / p.
+    With fewer heads K than p processes, all query heads of process i belong to head i K / p.
     """
     if model.kv_heads >= layout.num_shards:
         return None

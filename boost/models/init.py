@@ -1,4 +1,5 @@
-"""Initial weights: a function of (seed, parameter name) alone, so bitwise the same on every mesh and under every layout."""
+"""Initial weights: a function of (seed, parameter name) only, so they are bitwise identical on every mesh and under every
+layout."""
 
 import contextlib
 import hashlib
@@ -22,9 +23,9 @@ from boost.models.interface import local_slice
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int, over: Callable[[list[FusedParam]], Iterable[FusedParam]] = iter) -> None:
-    """Fills every weight of a decoder in place. `over` iterates over the fused parameters and may show progress.
+    """Initializes every weight of a decoder in place. `over` iterates over the fused parameters and may show progress.
 
-    Each whole parameter is drawn on the CPU in fp32 and sharded afterwards: a draw per shard would depend on the mesh.
+    Each whole parameter is drawn on the CPU in fp32 and then sharded. Drawing per shard would depend on the mesh.
     """
     fused_of_all = list(fused_params(decoder))
     with _spectral_ahead(decoder.model, fused_of_all, seed) as value:
@@ -42,7 +43,7 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
         return torch.zeros(parameter.shape)
     if parameter.role in ("norm", "final_norm") or kind == "norm_weight":
         return torch.ones(parameter.shape)
-    if kind.startswith("gate_"):  # as torch.nn.Linear: kaiming-uniform of a fan-in
+    if kind.startswith("gate_"):  # kaiming-uniform of the fan-in, as torch.nn.Linear
         bound = parameter.shape[-1] ** -0.5
         return torch.rand(parameter.shape, generator=_generator(parameter.name, seed)).mul_(2 * bound).sub_(bound)
     if _is_spectral(parameter, model):
@@ -52,8 +53,8 @@ def initial_value(parameter: Parameter, model: ModelConfig, seed: int) -> Tensor
 
 
 def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Factors A and B, fp32, of the linear that `parameter` is one of: the closest to the dense linear's own initial weight
-    that their rank allows (spectral initialization: Khodak et al., arXiv 2105.01029)."""
+    """Factors A and B, fp32, of the linear that `parameter` belongs to: the best approximation, at their rank, of the dense
+    linear's own initial weight (spectral initialization: Khodak et al., arXiv 2105.01029)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,7 +64,7 @@ def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, T
 
 
 def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, int], int, float]:
-    """(name, shape, rank, standard deviation) of the dense linear that a factor is one of."""
+    """(name, shape, rank, standard deviation) of the dense linear that a factor belongs to."""
     slot = _linear_of(parameter.name, model)
     assert slot.rank is not None
     return f"{parameter.name.rpartition('.')[0]}.W", (slot.d_out, slot.d_in), slot.rank, model.init_std
@@ -73,8 +74,11 @@ def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, in
 def _spectral_ahead(
     model: ModelConfig, fused_params: Sequence[FusedParam], seed: int
 ) -> Iterator[Callable[[Parameter], Tensor]]:
-    """Yields `initial_value`; linears are factorized ahead, as many at once as this process has threads: those of a 7B model take a
-    core six hours. Each by one thread, since more would show in the last bits, and there are not equally many on every mesh."""
+    """Yields `initial_value`, with linears factorized ahead of time, one per thread of this process.
+
+    A 7B model needs six core-hours. Each factorization is single-threaded: the number of threads, which differs between meshes,
+    would change the last bits.
+    """
     factors = [s.parameter for fused in fused_params for s in fused.local_slices() if _is_spectral(s.parameter, model)]
     threads = torch.get_num_threads()
     if not factors:
@@ -99,7 +103,7 @@ def _spectral_ahead(
             found = ahead[key].result()[parameter.name.rpartition(".")[2]]
             wanted[key] -= 1
             if not wanted[key]:
-                del ahead[key]  # few are in memory at a time
+                del ahead[key]  # limits how many are in memory
                 begin(1)
             return found
 
@@ -111,7 +115,7 @@ def _spectral_ahead(
 
 
 _UNFINISHED = 2
-"""Linears, but for one, of which the factors A are wanted before the factors B."""
+"""Extra linears to factorize ahead: the A factors of a group's linears (up to three) are requested before the B factors."""
 
 
 def _is_spectral(parameter: Parameter, model: ModelConfig) -> bool:
@@ -122,14 +126,14 @@ def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: in
     factors = factorize(torch.randn(shape, generator=_generator(name, seed)).mul_(std), rank)
     a_RI, b_OR = factors.a_RI.float(), factors.b_OR.float()
     missing = rank - factors.rank
-    if missing > 0:  # key/value heads may be fewer than the rank: B starts at 0 there, A may not
+    if missing > 0:  # the rank may exceed the width of the key/value heads: B starts at 0 there, and A must not
         extra = torch.randn((missing, shape[1]), generator=_generator(f"{name}.A", seed)).mul_(std)
         a_RI, b_OR = torch.cat((a_RI, extra)), torch.cat((b_OR, b_OR.new_zeros(shape[0], missing)), dim=1)
     return {"A": a_RI, "B": b_OR}
 
 
 def _linear_of(name: str, model: ModelConfig) -> Slot:
-    """The linear that the parameter of this name, `layers.{number}.{linear}.{kind}`, belongs to."""
+    """The linear to which the parameter `layers.{number}.{linear}.{kind}` belongs."""
     layer, rest = name.split(".", 2)[1:]
     slot = rest.rpartition(".")[0]
     return next(s for group in groups(model, int(layer)) for s in group.slots if s.name == slot)
@@ -141,10 +145,10 @@ def _generator(name: str, seed: int) -> torch.Generator:
 
 
 def _standard_deviation(parameter: Parameter, kind: str, model: ModelConfig) -> float:
-    """The standard deviation of a parameter's draw.
+    """Standard deviation of a parameter's initial distribution.
 
-    cola: both factors s = r^(-1/4) (d_in + d_out)^(-1/4) of their linear (the official code's initialization);
-    xavier: sqrt(2 / (fan_in + fan_out)) of each factor by itself; the rest: model.init_std.
+    cola: both factors s = r^(-1/4) (d_in + d_out)^(-1/4) of their linear (as in the official code); xavier: sqrt(2 / (fan_in +
+    fan_out)) per factor; others: model.init_std.
     """
     if kind not in ("A", "B"):
         return model.init_std

@@ -1,16 +1,16 @@
 """The layout interface that the decoder calls. `boost.parallel.layouts` implements it, one file per layout.
 
-A block is two pairs of linears: qkv and gate_up project from the residual stream to heads or channels, o and down project back.
-Each pair runs as
+A block is two pairs of linear groups: qkv and gate_up project from the residual stream to heads or channels, o and down project
+back. Each pair runs as
 
     layout.in_proj_comm(stream, gamma, group)                norm, local work, the collective: pending (saved, stream)
     outputs, latents = layout.in_proj_local(saved, group)    no collective
     partial = layout.out_proj_local(hidden, group)           no collective
     layout.out_proj_comm(stream, partial, group)             the collective, local work, the residual update: pending stream
 
-What lies between two collectives is a segment: it can be recomputed without communication. Because a collective is started
-by one call and waited for by another, two halves of a micro-batch can be interleaved (`interleave`): start(a), start(b),
-wait(a), ... What follows a collective is a continuation (`Pending.then`), which torch.compile traces as it does not generators.
+The work between two collectives is a segment, which can be recomputed without communication. One call starts a collective and
+another waits for it, so two halves of a micro-batch can be interleaved (`interleave`): start(a), start(b), wait(a), ... Work
+after a collective is a continuation (`Pending.then`), because torch.compile does not trace generators.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,27 +36,27 @@ U = TypeVar("U")
 
 
 class Stream(NamedTuple):
-    """What flows through the blocks of a micro-batch. A tuple, so that torch finds the tensors in it."""
+    """State that flows through the blocks of a micro-batch. A tuple, so that torch finds the tensors in it."""
 
     x: Tensor
-    """The residual stream, in the shape that the layout gives it."""
+    """The residual stream, in the layout's shape."""
     prev_latents: Latents = ()
-    """A queue over the four groups: each takes those of the same group of the previous block from the front."""
+    """Queue over the four groups: each group takes the latents of the same group of the previous block from the front."""
     latents: Latents = ()
-    """Of this block's groups so far, for the next block."""
+    """Latents of this block's groups so far, for the next block."""
 
     def take(self, count: int) -> "tuple[Latents, Stream]":
-        """The next `count` tensors of the queue, and the stream without them."""
+        """Takes the next `count` tensors off the queue. Returns (tensors, remaining stream)."""
         if not count:
             return (), self
         return self.prev_latents[:count], self._replace(prev_latents=self.prev_latents[count:])
 
     def put(self, latents: Latents) -> "Stream":
-        """The stream with latents of a group for the next block."""
+        """Appends a group's latents for the next block."""
         return self._replace(latents=(*self.latents, *latents)) if latents else self
 
     def add(self, update: Tensor) -> "Stream":
-        """The stream with an update of the residual."""
+        """Adds an update to the residual stream."""
         return self._replace(x=self.x + update)
 
     def next_block(self) -> "Stream":
@@ -65,15 +65,15 @@ class Stream(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What enters the segment after an in-projection's collective; a recomputing block saves only this."""
+    """Inputs of the segment after an in-projection's collective. A block that recomputes saves only these."""
 
     tensors: Latents
     prev_latents: Latents = ()
-    """Those still to be combined with the latents in `tensors`."""
+    """Latents of the previous block, if they still have to be combined with `tensors`."""
 
 
 class Pending(Generic[T]):
-    """A started collective and the work after it: `wait` finishes both, and returns the result or what is pending next."""
+    """A collective in flight and the work after it. `wait` finishes both and returns the result or the next `Pending`."""
 
     __slots__ = ("wait",)
 
@@ -81,7 +81,7 @@ class Pending(Generic[T]):
         self.wait = wait
 
     def then(self, work: "Callable[[T], U | Pending[U]]") -> "Pending[U]":
-        """This and then work on its result, which may start a collective too."""
+        """Chains work on the result. The work may start a collective too."""
 
         def wait() -> "U | Pending[U]":
             found = self.wait()
@@ -91,7 +91,7 @@ class Pending(Generic[T]):
 
 
 class Done(Pending[T]):
-    """A result that nothing has to be waited for: what follows runs at once."""
+    """A result that is already available, so chained work runs immediately."""
 
     __slots__ = ("result",)
 
@@ -105,8 +105,8 @@ class Done(Pending[T]):
 
 
 def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
-    """The results. Each in turn waits once and runs until it has started its next collective; each is `lag` such steps behind
-    the one before it.
+    """Runs chains interleaved and returns their results. In turn, each one waits once and runs until it has started its next
+    collective. Each one trails the previous one by `lag` such steps.
 
     Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.
     """
@@ -120,16 +120,16 @@ def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
 
 
 class SegmentRunner(Protocol):
-    """Calls a function; decides what the backward pass finds of it.
+    """Calls a function and decides what is saved for the backward pass.
 
-    The function may be called again, much later, with the same arguments: what it reads beside them must not change.
+    The function may be called again later with the same arguments, so anything else that it reads must not change.
     """
 
     def __call__(self, function: Callable[..., Any], /, *arguments: Any) -> Any: ...
 
 
 def call(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """Whatever autograd saves."""
+    """Calls the function directly: autograd decides what is saved."""
     return function(*arguments)
 
 
@@ -138,13 +138,13 @@ class RecomputePolicy:
     """How one block runs."""
 
     block: SegmentRunner = call
-    """All of it."""
+    """Runs the whole block."""
     local: SegmentRunner = call
-    """Its segments except attention's."""
+    """Runs each segment except attention's."""
     attention: SegmentRunner = call
-    """The segment from the latents of q, k, v to what leaves attention."""
+    """Runs the segment from the latents of q, k, v to the output of attention."""
     sharded_latents: bool = False
-    """Latents are saved before they are gathered: least memory, but the all-gather is repeated."""
+    """Save latents before they are all-gathered: least memory, but the all-gather is repeated."""
 
 
 NO_RECOMPUTE = RecomputePolicy()
@@ -153,10 +153,10 @@ NO_RECOMPUTE = RecomputePolicy()
 class Layout(Protocol):
     """One way to shard the decoder over TP ranks: `spec` describes placements and communication, this implements them.
 
-    T is the number of tokens of the micro-batch; what `in_proj_local` returns has all T tokens, and 1/num_shards of the heads or
-    channels (of an MLP that stays with its tokens, T/p tokens and all channels). Collectives stand in `in_proj_comm` and
-    `out_proj_comm` (and, of latents that are saved sharded, in `in_proj_local`). On a context axis T is the number of tokens held
-    here, and attention has collectives of its own.
+    T is the number of tokens of the micro-batch. `in_proj_local` returns all T tokens and 1/num_shards of the heads or channels
+    (or, for an MLP that stays token-sharded, T/p tokens and all channels). `in_proj_comm` and `out_proj_comm` contain all
+    collectives, except that latents saved sharded are gathered in `in_proj_local`. With a context axis, T is the number of
+    local tokens, and attention has its own collectives.
     """
 
     spec: LayoutSpec
@@ -165,67 +165,71 @@ class Layout(Protocol):
     size: int
     """p, the number of TP processes."""
     num_shards: int
-    """The number of parts into which heads and channels are sharded: p, or 1 where every process computes all of them."""
+    """Number of shards of heads and channels: p, or 1 if every process computes all of them."""
     grouping: bool
-    """Whether linears of one input share one GEMM and one collective, and so one tensor of latents."""
+    """Whether linears that share an input share one GEMM, one collective, and one tensor of latents."""
     policy: RecomputePolicy
-    """How segments run."""
+    """Recomputation policy of the segments."""
     halves: bool
-    """Whether a micro-batch runs as two halves, one of which computes while the other's collectives are in flight."""
+    """Whether a micro-batch runs as two halves, so that one computes while the other's collectives are in flight."""
     lag: int
-    """Steps (`interleave`) by which the second half follows the first through the blocks."""
+    """Steps (`interleave`) by which the second half trails the first."""
 
     def with_options(self, *, policy: RecomputePolicy = ..., inference: bool = ..., split: bool = ...) -> "Layout":
-        """The same function on the same weights: its segments run under a policy, for any number of tokens without
-        gradients, or with collectives that are started and waited for by nodes of their own. What is not given stays."""
+        """Returns the same function on the same weights with other options.
+
+        `policy`: recomputation policy of the segments. `inference`: any number of tokens, without gradients. `split`: start and
+        wait of a collective are separate autograd nodes. Options that are not given stay as they are.
+        """
         ...
 
     def placement(self, role: str) -> Placement:
-        """Where a parameter of this role lies."""
+        """Placement of parameters with this role."""
         ...
 
     def crosses_as_heads(self, slot: Slot) -> bool:
-        """Whether this projection computes all heads of this process's tokens, which are then exchanged, and not this process's
-        heads of all tokens."""
+        """Whether this projection computes all heads of this process's tokens, which are then exchanged, instead of this
+        process's heads of all tokens."""
         ...
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
-        """Shape of the residual stream of `tokens` tokens on one process: what pipeline stages exchange."""
+        """Local shape of the residual stream of `tokens` tokens, which pipeline stages exchange."""
         ...
 
     def latent_shape(self, rank: int, tokens: int) -> tuple[int, int]:
-        """Shape of latents of whole width `rank`, as they cross to the next block, on one process."""
+        """Local shape of the latents passed to the next block, given their full width `rank`."""
         ...
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
-        """The residual stream of tokens (int64), in `dtype`: that of activations, so nothing wider is sent."""
+        """Embeds tokens (int64) into the residual stream, in `dtype`: the activations' dtype, so nothing wider is sent."""
         ...
 
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: "LinearGroup") -> Pending[tuple[Saved, Stream]]:
-        """norm(x) into a group, up to its last collective."""
+        """norm(x) and the first part of a group, up to its last collective."""
         ...
 
     def in_proj_local(self, saved: Saved, group: "LinearGroup") -> tuple[Sequence[Tensor], Latents]:
-        """The rest of the group: one [T, d_out / num_shards] a slot, and its latents for the next block if they arise here."""
+        """The rest of the group: one [T, d_out / num_shards] per slot, and its latents for the next block if they are computed
+        here."""
         ...
 
     def sequence_share(self) -> "SequenceShare | None":
-        """What this process holds of each sequence; None: all of it."""
+        """This process's share of each sequence; None: the whole sequence."""
         ...
 
     def enter_attention(
         self, q: Tensor, k: Tensor, v: Tensor, context: "Context"
     ) -> Pending[tuple[Tensor, Tensor, Tensor]]:
-        """Rotated queries and keys, and values, of the tokens held here -> what attention takes: all tokens of some heads, or the
-        same queries with all keys and values."""
+        """Redistributes q, k (both rotated) and v of the local tokens for attention: all tokens of some heads, or the same
+        queries with all keys and values."""
         ...
 
     def leave_attention(self, attended: Tensor, context: "Context") -> Pending[Tensor]:
-        """What attention returned -> all heads of this TP process, of the tokens held here."""
+        """Redistributes attention's output to all heads of this TP rank for the local tokens."""
         ...
 
     def out_proj_local(self, hidden: Tensor, group: "LinearGroup") -> Tensor:
-        """Heads or channels [T, d_in / num_shards] into a group, up to its first collective."""
+        """Heads or channels [T, d_in / num_shards] through the first part of a group, up to its first collective."""
         ...
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: "LinearGroup") -> Pending[Stream]:
@@ -233,12 +237,12 @@ class Layout(Protocol):
         ...
 
     def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
-        """The final norm of all T tokens, [T, d], whole on every process. Each then uses its own rows of the head, so gradients of
-        the result are partial; they are summed in the backward pass."""
+        """The final norm of all T tokens, [T, d], replicated on every process. Each process then uses its own rows of the head,
+        so gradients of the result are partial; the backward pass sums them."""
         ...
 
     def all_logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Pending[Tensor]:
-        """Differentiable logits [T, V] of all tokens, whole and equal on every process (`loss` never forms them)."""
+        """Differentiable logits [T, V] of all tokens, replicated on every process (`loss` never materializes them)."""
         ...
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
@@ -246,12 +250,12 @@ class Layout(Protocol):
         ...
 
     def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
-        """Logits [N, V] of the tokens numbered `tokens_N` of the T, whole on every process (for generation)."""
+        """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process (for generation)."""
         ...
 
 
 def local_slice(parameter: Parameter, layout: Layout, whole: Tensor) -> Tensor:
-    """This process's part of a whole tensor of the parameter's global shape, as a view."""
+    """This process's shard of a whole tensor of the parameter's global shape, as a view."""
     dim = layout.placement(parameter.role).dim
     if dim is None:
         return whole
@@ -260,5 +264,5 @@ def local_slice(parameter: Parameter, layout: Layout, whole: Tensor) -> Tensor:
 
 
 def local_kv_heads(kv_heads: int, layout: Layout) -> int:
-    """Key/value heads that one process computes: at least one, shared with others where there are fewer than parts."""
+    """Number of key/value heads per process: at least one, which several processes share if there are fewer heads than shards."""
     return max(kv_heads // layout.num_shards, 1)

@@ -1,10 +1,10 @@
-"""Element-wise work, as functions that one kernel each can do in one pass: every input read once, every result written once.
+"""Element-wise functions that can each run as one kernel in one pass: every input read once, every result written once.
 
-A kernel has no gradient: hand-written autograd functions call it, in both passes. What runs it is chosen once for a process
-(`use`), from BACKENDS: "eager" runs its operations one after the other, "inductor" has torch.compile make one kernel of them.
-Inside torch.compile a kernel is part of what is compiled.
+A kernel has no gradient: custom autograd functions call it in both passes. The backend is chosen once per process (`use`) from
+BACKENDS: "eager" runs the operations one by one, "inductor" compiles each function into one kernel with torch.compile. Inside
+torch.compile, a kernel becomes part of the compiled graph.
 
-Legend: T tokens, R latent width of a group, O width held here; B sequences, S tokens of each, H heads, E width of a head.
+Legend: T tokens, R latent width of a group, O local width; B sequences, S tokens of each, H heads, E width of a head.
 """
 
 import functools
@@ -25,10 +25,10 @@ Backend = Callable[["Kernel", tuple[Any, ...]], Any]
 
 
 class Kernel:
-    """A function of tensors and constants that one kernel can do in one pass."""
+    """A function of tensors and constants that can run as one kernel in one pass."""
 
     def __init__(self, function: Callable[..., Any], reads: int = 1) -> None:
-        """`reads`: how often it reads its inputs: once more for a sum over rows beside results for each row."""
+        """`reads`: how often it reads its inputs: one more if it returns a sum over rows in addition to a result per row."""
         functools.update_wrapper(self, function)
         self.function, self.reads = function, reads
         self.name = function.__name__
@@ -41,7 +41,7 @@ class Kernel:
 
 
 KERNELS: dict[str, Kernel] = {}
-"""By name."""
+"""Kernels by name."""
 
 
 def _eager(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
@@ -49,7 +49,7 @@ def _eager(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
 
 
 def _inductor(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-    # Somebody counts operations, of which compiled code shows none.
+    # A dispatch mode is counting operations, which compiled code would hide.
     if is_in_torch_dispatch_mode(include_infra_modes=False):
         return kernel.function(*arguments)
     return _compiled(kernel)(*arguments)
@@ -59,19 +59,22 @@ def _inductor_if_it_works(kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
     try:
         return _inductor(kernel, arguments)
     except RuntimeError as error:
-        from torch._dynamo.exc import TorchDynamoException  # half a second
+        from torch._dynamo.exc import TorchDynamoException  # importing this takes half a second
 
         if not isinstance(error, TorchDynamoException):
             raise
         reason = str(error).strip().split("\n")[0]
-        log.warning("kernel '%s' cannot be compiled, so none is from now on: %s", kernel.name, reason)
+        log.warning(
+            "kernel '%s' cannot be compiled; all kernels run in eager mode from now on: %s", kernel.name, reason
+        )
         use("eager")
         return kernel.function(*arguments)
 
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Callable[..., Any]:
-    """One for all sizes: groups of a block differ in their latent width, evaluation in its number of tokens."""
+    """Compiles one kernel for all sizes: latent width differs between groups of a block, and the number of tokens differs in
+    evaluation."""
     return torch.compile(kernel.function, fullgraph=True, dynamic=True)
 
 
@@ -80,21 +83,21 @@ BACKENDS: dict[str, Backend] = {
     "inductor": _inductor,
     "inductor or eager": _inductor_if_it_works,
 }
-"""By name. "inductor or eager" compiles unless that fails, which is a warning. An outside package adds its own, which may hand what
-it has no kernel for to one of these."""
+"""Backends by name. "inductor or eager" compiles, and falls back to eager with a warning if that fails. Other packages may add
+their own, which may delegate to one of these."""
 
 _backend: Backend = _eager
 
 
 def use(name: str) -> None:
-    """Chooses what runs the kernels of this process from now on. Raises KeyError if there is no such backend."""
+    """Chooses the backend of this process's kernels from now on. Raises KeyError if there is no such backend."""
     global _backend
     _backend = BACKENDS[name]
 
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Runs the kernels called in here by a backend."""
+    """Context in which kernels run on a given backend."""
     global _backend
     usual, _backend = _backend, backend
     try:
@@ -108,8 +111,8 @@ _separate = False
 
 @contextmanager
 def separate_operations() -> Iterator[None]:
-    """Element-wise operations are those that published code writes, each with a gradient and saved inputs of its own. For
-    predictions of other people's measurements."""
+    """Context in which element-wise operations run as published code writes them: each one separate, with its own gradient and
+    saved inputs. For predictions of published measurements."""
     global _separate
     before, _separate = _separate, True
     try:
@@ -123,17 +126,17 @@ def is_separate() -> bool:
     return _separate
 
 
-# Parts of kernels.
+# Building blocks of kernels.
 
 
 def statistic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Statistics are kept in fp32, or in fp64 for fp64 activations."""
+    """Dtype of statistics: fp32, or fp64 for fp64 activations."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_sum_of_squares(x_TD: Tensor) -> Tensor:
     """Sum of x^2 of each row, [T], in the statistic's dtype."""
-    # vector_norm accumulates in the wide dtype without a wide copy of x.
+    # vector_norm accumulates in the wider dtype without copying x to it.
     return torch.linalg.vector_norm(x_TD, dim=-1, dtype=statistic_dtype(x_TD.dtype)).square()
 
 
@@ -170,7 +173,7 @@ def activated(u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> Tensor:
 
 @Kernel
 def activated_backward(dh_TR: Tensor, u_TR: Tensor, c_T1: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
-    """dh -> (du = c act'(c u) dh, h = act(c u)): h is made again for the gradient of what follows."""
+    """dh -> (du = c act'(c u) dh, h = act(c u)): recomputes h for the weight gradient."""
     z_TR = u_TR if c_T1 is None else scaled(u_TR, c_T1)
     du_TR = torch.ops.aten.silu_backward(dh_TR, z_TR) if silu else dh_TR
     du_TR = du_TR if c_T1 is None else scaled(du_TR, c_T1)
@@ -191,17 +194,17 @@ def gated_backward(dy_TO: Tensor, gate_TO: Tensor, up_TO: Tensor) -> tuple[Tenso
 
 @Kernel
 def rotated(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotary embedding in the rotate-half form: the two halves of a head are its pairs."""
-    return _turned(x_BSHE, cos_SE, sin_SE, 1)
+    """Rotary embedding in the rotate-half form, which pairs the two halves of a head."""
+    return _rotate(x_BSHE, cos_SE, sin_SE, 1)
 
 
 @Kernel
 def rotated_backward(dy_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Its gradient, the rotation by the opposite angle."""
-    return _turned(dy_BSHE, cos_SE, sin_SE, -1)
+    """Gradient of the rotary embedding: the rotation by the opposite angle."""
+    return _rotate(dy_BSHE, cos_SE, sin_SE, -1)
 
 
-def _turned(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
+def _rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
     half = x_BSHE.shape[-1] // 2
     sin_S1e = sin_SE[:, None, :half]
     y_BSHE = x_BSHE * cos_SE[:, None]
@@ -236,6 +239,6 @@ def normed_backward(dy_TD: Tensor, x_TD: Tensor, gamma_D: Tensor, c_T1: Tensor) 
     dy_TD = dy_TD.to(c_T1.dtype)
     normed_TD = x_TD * c_T1
     dgamma_D = (dy_TD * normed_TD).sum(0).to(gamma_D.dtype)
-    g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # which may be stored in more
+    g_TD = dy_TD * gamma_D.to(dy_TD.dtype)  # gamma may be stored in a wider dtype
     mean_T1 = torch.linalg.vecdot(g_TD, normed_TD).unsqueeze(-1) / x_TD.shape[-1]
     return g_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(c_T1).to(x_TD.dtype), dgamma_D

@@ -1,9 +1,9 @@
-"""Latent gates (LaX, arXiv 2505.21732): a block's latents are combined with those of the same linears of the previous block.
+"""Latent gates (LaX, arXiv 2505.21732) combine a block's latents with those of the same linears of the previous block.
 
     u = A x;  u = LayerNorm(u + G(h of the previous block));  h = act(u);  y = B h
 
-Legend: T tokens; R latent width of a group (all slots side by side), r of one slot, a x b its most balanced factors; as held by
-this process, except that what passes a gate is whole (`rows` of it come out).
+Legend: T tokens; R latent width of a group (all slots side by side), r of one slot, a x b its most balanced factors. All are
+local to this process, except that inputs of a gate are whole (and this process computes some rows of its output).
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from boost.models.interface import Layout
 from boost.models.linear import linear
 
 EPS = 1e-6
-"""Added to the variance by the latents' LayerNorm."""
+"""Epsilon of the latents' LayerNorm, added to the variance."""
 
 
 class LatentGate(FusedModule):
     """Combines the latents of one group with those of the previous block: a gate, and a LayerNorm per slot.
 
-    Latents come as one tensor for the whole group or as one a slot. `gated_sum`, `norm_stats` and `apply_norm` are the steps
-    between which a layout that shards latents puts its collectives; `forward` is all of them where latents are whole.
+    Latents are one tensor for the whole group, or one per slot. A layout that shards latents calls `gated_sum`, `norm_stats`
+    and `apply_norm` with its collectives in between; `forward` runs all of them on whole latents.
     """
 
     norm_weight: Tensor
@@ -37,7 +37,7 @@ class LatentGate(FusedModule):
         super().__init__()
         self.gate = model.gate
         self.mixes = model.mixes
-        """Whether the gate needs whole latents."""
+        """Whether the gate mixes latents, and so needs whole ones."""
         self.whole_ranks = shape.ranks
         self._names = [slot.name.partition(".")[2] for slot in shape.slots]
         for name, parameters in architecture.latent_gate_parameters(model, shape, prefix).items():
@@ -45,27 +45,27 @@ class LatentGate(FusedModule):
         self.ranks = tuple(param_slice.rows for param_slice in self.slices["norm_weight"])
 
     def forward(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
-        """LayerNorm(u + G(h)), tensor by tensor, where this process holds latents whole."""
+        """LayerNorm(u + G(h)) for each tensor, if this process holds whole latents."""
         mixed = self.gated_sum(latents, list(self._by_slot(prev_latents)))
         return [self._layer_norm(v, slots) for v, slots in zip(mixed, self.slots_of(latents), strict=True)]
 
     def gated_sum(self, latents: Sequence[Tensor], prev_latents: Sequence[Tensor]) -> list[Tensor]:
-        """u + G(h); `prev_latents` is one whole latent [T, r] a slot, or this process's part where the gate does not mix."""
+        """u + G(h). `prev_latents`: one whole latent [T, r] per slot, or this process's shard if the gate does not mix."""
         gated = [self._gated(h, slot) for slot, h in enumerate(prev_latents)]
         of_each = [[gated[slot] for slot in slots] for slots in self.slots_of(latents)]
         return [u + (g[0] if len(g) == 1 else torch.cat(g, dim=-1)) for u, g in zip(latents, of_each, strict=True)]
 
     def norm_stats(self, mixed: Tensor, slots: range) -> Tensor:
-        """Sums over this process's part of each latent and of its squares, [T, 2 slots], fp32 or wider."""
+        """Sums over this process's shard of each latent and of its squares, [T, 2 slots], fp32 or wider."""
         return _NormStats.apply(mixed, tuple(self.ranks[slot] for slot in slots))
 
     def apply_norm(self, mixed: Tensor, norm_stats: Tensor, slots: range) -> Tensor:
-        """LayerNorm of this process's part of latents, by the statistics of whole ones."""
+        """LayerNorm of this process's shard of latents, given the statistics of whole ones."""
         widths = tuple((self.ranks[slot], self.whole_ranks[slot]) for slot in slots)
         return _ApplyNorm.apply(mixed, norm_stats, *self._norm(slots), widths)
 
     def slots_of(self, latents: Sequence[Tensor]) -> list[range]:
-        """Numbers of the slots that each tensor holds: all of them, or one each."""
+        """Indices of the slots in each tensor: all of them, or one each."""
         if len(latents) == 1:
             return [range(len(self.ranks))]
         return [range(slot, slot + 1) for slot in range(len(self.ranks))]
@@ -75,20 +75,22 @@ class LatentGate(FusedModule):
             yield from tensor.split([self.ranks[slot] for slot in slots], dim=-1)
 
     def _gated(self, h_Tr: Tensor, slot: int) -> Tensor:
-        """G(h) of one slot: this process's rows of it."""
+        """G(h) of one slot: this process's rows."""
         if self.gate == "dense":
-            return linear(h_Tr, self._of_slot("gate_weight", slot), self._of_slot("gate_bias", slot))
+            return linear(h_Tr, self._slot_param("gate_weight", slot), self._slot_param("gate_bias", slot))
         if self.gate == "tensor":
-            rows_Aa, columns_bb = (self._of_slot(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns"))
+            rows_Aa, columns_bb = (
+                self._slot_param(name, slot).to(h_Tr.dtype) for name in ("gate_rows", "gate_columns")
+            )
             h_Tab = h_Tr.unflatten(-1, (rows_Aa.shape[1], columns_bb.shape[1]))
             if (
                 rows_Aa.shape[0] < rows_Aa.shape[1]
-            ):  # sharded: its own rows first, so that those of others are not multiplied
+            ):  # sharded: multiply by its own rows first, which skips those of other processes
                 return linear(rows_Aa @ h_Tab, columns_bb).flatten(1)
             return (rows_Aa @ linear(h_Tab, columns_bb)).flatten(1)
         return h_Tr
 
-    def _of_slot(self, name: str, slot: int) -> Tensor:
+    def _slot_param(self, name: str, slot: int) -> Tensor:
         parameter: Tensor = getattr(self, f"{name}_{self._names[slot]}")
         return parameter
 
@@ -103,7 +105,7 @@ class LatentGate(FusedModule):
         return torch.addcmul(bias.to(normed.dtype), normed, weight.to(normed.dtype))
 
     def _norm(self, slots: range) -> tuple[Tensor, Tensor]:
-        """Weight and bias of LayerNorm, of all slots or of one."""
+        """Weight and bias of LayerNorm, for all slots or for one."""
         if len(slots) == len(self.ranks):
             return self.norm_weight, self.norm_bias
         (slot,) = slots
@@ -112,30 +114,30 @@ class LatentGate(FusedModule):
 
 
 class _NormStats(torch.autograd.Function):
-    """forward: v [T, R] -> s [T, 2k], for each of k slots the sums of v and of v^2; dgrad: dv = ds_1 + 2 v ds_2. Local."""
+    """forward: v [T, R] -> s [T, 2k], the sums of v and of v^2 for each of k slots; dgrad: dv = ds_1 + 2 v ds_2. No collective."""
 
     @staticmethod
     def forward(ctx: Any, v_TR: Tensor, ranks: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(v_TR)
         ctx.ranks = ranks
-        parts = _wide(v_TR).split(ranks, dim=-1)
+        parts = _upcast(v_TR).split(ranks, dim=-1)
         return torch.stack([sums for v in parts for sums in (v.sum(-1), v.square().sum(-1))], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, ds_T2k: Tensor) -> tuple[Tensor, None]:
         (v_TR,) = ctx.saved_tensors
         first_Tk, second_Tk = ds_T2k[:, ::2], ds_T2k[:, 1::2]
-        parts = _wide(v_TR).split(ctx.ranks, dim=-1)
+        parts = _upcast(v_TR).split(ctx.ranks, dim=-1)
         dv = [first_Tk[:, i, None] + 2 * v * second_Tk[:, i, None] for i, v in enumerate(parts)]
         return torch.cat(dv, dim=-1).to(v_TR.dtype), None
 
 
 class _ApplyNorm(torch.autograd.Function):
-    """forward: y = w (v - m) c + b, with the mean m = s_1 / n and c = (s_2 / n - m^2 + eps)^(-1/2) of a whole latent of width n.
-
-    v, y [T, R]; s [T, 2k]; w, b [R]. dgrad: dv = c w dy; ds from dm = -c <w, dy> + m c^3 <w dy, v - m> and dc = <w dy, v - m>,
-    of this process's part: a term of a sum. wgrad: dw, db complete. Local.
-    """
+    """forward: y = w (v - m) c + b, with the mean m = s_1 / n and c = (s_2 / n - m^2 + eps)^(-1/2) of a whole latent of width
+    n; v, y [T, R]; s [T, 2k]; w, b [R].
+    dgrad: dv = c w dy; ds from dm = -c <w, dy> + m c^3 <w dy, v - m> and dc = <w dy, v - m> over this process's shard: a
+    partial sum.
+    wgrad: dw, db complete. No collective."""
 
     @staticmethod
     def forward(
@@ -167,16 +169,16 @@ class _ApplyNorm(torch.autograd.Function):
         return dv_TR, torch.stack(ds, dim=-1), dw_R, dy_TR.sum(0).to(w_R.dtype), None
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _standardized_parts(
     v_TR: Tensor, s_T2k: Tensor, widths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(latent, its mean, its inverse deviation) of each slot, fp32 or wider."""
-    parts = _wide(v_TR).split([rank for rank, _ in widths], dim=-1)
+    """(latent, mean, inverse standard deviation) of each slot, fp32 or wider."""
+    parts = _upcast(v_TR).split([rank for rank, _ in widths], dim=-1)
     for i, (v, (_, n)) in enumerate(zip(parts, widths, strict=True)):
         m_T1 = s_T2k[:, 2 * i, None] / n
-        variance_T1 = s_T2k[:, 2 * i + 1, None] / n - m_T1.square()  # rounding may leave less than nothing of it
+        variance_T1 = s_T2k[:, 2 * i + 1, None] / n - m_T1.square()  # may be negative after rounding
         yield v, m_T1, torch.rsqrt(variance_T1.clamp_min(0) + EPS)

@@ -1,4 +1,4 @@
-"""The one place through which every GEMM of the model goes: other precisions and deferred weight gradients belong here."""
+"""Every GEMM of the model goes through this file. Other precisions and deferred weight gradients belong here."""
 
 from collections.abc import Sequence
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Differentiable x W^T (+ b), [..., I] x [O, I] -> [..., O], in x's dtype: master weights are cast where they are used."""
+    """Differentiable x W^T (+ b), [..., I] x [O, I] -> [..., O], in x's dtype: master weights are cast here."""
     if bias is not None:
         bias = bias.to(x.dtype)
     return F.linear(x, weight.to(x.dtype), bias)
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, [m, k] x [k, n], inside a hand-written forward or backward pass; both of one dtype. `out`: where to write it, which may
-    be columns of a wider tensor."""
+    """a b, [m, k] x [k, n], for hand-written forward and backward passes; both of one dtype. `out`: the output tensor, which
+    may be columns of a wider one."""
     return a @ b if out is None else torch.mm(a, b, out=out)
 
 
 def gemms(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The products of pairs [m, k], [k, n] side by side, [m, sum of n]."""
+    """Products of pairs [m, k], [k, n], side by side: [m, sum of n]."""
     if len(pairs) == 1 or torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place
         products = [gemm(a, b) for a, b in pairs]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)

@@ -1,4 +1,4 @@
-"""Differentiable element-wise functions of the model. Each keeps its inputs and nothing else, and is one kernel in either pass
+"""Differentiable element-wise functions of the model. Each saves only its inputs and runs as one kernel in either pass
 (`boost.models.kernels`)."""
 
 from typing import Any
@@ -13,7 +13,7 @@ from boost.models import kernels
 class _GatedProduct(torch.autograd.Function):
     """forward: gate, up [T, O] -> y = silu(gate) up; dgrad: dgate = dy up silu'(gate), dup = dy silu(gate). No collective.
 
-    Keeps gate and up: silu(gate) is made again in backward.
+    Saves gate and up; the backward pass recomputes silu(gate).
     """
 
     @staticmethod
@@ -29,7 +29,7 @@ class _GatedProduct(torch.autograd.Function):
 class _Rotary(torch.autograd.Function):
     """forward: x [B, S, H, E], angles [S, E] -> x rotated; dgrad: dy rotated by the opposite angles. No collective.
 
-    Keeps nothing but the angles, which all blocks share.
+    Saves only the angles, which all blocks share.
     """
 
     @staticmethod
@@ -52,8 +52,7 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
 
 
 def rotary(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Differentiable rotary embedding (arXiv 2104.09864) in the rotate-half form: the two halves of a head are its pairs, and
-    have the same angles."""
+    """Differentiable rotary embedding (arXiv 2104.09864) in the rotate-half form, which pairs the two halves of a head."""
     if kernels.is_separate():
         x_BHSE = x_BSHE.transpose(1, 2)
         first, second = x_BHSE.chunk(2, dim=-1)

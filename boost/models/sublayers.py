@@ -1,6 +1,7 @@
-"""The two sublayers of a block, independent of how their weights are stored. Each is: project in, do the local work, project out.
+"""The two sublayers of a block, independent of how their weights are stored. Each one projects in, does local work, and
+projects out.
 
-Legend: T tokens; x is the residual stream in the shape that the layout gives it.
+Legend: T tokens; x is the residual stream in the layout's shape.
 """
 
 from torch import Tensor
@@ -22,7 +23,7 @@ class Attention:
     """Index of its key/value cache."""
 
     def start_attention(self, layout: Layout, stream: Stream, context: Context) -> Pending[Stream]:
-        """The stream after attention, up to its first collective."""
+        """Runs attention up to its first collective. The result is the stream after attention."""
         entered = layout.in_proj_comm(stream, self.attn_norm, self.qkv)
         return entered.then(lambda found: self._run_attention(layout, context, *found))
 
@@ -35,7 +36,7 @@ class Attention:
         return layout.out_proj_comm(stream.put(latents), partial, self.o)
 
     def _run_shared_attention(self, layout: Layout, context: Context, saved: Saved, stream: Stream) -> Pending[Stream]:
-        """Sequences are shared over the context axis: attention is a segment of its own, after the exchange."""
+        """Attention with sequences sharded over the context axis: a separate segment, after the exchange."""
         q, k, v, latents = layout.policy.local(self._rotated, layout, context, saved)
         entered = layout.enter_attention(q, k, v, context)
         heads: Pending[Tensor] = entered.then(lambda qkv: self._attend_shared(layout, context, qkv))
@@ -69,7 +70,7 @@ class MLP:
     mlp_silu: bool
 
     def start_mlp(self, layout: Layout, stream: Stream) -> Pending[Stream]:
-        """The stream after the MLP, up to its first collective."""
+        """Runs the MLP up to its first collective. The result is the stream after the MLP."""
         entered = layout.in_proj_comm(stream, self.mlp_norm, self.gate_up)
         return entered.then(lambda found: self._run_mlp(layout, *found))
 

@@ -1,6 +1,6 @@
-"""What follows the latents of a group, as one node that keeps nothing but them: y_k = B_k act(c u)_k for each slot k.
+"""Activation and up-projection of a group as one autograd node that saves only latents: y_k = B_k act(c u)_k for each slot k.
 
-Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O outputs of a slot held here.
+Legend: T tokens, R latent width of a group (all slots side by side), r of one slot, O local outputs of a slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,25 +12,31 @@ from torch import Tensor
 from boost.models.kernels import activated, activated_backward
 from boost.models.linear import gemm, gemms
 
-Begin = Callable[[Tensor], Tensor]
-"""Starts a collective whose result has the shape of its operand; `wait` must come before the result is used."""
+StartCollective = Callable[[Tensor], Tensor]
+"""Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
 
 
 class _UpProject(torch.autograd.Function):
-    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns;
-    dgrad: du = c act'(c u) dh, dh_k = dy_k B_k; wgrad: dB_k = dy_k^T h_k. No collective.
+    """forward: u [T, R], c [T, 1] or None, B_k [O_k, r_k] -> y_k = h_k B_k^T [T, O_k], h = act(c u) [T, R], h_k its columns.
+    dgrad: du = c act'(c u) dh, dh_k = dy_k B_k.
+    wgrad: dB_k = dy_k^T h_k. No collective.
 
-    Keeps u and c: c u and h are made again in backward, by element-wise work, and so are the casts of B. c is a constant: whoever
-    sums u over processes makes its gradient of u and du (`boost.parallel.norms.OnlineSum`). `begin` starts the sum of du, which is
-    then in flight while the weights' gradients are computed; the node that made u waits for it.
+    Saves u and c. The backward pass recomputes c u, h and the casts of B, which is element-wise work. c is a constant here: the
+    node that sums u over processes computes its gradient from u and du (`boost.parallel.norms.OnlineSum`). `start_grad_sum`
+    starts the sum of du, which is in flight while the weight gradients are computed; the node that produced u waits for it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, u_TR: Tensor, c_T1: Tensor | None, silu: bool, begin: Begin | None, *weights: Tensor
+        ctx: Any,
+        u_TR: Tensor,
+        c_T1: Tensor | None,
+        silu: bool,
+        start_grad_sum: StartCollective | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(u_TR, c_T1, *weights)
-        ctx.silu, ctx.begin = silu, begin
+        ctx.silu, ctx.start_grad_sum = silu, start_grad_sum
         return _projected(u_TR, c_T1, silu, weights)
 
     @staticmethod
@@ -42,22 +48,29 @@ class _UpProject(torch.autograd.Function):
         else:
             du_TR, h_TR = activated_backward(dh_TR, u_TR, c_T1, ctx.silu)
         del dh_TR
-        if ctx.begin is not None:
-            du_TR = ctx.begin(du_TR)
+        if ctx.start_grad_sum is not None:
+            du_TR = ctx.start_grad_sum(du_TR)
         slots = zip(dy, _slots(h_TR, weights), weights, strict=True)
         dw = [gemm(dy_TO.t(), h_Tr).to(b_Or.dtype) for dy_TO, h_Tr, b_Or in slots]
         return du_TR, None, None, None, *dw
 
 
 def up_project(
-    u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor], begin: Begin | None = None
+    u_TR: Tensor,
+    c_T1: Tensor | None,
+    silu: bool,
+    weights: Sequence[Tensor],
+    start_grad_sum: StartCollective | None = None,
 ) -> list[Tensor]:
-    """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`, whose ranks add up to R; act is SiLU or
-    nothing. c [T, 1] (None: 1) is rounded with the product only, and has no gradient. `begin` starts the sum of u's gradient,
-    which the node that made u, and nobody else, takes and waits for."""
+    """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`. Ranks add up to R; act is SiLU or the
+    identity.
+
+    c [T, 1] (None: 1) is multiplied before rounding and has no gradient. `start_grad_sum` starts the sum of u's gradient; only
+    the node that produced u may consume that gradient, and must wait for it.
+    """
     if not torch.is_grad_enabled():  # torch.compile does not inline a node with a variable number of operands
         return list(_projected(u_TR, c_T1, silu, weights))
-    return list(_UpProject.apply(u_TR, c_T1, silu, begin, *weights))
+    return list(_UpProject.apply(u_TR, c_T1, silu, start_grad_sum, *weights))
 
 
 def _projected(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

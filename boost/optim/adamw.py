@@ -1,4 +1,4 @@
-"""AdamW over stored parameters: torch's fused implementation, in weight-decay groups, with state that exists from the start."""
+"""AdamW over stored parameters: torch's fused implementation with weight-decay groups. Its state exists from the start."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,15 +17,15 @@ from boost.parallel.replicas import digest
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 State = dict[Tensor, dict[str, Tensor]]
-"""Moments by name, each with the shape of its local shard."""
+"""Moments of each tensor by name, each with the shape of the local shard."""
 
 Part = dict[Tensor, tuple[int, dict[str, Tensor]]]
-"""Moments of some rows of stored tensors, from the first of these rows on."""
+"""For each stored tensor: (index of the first row, moments of the rows from there on, by name)."""
 
 
 def decays(fused: FusedParam, optim: OptimConfig) -> bool:
-    """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms too if
-    optim.decay_on = 'all'. For factors, Frobenius decay replaces it."""
+    """Whether a stored tensor has weight decay. Every parameter of a linear does; embedding, head and norms only if
+    optim.decay_on = 'all'. If Frobenius decay is on, it replaces weight decay of the factors."""
     role = fused.slices[0].parameter.role
     if is_factor(role) and optim.frobenius_decay:
         return False
@@ -54,7 +54,7 @@ def fused_adamw(groups: Iterable[dict[str, object]], optim: OptimConfig) -> torc
 
 
 def zeros(param: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Moments of a tensor before the first step. torch creates them in the first step, too late for loading a checkpoint."""
+    """Zero moments of a tensor. torch would create them in the first step, which is too late for loading a checkpoint."""
     return {name: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False) for name in names}
 
 
@@ -70,10 +70,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Optimizer:
-    """The interface of an optimizer for training, checkpoints and memory measurement; by default AdamW."""
+    """The optimizer interface for training, checkpoints and memory measurement. This base class is AdamW."""
 
     name = "adamw"
-    """optim.name."""
+    """Value of optim.name that selects this optimizer."""
 
     def __init__(self, adamw: torch.optim.AdamW) -> None:
         self.adamw = adamw
@@ -84,20 +84,22 @@ class Optimizer:
         self._updates = 0
 
     def step(self, number: int, rate: float) -> None:
-        """The update of training step `number` (0-based) at this learning rate."""
+        """Performs the update of training step `number` (0-based) at this learning rate."""
         set_learning_rate(self.adamw, rate)
         self.adamw.step()
         self._updates += 1
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether `launch` is all of a step: not where a subclass has a step of its own, which may read numbers on the host."""
+        """Whether `launch` can replace `step`. False if a subclass overrides `step`, which may read numbers on the host."""
         return type(self).step is Optimizer.step
 
     def launch(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """The update with gradients over `divisor`, or none if `skip` is 1: fp32 scalars on the device of the parameters, which the
-        host does not read. Gradients are divided in place. An update that turns out to have been skipped is to be
-        taken back (`take_back`)."""
+        """Performs the update with gradients divided by `divisor`, or skips it if `skip` is 1.
+
+        Both are fp32 scalars on the parameters' device, which the host does not read. Gradients are divided in place. If the
+        update turns out to have been skipped, call `take_back`.
+        """
         set_learning_rate(self.adamw, rate)
         self.adamw.grad_scale, self.adamw.found_inf = divisor, skip  # type: ignore[attr-defined]
         try:
@@ -107,12 +109,12 @@ class Optimizer:
         self._updates += 1
 
     def take_back(self) -> None:
-        """The latest `launch` was skipped: it does not count. The counts on the device, which it corrected itself, stay."""
+        """Uncounts the latest `launch`, which was skipped. The device-side step counts are already correct."""
         self._updates -= 1
 
     @property
     def updates(self) -> int:
-        """Updates since moments were zero, for AdamW's bias correction (skipped steps do not count)."""
+        """Number of updates since the moments were zero, for AdamW's bias correction. Skipped steps do not count."""
         return self._updates
 
     @updates.setter
@@ -122,7 +124,7 @@ class Optimizer:
             state["step"].fill_(count)
 
     def parts(self) -> list[Part]:
-        """What checkpoints have of moments. No two parts of one process have rows of the same stored tensor."""
+        """The moments to save in checkpoints. No two parts of one process contain rows of the same stored tensor."""
         return [{tensor: (0, values) for tensor, values in self.moments.items()}]
 
     def state_tensors(self) -> Iterator[Tensor]:
@@ -132,13 +134,13 @@ class Optimizer:
         for state in self.adamw.state.values():
             yield state["step"]
 
-    # For replicas that come and go (`boost.train.recovery`).
+    # For replicas that leave and join (`boost.train.recovery`).
 
     division: Any = None
-    """What `parts` depends on, where that changes."""
+    """The assignment that `parts` depends on, if it can change."""
 
     def facts(self) -> dict[str, Any]:
-        """What a replica that comes in needs to know before `hand_over`, as JSON."""
+        """JSON-serializable state that a joining replica needs before `hand_over`."""
         return {"updates": self.updates}
 
     def take_facts(self, facts: dict[str, Any]) -> None:
@@ -146,22 +148,22 @@ class Optimizer:
         self.updates = facts["updates"]
 
     def hand_over(self, mesh: Mesh, donor: int, takes: bool) -> None:
-        """State from replica `donor` of the mesh to those that take it. It holds from `settle` on. Collective."""
+        """Sends state from replica `donor` of the mesh to the replicas with `takes`. It takes effect at `settle`. Collective."""
         for tensor in self.state_tensors():
             dist.broadcast(tensor if takes else torch.empty_like(tensor), group=mesh.dp.group, group_src=donor)
 
     def digests(self, device: torch.device) -> list[Tensor]:
-        """Of the state after `hand_over`: numbers that are the same on all replicas, or 0."""
+        """Digests of the state after `hand_over`: on each replica the same number, or 0."""
         return [digest(self.state_tensors(), device)]
 
     def settle(self) -> None:
-        """An exchange between replicas is complete on all processes."""
+        """Commits an exchange between replicas, once it is complete on all processes."""
 
     def drop(self) -> None:
-        """An exchange between replicas was interrupted before it was complete on any process."""
+        """Discards an exchange between replicas that was interrupted before it was complete on any process."""
 
     def require_whole(self) -> None:
-        """Raises TrainingError if no replica that is left holds some of the state."""
+        """Raises TrainingError if part of the state is lost, that is, held by no remaining replica."""
 
 
 def plain_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:

@@ -1,4 +1,4 @@
-"""From a configuration to the optimizer of one process's fused parameters."""
+"""Builds the optimizer of one process's fused parameters from a configuration."""
 
 import pkgutil
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from boost.parallel.mesh import Mesh
 
 
 def build_optimizer(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
-    """The optimizer that `config.optim` describes, its moments at zero."""
+    """Builds the optimizer that `config.optim` describes, with zero moments."""
     builder = "boost.optim.divided:divided_adamw" if config.divides_moments else config.optim.builder
     optimizer: Optimizer = pkgutil.resolve_name(builder)(fused_params, config, mesh)
     return optimizer

@@ -1,6 +1,8 @@
-"""Small problems that several processes hold alike: each solves its part, and one collective brings every solution to all.
+"""Distributes small problems that several processes hold alike: each process solves its share, and one collective sends every
+solution to all.
 
-That is LORO's exact step in coordinates, and Muon's iteration on Gram matrices. All processes end with the same bits.
+Used for LORO's exact step in coordinates and for Muon's iteration on Gram matrices. All processes end with bitwise equal
+results.
 """
 
 from collections.abc import Callable
@@ -14,9 +16,10 @@ from boost.parallel.mesh import Axis
 
 
 def solve_all(deal: Deal, solve: Callable[[int], Tensor], like: Tensor, axis: Axis) -> list[Tensor]:
-    """`solve(number)`, flattened, of every problem of a deal over the processes of an axis; dtype and device of `like`.
+    """Solves every problem of a deal over the processes of an axis. Returns `solve(number)`, flattened, for each.
 
-    Each process calls `solve` for its own. One all-gather or all-reduce over the axis, as `deal` says; none for one process.
+    Each process calls `solve` for its own problems. Buffers have dtype and device of `like`. One all-gather or all-reduce over
+    the axis, as `deal` specifies; none for a single process.
     """
     own = deal.on(axis.rank)
     if axis.size == 1:

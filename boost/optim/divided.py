@@ -1,11 +1,11 @@
-"""AdamW whose moments are divided over replicas that may be lost: ZeRO-1 with in-step recovery (docs/recovery.md).
+"""AdamW whose moments are sharded over replicas that may be lost: ZeRO-1 with in-step recovery (docs/recovery.md).
 
-Every replica has all weights, and all gradients once they are summed. Moments are divided, by rows of each stored tensor, into as
-many pieces as there are replicas. Two replicas hold each piece and make its update, so that either may be lost; then the
-replicas exchange the rows that they have updated.
+Every replica has all weights and, after their sum, all gradients. Moments are split, by rows of each stored tensor, into as
+many pieces as there are replicas. Two replicas hold each piece and perform its update, so either one may be lost. Then the
+replicas exchange the updated rows.
 
-Who holds what is a division: the names of replicas, in order. Replicas may change at any time (`Mesh.members`); the division
-follows in the next exchange, when all have made the same updates.
+A division, an ordered list of replica names, determines which replica holds which pieces. Replicas can change at any time
+(`Mesh.members`); the division follows in the next exchange, once all replicas have made the same updates.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ from boost.parallel.replicas import digest
 
 @dataclass(frozen=True)
 class Division:
-    """Replicas, in order, among which moments are divided."""
+    """The ordered replicas over which moments are sharded."""
 
     names: tuple[str, ...] = ()
 
     def holders(self, piece: int) -> tuple[str, ...]:
-        """The two that hold a piece; half of all others lie between them, so that they are seldom on one machine."""
+        """The two replicas that hold a piece. Half of all others lie between them, so they are rarely on one machine."""
         count = len(self.names)
         second = (piece + max(count // 2, 1)) % count
         return tuple(self.names[each] for each in dict.fromkeys((piece, second)))
 
     def pieces_of(self, name: str | None) -> list[int]:
-        """What a replica holds."""
+        """Pieces that a replica holds."""
         return [piece for piece in range(len(self.names)) if name in self.holders(piece)]
 
     def rows(self, tensor: Tensor, piece: int) -> range:
@@ -52,23 +52,23 @@ class Division:
     def sources(self, members: Sequence[str]) -> list[int]:
         """For each piece, the index of the first of `members` that holds it.
 
-        Raises TrainingError if none does.
+        Raises TrainingError if none of them does.
         """
         found = [[members.index(name) for name in self.holders(i) if name in members] for i in range(len(self.names))]
         if lost := sum(not each for each in found):
             raise TrainingError(
-                f"{lost} of {len(found)} parts of the moments are lost: parallel.shard = 'optimizer' keeps two copies of each, on "
-                "replicas that are both gone; resume with --resume auto"
+                f"{lost} of {len(found)} parts of the moments are lost: parallel.shard = 'optimizer' keeps two copies of each, and "
+                "both replicas that held them were lost; resume with --resume auto"
             )
         return [each[0] for each in found]
 
 
 Pieces = dict[int, dict[Tensor, dict[str, Tensor]]]
-"""Moments of the rows of each stored tensor in a piece, by the number of the piece."""
+"""For each piece: moments by name of its rows of each stored tensor."""
 
 
 class DividedAdamW(Optimizer):
-    """AdamW for every parameter; this process holds the moments of two pieces."""
+    """AdamW for every parameter. This process holds the moments of two pieces."""
 
     def __init__(self, fused_params: Sequence[FusedParam], optim: OptimConfig, mesh: Mesh) -> None:
         self._fused, self._optim, self._mesh = [f for f in fused_params if f.tensor.requires_grad], optim, mesh
@@ -76,28 +76,28 @@ class DividedAdamW(Optimizer):
         lengths = bucket_lengths([fused.tensor.nbytes for fused in self._fused])
         self._buckets = [list(islice(rest, length)) for length in lengths]
         self._updates = 0
-        self._begun: tuple[Division, Pieces] | None = None
-        """A division that is complete on this process, but perhaps not on all."""
+        self._pending: tuple[Division, Pieces] | None = None
+        """A division that is complete on this process, but maybe not yet on all."""
         division = Division(mesh.members)
-        self._hold(division, self._zeros(division))
+        self._adopt(division, self._zeros(division))
 
     @property
     def _name(self) -> str | None:
-        """This replica's, in the current membership."""
+        """Name of this replica in the current membership."""
         return self._mesh.members[self._mesh.dp.rank] if self._mesh.members else None
 
     def _zeros(self, division: Division) -> Pieces:
-        """Moments of what this replica is to hold."""
+        """Zero moments of the pieces that this replica will hold."""
         return {
             piece: {
-                fused.tensor: zeros(_part(fused.tensor, division.rows(fused.tensor, piece)), MOMENTS)
+                fused.tensor: zeros(_rows_view(fused.tensor, division.rows(fused.tensor, piece)), MOMENTS)
                 for fused in self._fused
             }
             for piece in division.pieces_of(self._name)
         }
 
-    def _hold(self, division: Division, pieces: Pieces) -> None:
-        """From now on these are updated. Rows are parameters of their own for torch's AdamW: views of the stored tensors."""
+    def _adopt(self, division: Division, pieces: Pieces) -> None:
+        """Updates these pieces from now on. For torch's AdamW, rows are separate parameters: views of the stored tensors."""
         self.division, self._pieces = division, pieces
         self._rows: list[tuple[nn.Parameter, Tensor, range]] = []
         groups: dict[float, list[nn.Parameter]] = {}
@@ -107,26 +107,26 @@ class DividedAdamW(Optimizer):
                 rows = division.rows(fused.tensor, piece)
                 if not len(rows):
                     continue
-                view = nn.Parameter(_part(fused.tensor, rows))
+                view = nn.Parameter(_rows_view(fused.tensor, rows))
                 self._rows.append((view, fused.tensor, rows))
                 groups.setdefault(self._optim.weight_decay if decays(fused, self._optim) else 0.0, []).append(view)
                 state[view] = fresh_state(view, moments[fused.tensor])
         listed = [{"params": views, "weight_decay": decay} for decay, views in groups.items()]
-        # Of a replica that is not in yet: torch wants a parameter.
+        # torch requires a parameter, and a replica that has not joined yet has none.
         adamw = fused_adamw(listed or [{"params": [torch.zeros(0)], "weight_decay": 0.0}], self._optim)
         adamw.state.update(state)
         updates = self._updates
         super().__init__(adamw)
         self.updates = updates
 
-    # A step.
+    # Step.
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """Updates the rows of this replica's pieces, and gets all others."""
+        """Updates the rows of this replica's pieces and receives all others."""
         for view, tensor, rows in self._rows:
-            assert tensor.grad is not None, "every parameter takes part in every step"
-            view.grad = _part(tensor.grad, rows)
+            assert tensor.grad is not None, "every parameter must have a gradient in every step"
+            view.grad = _rows_view(tensor.grad, rows)
         super().step(number, rate)
         for view, _, _ in self._rows:
             view.grad = None
@@ -134,20 +134,20 @@ class DividedAdamW(Optimizer):
         self.settle()
 
     def _exchange(self) -> None:
-        """Brings updated rows to all replicas. If these have changed, also moments to those that are to hold them. Collective."""
+        """Sends updated rows to all replicas and, if these have changed, moments to their new holders. Collective."""
         self.drop()
         if self._mesh.members != self.division.names:
-            self._spread_weights()
-            self._divide()
+            self._broadcast_weights()
+            self._reshard_moments()
         elif self._mesh.dp.group is not None:
             self._gather(self._mesh.dp)
-        # Whoever is behind another one in the sequence of operations has all that the exchange brings, but for this.
+        # The barrier comes last: once any process has completed this operation, every process has all data of the exchange.
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
         self._mesh.barrier()
 
     def _gather(self, dp: Axis) -> None:
-        """One all-gather for each bucket of weights. Pieces are padded to the longest: by a row of each tensor at most."""
+        """One all-gather per bucket of weights. Pieces are padded to the longest one, by at most a row of each tensor."""
         for bucket in self._buckets:
             pieces = [self._weights(bucket, piece) for piece in range(dp.size)]
             longest = max(sum(part.numel() for part in parts) for parts in pieces)
@@ -160,50 +160,50 @@ class DividedAdamW(Optimizer):
                     torch._foreach_copy_(parts, _unflatten_dense_tensors(gathered[piece], parts))
 
     def _weights(self, bucket: Sequence[FusedParam], piece: int) -> list[Tensor]:
-        return [_part(fused.tensor, self.division.rows(fused.tensor, piece)) for fused in bucket]
+        return [_rows_view(fused.tensor, self.division.rows(fused.tensor, piece)) for fused in bucket]
 
-    # Replicas change.
+    # Changes of replicas.
 
     def require_whole(self) -> None:
-        """Raises TrainingError if no replica that is left holds some of the moments."""
+        """Raises TrainingError if some of the moments are lost, that is, held by no remaining replica."""
         self.division.sources(self._mesh.members)
 
     def facts(self) -> dict[str, Any]:
-        """Also the division."""
+        """Adds the division."""
         return {**super().facts(), "division": list(self.division.names)}
 
     def take_facts(self, facts: dict[str, Any]) -> None:
-        """Of which this replica holds nothing yet."""
+        """Takes over the division; this replica holds none of its pieces yet."""
         self.division, self._pieces = Division(tuple(facts["division"])), {}
         super().take_facts(facts)
 
     @torch.no_grad()
     def hand_over(self, mesh: Mesh, donor: int, takes: bool) -> None:
-        """Divides anew among the replicas of the mesh, those included that come in. Not before `settle` does it hold."""
+        """Shards the moments over the current replicas of the mesh, including those that join. Takes effect at `settle`."""
         self.drop()
-        self._divide()
+        self._reshard_moments()
 
     def drop(self) -> None:
-        """The division that was begun is not made."""
-        self._begun = None
+        """Discards the pending division."""
+        self._pending = None
 
     def settle(self) -> None:
-        """The division that was begun is complete on all processes."""
-        if self._begun is not None:
-            self._hold(*self._begun)
-            self._begun = None
+        """Adopts the pending division, which is complete on all processes."""
+        if self._pending is not None:
+            self._adopt(*self._pending)
+            self._pending = None
 
-    def _spread_weights(self) -> None:
-        """Each piece from one of those that have updated it to all."""
+    def _broadcast_weights(self) -> None:
+        """Broadcasts each piece of the weights from a replica that has updated it."""
         for piece, source in enumerate(self.division.sources(self._mesh.members)):
             for bucket in self._buckets:
                 parts = self._weights(bucket, piece)
-                arrived = self._from(source, parts, parts)
+                arrived = self._broadcast(source, parts, parts)
                 if self._mesh.dp.rank != source:
                     torch._foreach_copy_(parts, arrived)
 
-    def _divide(self) -> None:
-        """Collects the moments that this process is to hold in a division among the current members."""
+    def _reshard_moments(self) -> None:
+        """Collects the moments that this process will hold under a division over the current members."""
         old, new = self.division, Division(self._mesh.members)
         pieces = self._zeros(new)
         for piece, source in enumerate(old.sources(self._mesh.members)):
@@ -212,16 +212,16 @@ class DividedAdamW(Optimizer):
                 is_source = self._mesh.dp.rank == source
                 own = [self._pieces[piece][f.tensor][name] for f in bucket for name in MOMENTS] if is_source else None
                 places = [(fused.tensor, name) for fused in bucket for name in MOMENTS]
-                for (tensor, name), value in zip(places, self._from(source, own, like), strict=True):
+                for (tensor, name), value in zip(places, self._broadcast(source, own, like), strict=True):
                     for number, moments in pieces.items():
                         _copy_rows(value, old.rows(tensor, piece), moments[tensor][name], new.rows(tensor, number))
-        self._begun = new, pieces
+        self._pending = new, pieces
 
-    def _from(self, source: int, own: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
-        """Tensors of one replica, those of `own` there, in the shapes of `like`. Collective over dp."""
+    def _broadcast(self, source: int, own: list[Tensor] | None, like: list[Tensor]) -> list[Tensor]:
+        """Broadcasts tensors `own` of replica `source`, which have the shapes of `like`. Collective over dp."""
         dp = self._mesh.dp
         if dp.rank == source:
-            assert own is not None, "the source holds what it sends"
+            assert own is not None, "the source must hold the tensors that it sends"
             flat = _flatten_dense_tensors(own)
         else:
             flat = like[0].new_empty(sum(part.numel() for part in like))
@@ -230,8 +230,8 @@ class DividedAdamW(Optimizer):
         return list(_unflatten_dense_tensors(flat, like))
 
     def digests(self, device: torch.device) -> list[Tensor]:
-        """One for each piece: of its moments, 0 if this process does not hold it."""
-        division, pieces = self._begun or (self.division, self._pieces)
+        """Digests of the moments of each piece; 0 if this process does not hold it."""
+        division, pieces = self._pending or (self.division, self._pieces)
         nothing = torch.zeros((), dtype=torch.int64, device=device)
         return [
             digest((each for moments in pieces[i].values() for each in moments.values()), device)
@@ -243,7 +243,7 @@ class DividedAdamW(Optimizer):
     # Checkpoints.
 
     def parts(self) -> list[Part]:
-        """One for each piece."""
+        """One part per piece."""
         return [
             {
                 tensor: (self.division.rows(tensor, piece).start, values)
@@ -254,13 +254,13 @@ class DividedAdamW(Optimizer):
         ]
 
 
-def _part(tensor: Tensor, rows: range) -> Tensor:
+def _rows_view(tensor: Tensor, rows: range) -> Tensor:
     """Rows of a stored tensor, as a view."""
     return tensor.detach()[rows.start : rows.stop]
 
 
 def _copy_rows(source: Tensor, source_rows: range, target: Tensor, target_rows: range) -> None:
-    """Those of a stored tensor's rows that both have."""
+    """Copies the rows of a stored tensor that both ranges contain."""
     begin, end = max(source_rows.start, target_rows.start), min(source_rows.stop, target_rows.stop)
     if begin < end:
         source = source[begin - source_rows.start : end - source_rows.start]
@@ -268,5 +268,5 @@ def _copy_rows(source: Tensor, source_rows: range, target: Tensor, target_rows: 
 
 
 def divided_adamw(fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> Optimizer:
-    """`DividedAdamW`, to be built as other optimizers are."""
+    """Builds `DividedAdamW`, with the signature of the other builders."""
     return DividedAdamW(fused_params, config.optim, mesh)

@@ -1,16 +1,17 @@
-"""LORO's exact step: the best matrix of rank r next to W - rate * T, for the tangent vector T that two directions make.
+"""LORO's exact step: the best rank-r approximation of W - rate * T, where two directions define the tangent vector T.
 
 With W = M N^T (M = B, N = A^T), directions dM, dN and pseudo-inverses M+, N+, the published algorithm (ICLR 2025, equation 10
-and its code) goes to the best approximation of rank r of
+and its code) takes the best rank-r approximation of
 
     M N^T - rate * ((M+)^T dN^T + (I - M M+) dM (N+)^T),
 
-and splits it evenly, M = U sqrt(S), N = V sqrt(S). All of it lies in the columns of [M dM] and [N dN]: with orthonormal
-bases of the two, [M dM] = Q [M' dM'], the same formula holds for the small M', dM', N', dN' of at most 2r rows, and the new
-factors are Q and P times small matrices. Published are the QR of M and of N, and two more of what is orthogonal to them: one QR of
-[M dM] has both. Where M or N has no full rank, its pseudo-inverse takes the place of the inverse.
+and splits it evenly, M = U sqrt(S), N = V sqrt(S). The result lies in the column spaces of [M dM] and [N dN]. With orthonormal
+bases Q and P of these, [M dM] = Q [M' dM'] and [N dN] = P [N' dN']. The same formula holds for the small M', dM', N', dN' of at
+most 2r rows, and the new factors are Q and P times small matrices. The published code computes QRs of M and of N, and two more
+of the components orthogonal to them; one QR of [M dM] contains both. If M or N is rank-deficient, its pseudo-inverse replaces
+the inverse.
 
-Everything is in fp64. Legend: N rows of the wide side on this process, K columns of a basis (2r or fewer), R rank.
+All computation is in fp64. Legend: N local rows of the wide side, K columns of a basis (2r or fewer), R rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,12 @@ from boost.parallel.mesh import Axis
 
 
 def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> dict[str, tuple[Tensor, Tensor]]:
-    """(this process's rows [N, K] of an orthonormal basis, the factor and its direction in it [K, 2R]) for [N, R, 2] of each.
+    """For [N, R, 2] of each factor: (local rows [N, K] of an orthonormal basis, coordinates [K, 2R] of the factor and its
+    direction).
 
-    A tall-skinny QR: each process computes the QR of its own rows; the triangles of all factors whose rows are sharded are
-    gathered in one all-gather over TP, and every process computes the QR of the stacked ones, bitwise equal everywhere. Unlike
-    the Cholesky factor of a Gram matrix this does not square the condition number.
+    A tall-skinny QR: each process computes the QR of its own rows. One all-gather over TP collects the triangles of all factors
+    whose rows are sharded, and every process computes the QR of the stacked triangles, bitwise equal everywhere. Unlike the
+    Cholesky factor of a Gram matrix, this does not square the condition number.
     """
     found = {}
     for factor in factors:
@@ -52,7 +54,7 @@ def bases(tall: Mapping[str, Tensor], factors: Sequence[Factor], axis: Axis) -> 
 def retract_all(
     pairs: Sequence[tuple[Tensor, Tensor]], rate: float, decay: float, axis: Axis
 ) -> list[tuple[Tensor, Tensor]]:
-    """`retract` of every pair, replicated over an axis: pairs are dealt out to its processes, in one collective over it."""
+    """`retract` of every pair. Pairs are replicated over an axis and dealt out to its processes, with one collective over it."""
     sides = [(m_K2R.shape[0], n_K2R.shape[0], m_K2R.shape[1] // 2) for m_K2R, n_K2R in pairs]
 
     def solve(number: int) -> Tensor:
@@ -64,10 +66,10 @@ def retract_all(
 
 
 def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The step in coordinates: [M dM] and [N dN] -> new M and N, [K, R] each, of a pair whose factors are multiplied by
-    `decay` first. Columns beyond the numerical rank of the result are zero.
+    """The step in coordinates: [M dM] and [N dN] -> new M and N, [K, R] each. The factors are multiplied by `decay` first.
+    Columns beyond the numerical rank of the result are zero.
 
-    An SVD leaves the sign of each pair of columns open: it is chosen such that the largest inner product of the new column of M
+    An SVD does not determine the sign of a pair of columns. It is chosen so that the largest inner product of a new column of M
     with an old one is positive, which does not depend on the basis.
     """
     rank = m_K2R.shape[1] // 2
@@ -88,5 +90,5 @@ def retract(m_K2R: Tensor, n_K2R: Tensor, rate: float, decay: float = 1.0) -> tu
 
 
 def _widened(x_KJ: Tensor, rank: int) -> Tensor:
-    """With zero columns up to the rank: a wide side may be narrower than it."""
+    """Pads zero columns up to the rank: the wide side may be narrower than the rank."""
     return torch.nn.functional.pad(x_KJ, (0, rank - x_KJ.shape[1]))

@@ -1,7 +1,7 @@
-"""Factor pairs of a model, gathered along the rank: the basis of optimizers that need whole factors.
+"""Factor pairs of a model, gathered along the rank, for optimizers that need whole factors.
 
-Factors are tall here, [n, r]: B as is, A transposed. n is the local part of the wide side: a shard under layouts that shard it,
-else all of it. The rank is never sharded: rows sharded over replicas, and factors sharded along the rank, are gathered
+Factors are tall here, [n, r]: B as stored, A transposed. n is the local part of the wide side: a shard if the layout shards it,
+otherwise all of it. The rank is never sharded: rows sharded over replicas and factors sharded along the rank are gathered
 first. Legend: N local rows of the wide side, R full rank, K tensors of the factor's shape, concatenated.
 """
 
@@ -21,13 +21,13 @@ from boost.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of one linear, a slice of a stored tensor."""
+    """One factor of one linear: a slice of a stored tensor."""
 
     fused: FusedParam
     param_slice: ParamSlice
     shape: FactorShape
     first: int
-    """First column of the rank on this process; 0 if it is not sharded."""
+    """First column of the rank on this process; 0 if the rank is not sharded."""
 
     @property
     def parameter(self) -> Parameter:
@@ -36,7 +36,7 @@ class Factor:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the parameter."""
         return self.parameter.name
 
     def tall(self, stored: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ class Factor:
         return own if self.parameter.role.endswith(".B") else own.transpose(0, 1)
 
     def own(self, local: Tensor, tall_NR: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(view of a local tensor, its part of a tall matrix [N, R] of this factor): one pair, or none if other replicas hold
-        all of its rows."""
+        """Yields (view of a local tensor, its part of this factor's tall matrix [N, R]): one pair, or none if other replicas
+        hold all of its rows."""
         columns = self.param_slice.rows if self.parameter.role.endswith(".A") else local.shape[1]
         mine = tall_NR.narrow(1, self.first, columns)
         mine = mine if self.parameter.role.endswith(".B") else mine.transpose(0, 1)
@@ -57,19 +57,19 @@ class Factor:
 
 @dataclass(frozen=True)
 class FactorUnit:
-    """Linears with the same input: their factors A are fused into one stored tensor and gathered together."""
+    """Linears with the same input. Their A factors are fused into one stored tensor and gathered together."""
 
     pairs: tuple[tuple[Factor, Factor], ...]
     """(A, B) of each linear."""
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """All A, then all B, as they are stored."""
+        """All A factors, then all B factors, in storage order."""
         return (*(a for a, _ in self.pairs), *(b for _, b in self.pairs))
 
     @property
     def fused_params(self) -> tuple[FusedParam, ...]:
-        """Their stored tensors."""
+        """Stored tensors of the factors."""
         return (self.pairs[0][0].fused, *(b.fused for _, b in self.pairs))
 
 
@@ -86,16 +86,16 @@ class FactorBuckets:
             units = units[length:]
 
     def tall(self, bucket: Sequence[FactorUnit], value: Callable[[FusedParam], Tensor]) -> dict[str, Tensor]:
-        """[N, R, K] of every factor of a bucket, by name, from [local rows, columns, K] of each of its stored tensors.
+        """Gathers every factor of a bucket: [local rows, columns, K] of each stored tensor -> [N, R, K] by factor name.
 
         At most one all-gather over each of: the replicas that shard weights, the replicas and TP ranks that shard outer
-        factors, and the TP ranks over which the rank is sharded. None if each process holds what it needs.
+        factors, and the TP ranks that shard the rank. None if each process already holds what it needs.
         """
         stored = [fused for unit in bucket for fused in unit.fused_params]
-        whole = _from_replicas(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
+        whole = _gather_rows(stored, [value(fused).to(self.dtype) for fused in stored], self.mesh)
         by_name = {_key(fused): each for fused, each in zip(stored, whole, strict=True)}
         factors = [factor for unit in bucket for factor in unit.factors]
-        return self._whole_ranks(factors, {f.name: f.tall(by_name[_key(f.fused)]) for f in factors})
+        return self._gather_ranks(factors, {f.name: f.tall(by_name[_key(f.fused)]) for f in factors})
 
     def grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
         """T^T T [R, R] of every tall factor T [N, R] of a bucket, over all processes: at most one all-reduce over TP."""
@@ -103,7 +103,7 @@ class FactorBuckets:
         return {name: summed[name] if name in summed else t_NR.mT @ t_NR for name, t_NR in tall.items()}
 
     def summed_grams(self, tall: Mapping[str, Tensor], bucket: Sequence[FactorUnit]) -> dict[str, Tensor]:
-        """The same of those factors only of which each process has a part of the rows."""
+        """Same as `grams`, but only for factors whose rows are sharded over processes."""
         summed = [f for unit in bucket for f in unit.factors if f.shape.gram and self.mesh.tp.size > 1]
         if not summed:
             return {}
@@ -111,7 +111,7 @@ class FactorBuckets:
         grams = zip(summed, flat.split([f.shape.gram for f in summed]), strict=True)
         return {f.name: gram.view(f.shape.rank, f.shape.rank) for f, gram in grams}
 
-    def _whole_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _gather_ranks(self, factors: Sequence[Factor], tall: dict[str, Tensor]) -> dict[str, Tensor]:
         sharded = [f.name for f in factors if f.shape.sharded == "rank" and self.mesh.tp.size > 1]
         if sharded:
             p = self.mesh.tp.size
@@ -136,7 +136,7 @@ def _units(fused_params: Sequence[FusedParam], mesh: Mesh) -> Iterator[FactorUni
             yield FactorUnit(tuple((factors[name], factors[f"{name.removesuffix('.A')}.B"]) for name in names))
 
 
-def _from_replicas(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
+def _gather_rows(stored: Sequence[FusedParam], local: Sequence[Tensor], mesh: Mesh) -> list[Tensor]:
     """All rows of each stored tensor, gathered from local shards."""
     whole = list(local)
     for over, axis in (("dp", mesh.dp_cp), ("replicas", mesh.replicas)):

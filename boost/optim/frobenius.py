@@ -1,8 +1,8 @@
-"""Frobenius decay (Khodak et al., arXiv 2105.01029): the gradient of |BA|_F^2 / 2 of each linear, without that product.
+"""Frobenius decay (Khodak et al., arXiv 2105.01029): the gradient of |BA|_F^2 / 2 of each linear, without computing BA.
 
 It is B (A A^T) for B and (B^T B) A for A. With tall factors N = A^T and M = B: M (N^T N) and N (M^T M), so processes that shard
-a wide side exchange only the small Gram matrices. It is decoupled like AdamW's weight decay, multiplied by the learning rate,
-and replaces it for factors.
+the wide side exchange only small Gram matrices. The decay is decoupled like AdamW's, is multiplied by the learning rate, and
+replaces weight decay for factors.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from boost.parallel.mesh import Mesh
 
 
 class FrobeniusAdamW(Optimizer):
-    """AdamW whose factors decay along the gradient of |BA|^2 / 2."""
+    """AdamW with Frobenius decay of the factors."""
 
     def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
         optim = config.optim
@@ -28,7 +28,7 @@ class FrobeniusAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """Decay of both factors of each pair, from what both are before it, then AdamW."""
+        """Decays both factors of each pair, based on their values before the step, then runs AdamW."""
         for bucket in self.factors.buckets:
             tall = self.factors.tall(bucket, lambda fused: fused.tensor.detach().unsqueeze(-1))
             tall = {name: x[..., 0] for name, x in tall.items()}

@@ -1,11 +1,12 @@
 """LORO (ICLR 2025): AdamW whose steps on factor pairs follow the manifold of matrices of rank r.
 
-Facts that the paper's algorithm leaves open are those of its published code (repository mzf666/LORO-main):
+Details that the paper leaves open follow the published code (repository mzf666/LORO-main):
 - directions are m / (sqrt(v) + eps), without bias correction, which is applied to the learning rate of all parameters;
-- approximate steps move factors at rate * r / d, everything else at the rate; the exact step is at the whole rate;
-- the exact step is that of every K-th step of training, with that step's gradient in its directions; after it, the moments of
-  all parameters and the number of updates are cleared.
-Weight decay, of which the published runs have none, multiplies the factors by 1 - rate * weight_decay before either step.
+- approximate steps move factors at rate * r / d and everything else at the full rate; the exact step uses the full rate;
+- every K-th training step is exact and includes that step's gradient in its directions; after it, the moments of all parameters
+  and the number of updates are reset.
+
+Weight decay, which the published runs do not use, multiplies the factors by 1 - rate * weight_decay before either step.
 """
 
 import math
@@ -33,7 +34,7 @@ class Loro(Optimizer):
         assert isinstance(config.optim, LOROConfig)
         self.optim = optim = config.optim
         self._slices: list[tuple[Tensor, FusedParam, ParamSlice]] = []
-        """Views with separate updates, into a stored tensor whose linears have different ranks."""
+        """Views that are updated separately, into stored tensors whose linears have different ranks."""
         moments: State = {fused.tensor: zeros(fused.tensor, MOMENTS) for fused in fused_params}
         groups: dict[tuple[bool, float], list[Tensor]] = {}
         states: State = {}
@@ -55,20 +56,20 @@ class Loro(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """An approximate step, or an exact one followed by clearing the moments, depending on `number`."""
+        """Performs an approximate step, or an exact one followed by a reset of the moments, depending on `number`."""
         optim = self.optim
         refresh = optim.refreshes(number)
         exact = refresh and not optim.refresh_only
         first, second = (1 - beta ** (self.updates + 1) for beta in (optim.beta1, optim.beta2))
         for group in self.adamw.param_groups:
             decaying, scale = group["place"]
-            moved = scale < 0 or not exact  # before an exact step only the moments of factors change
+            moved = scale < 0 or not exact  # before an exact step, only the factors' moments are updated
             group["lr"] = rate * abs(scale) if moved else 0.0
             # Decay uses the unscaled rate, but torch multiplies it by the group's rate.
             group["weight_decay"] = optim.weight_decay / abs(scale) if decaying else 0.0
             group["eps"] = optim.eps / math.sqrt(second)
         for view, fused, param_slice in self._slices:
-            assert fused.tensor.grad is not None, "every parameter takes part in every step"
+            assert fused.tensor.grad is not None, "every parameter must have a gradient in every step"
             view.grad = param_slice.view(fused.tensor.grad)
         self.adamw.step()
         self._updates += 1
@@ -80,20 +81,20 @@ class Loro(Optimizer):
             self._clear()
 
     def _exact(self, rate: float, decay: float) -> None:
-        """Moves every pair along the directions in the moments."""
+        """Moves every pair along the directions given by the moments."""
         for bucket in self.factors.buckets:
             factors = [factor for unit in bucket for factor in unit.factors]
             pairs = [pair for unit in bucket for pair in unit.pairs]
             found = bases(self.factors.tall(bucket, self._with_direction), factors, self.factors.mesh.tp)
             small = [(found[b.name][1], found[a.name][1]) for a, b in pairs]
-            solved = retract_all(small, rate, decay, self.factors.mesh.solvers)
+            solved = retract_all(small, rate, decay, self.factors.mesh.update_axis)
             for (a, b), new in zip(pairs, solved, strict=True):
                 for factor, x_KR in zip((b, a), new, strict=True):
                     for view, value in factor.own(factor.fused.tensor, found[factor.name][0] @ x_KR):
                         view.copy_(value)
 
     def _with_direction(self, fused: FusedParam) -> Tensor:
-        """A stored tensor and m / (sqrt(v) + eps), stacked, in fp64."""
+        """A stored tensor and its direction m / (sqrt(v) + eps), stacked, in fp64."""
         m, v = (self.moments[fused.tensor][name].double() for name in MOMENTS)
         return torch.stack((fused.tensor.double(), m / (v.sqrt() + self.optim.eps)), dim=-1)
 
@@ -105,7 +106,8 @@ class Loro(Optimizer):
 
 
 def _scales(fused: FusedParam, dim: int) -> Iterator[tuple[float, ParamSlice | None]]:
-    """(r / d, the slice that it applies to) of the factors in a stored tensor; None: all of it. -1: not a factor, the full rate."""
+    """(r / d, slice that it applies to) for the factors in a stored tensor; slice None: the whole tensor; scale -1: not a
+    factor, full rate."""
     if not is_factor(fused.slices[0].parameter.role):
         yield -1.0, None
         return

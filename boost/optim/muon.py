@@ -1,12 +1,14 @@
-"""Muon for the factors: momentum, orthogonalized by Newton-Schulz iterations; AdamW for everything else.
+"""Muon for the factors: momentum orthogonalized by Newton-Schulz iterations; AdamW for everything else.
 
-The function is torch.optim.Muon's, with its coefficients, of each WHOLE factor: not of a shard, nor of the stack in which
-factors A of one input are stored. torch's own class would treat either as a matrix, and iterates in bf16, whose rounding
-depends on the sharding. An iterate of X is X times a polynomial of X^T X, so the iteration can run on that Gram matrix [r, r],
-all-reduced once over the processes that shard X, and all tall matrices are local: X_k = X P_k. The iterations are dealt out to all
-processes that hold the factors (`optim.dealing`). It sums and iterates in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
-polynomial does not amplify rounding errors in the Gram matrix's small eigenvalues by more than the eigenvalues themselves
-(docs/design.md has figures).
+The function is that of torch.optim.Muon, with its coefficients, applied to each WHOLE factor: not to a shard, nor to the stack
+in which A factors of one input are stored. torch's own class would treat either as one matrix, and it iterates in bf16, whose
+rounding depends on the sharding.
+
+An iterate of X is X times a polynomial of X^T X. So the iteration can run on that Gram matrix [r, r], all-reduced once over the
+processes that shard X, and all work on tall matrices is local: X_k = X P_k. The iterations are dealt out to all processes that
+hold the factors (`optim.dealing`). Sums and iterations are in fp32 (fp64 for fp64 weights). Unlike an inverse root, a
+polynomial amplifies rounding errors in the Gram matrix's small eigenvalues by no more than the eigenvalues themselves (figures
+in docs/design.md).
 """
 
 import contextlib
@@ -26,10 +28,10 @@ from boost.optim.factors import Factor, FactorBuckets, FactorUnit
 from boost.parallel.mesh import Mesh
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Newton-Schulz, torch.optim.Muon's (Keller Jordan): steep at zero, and not convergent beyond about 0.7 to 1.2."""
+"""Newton-Schulz coefficients of torch.optim.Muon (Keller Jordan): steep at zero, and not convergent beyond about 0.7 to 1.2."""
 
 EPSILON = 1e-7
-"""Smallest norm that a momentum is divided by, torch.optim.Muon's."""
+"""Lower bound of the norm by which momentum is divided, as in torch.optim.Muon."""
 
 MOMENTUM = "momentum_buffer"
 
@@ -51,7 +53,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """Both kinds of parameters; the factors' rate is `rate` times muon_lr / lr."""
+        """Updates both kinds of parameters. The factors' rate is `rate` times muon_lr / lr."""
         super().step(number, rate)
         optim = self.optim
         rate *= optim.muon_lr / optim.lr if optim.muon_lr else 1.0
@@ -65,11 +67,13 @@ class Muon(Optimizer):
                         view.sub_(value, alpha=rate * _adjusted(factor, optim))
 
     def _iterated(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> list[tuple[Factor, Tensor]]:
-        """`newton_schulz` [R, R] of every factor of a bucket. All processes with a copy of a weight have the same Gram matrices, or
-        can make them, and each iterates on its part of them: in fp32 the iterations would take longer than the rest of this step.
+        """`newton_schulz` [R, R] of every factor of a bucket.
+
+        All processes with a copy of a weight have the same Gram matrices, or can compute them. Each iterates on its share of
+        them: in fp32, iterating on all of them would take longer than the rest of this step.
         """
         factors = [factor for unit in bucket for factor in unit.factors]
-        grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.solvers
+        grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.update_axis
 
         def solve(number: int) -> Tensor:
             name = factors[number].name
@@ -81,9 +85,9 @@ class Muon(Optimizer):
         return [(f, p.view(f.shape.rank, f.shape.rank)) for f, p in zip(factors, solved, strict=True)]
 
     def _update(self, fused: FusedParam) -> Tensor:
-        """The updated momentum of a fused parameter, before orthogonalization, [rows, columns, 1]."""
+        """Updates the momentum of a fused parameter and returns the update before orthogonalization, [rows, columns, 1]."""
         gradient, momentum = fused.tensor.grad, self.moments[fused.tensor][MOMENTUM]
-        assert gradient is not None, "every parameter takes part in every step"
+        assert gradient is not None, "every parameter must have a gradient in every step"
         momentum.lerp_(gradient, 1 - self.optim.muon_momentum)
         update = gradient.lerp(momentum, self.optim.muon_momentum) if self.optim.muon_nesterov else momentum
         return update.unsqueeze(-1)
@@ -91,8 +95,11 @@ class Muon(Optimizer):
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """fp32 products in fp32, even if the process allows TF32 on GPUs (some container images do): an iteration on a Gram matrix
-    amplifies rounding errors, and TF32's would make steps several times too long (docs/optimizers.md)."""
+    """Context in which fp32 products use fp32, even if the process allows TF32 on GPUs (some container images do).
+
+    An iteration on a Gram matrix amplifies rounding errors; those of TF32 would make steps several times too long
+    (docs/optimizers.md).
+    """
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, "ieee"
     try:
@@ -102,9 +109,9 @@ def without_tf32() -> Iterator[None]:
 
 
 def newton_schulz(gram_RR: Tensor, steps: int) -> Tensor:
-    """P [R, R] such that X P is what `steps` iterations make of X, given X^T X.
+    """Returns P [R, R] such that X P equals `steps` Newton-Schulz iterations of X, given X^T X.
 
-    Each multiplies X by a + b X^T X + c (X^T X)^2, after X was divided by its Frobenius norm.
+    X is divided by its Frobenius norm first. Each iteration multiplies it by a + b X^T X + c (X^T X)^2.
     """
     a, b, c = COEFFICIENTS
     norm = gram_RR.trace().sqrt().clamp(min=EPSILON)
@@ -120,7 +127,7 @@ def newton_schulz(gram_RR: Tensor, steps: int) -> Tensor:
 
 
 def _adjusted(factor: Factor, optim: MuonConfig) -> float:
-    """What the rate of a factor is multiplied by, for its whole shape."""
+    """Factor by which the learning rate is multiplied, from the parameter's whole shape."""
     rows, columns = factor.parameter.shape
     if optim.muon_adjust == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

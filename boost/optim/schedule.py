@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step: nothing to save, nothing to restore."""
+"""Learning rates as pure functions of the step, with no state to save or restore."""
 
 import math
 from functools import singledispatch
@@ -11,14 +11,16 @@ RESTART_FLOOR = 1e-6
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """The rate of optimizer step `step` (0-based) of a run of `steps`."""
+    """Learning rate of optimizer step `step` (0-based) in a run of `steps`."""
     return scheduled_rate(optim.lr_schedule, optim, step, steps)
 
 
 @singledispatch
 def scheduled_rate(schedule: LRSchedule, optim: OptimConfig, step: int, steps: int) -> float:
-    """The rate under one schedule. Each registers its own function."""
-    raise NotImplementedError(f"no rate for {type(schedule).__name__}; register one with scheduled_rate.register")
+    """Learning rate under one schedule. Each schedule registers its own function."""
+    raise NotImplementedError(
+        f"no learning rate for {type(schedule).__name__}; register one with scheduled_rate.register"
+    )
 
 
 @scheduled_rate.register
@@ -35,8 +37,8 @@ def _constant(schedule: Constant, optim: OptimConfig, step: int, steps: int) -> 
 
 
 def _warmed_up(optim: OptimConfig, step: int, share: float) -> float:
-    """Linear warm-up, which reaches lr at step warmup_steps - 1, so that no step is wasted at rate 0; then what `share` leaves
-    of the way from min_lr_ratio * lr to lr."""
+    """Linear warmup, which reaches lr at step warmup_steps - 1 so that no step is wasted at rate 0; after that, `share`
+    interpolates from min_lr_ratio * lr (0) to lr (1)."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * share)
@@ -44,12 +46,12 @@ def _warmed_up(optim: OptimConfig, step: int, share: float) -> float:
 
 @scheduled_rate.register
 def _with_restarts(schedule: CosineRestarts, optim: OptimConfig, step: int, steps: int) -> float:
-    """LORO's published schedule: an envelope that dips to RESTART_FLOOR after every restart.
+    """LORO's published schedule: an envelope that drops to RESTART_FLOOR after every restart.
 
-    The envelope rises linearly from min_lr_ratio over the warm-up, to where the cosine is then; the cosine has its top at
-    warmup_steps + restart_delay. After a restart the rate rises linearly, over restart_warmup_steps, to what the envelope is
-    for the step at which it began: the published runs count restarts anew after the warm-up, restart_delay later, and take the
-    cosine of that count without the delay.
+    During warmup the envelope rises linearly from min_lr_ratio to the cosine's value at the end of the warmup. The cosine peaks
+    at warmup_steps + restart_delay. After a restart, the rate rises linearly over restart_warmup_steps to the envelope's value
+    at the step of the restart. As in the published runs, restarts are counted anew after warmup, restart_delay later, and the
+    cosine of that count has no delay.
     """
     every, low, delay = optim.exact_every, optim.min_lr_ratio, schedule.restart_delay
     span = max(1, steps - optim.warmup_steps)

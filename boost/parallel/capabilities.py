@@ -1,4 +1,4 @@
-"""Features that a configuration may request but this torch lacks: checked before anything starts."""
+"""Checks, before anything starts, that the installed torch supports the features that a configuration requests."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from boost.errors import ConfigError
 
 
 def require_torch(parallel: ParallelConfig) -> None:
-    """Raises ConfigError where a newer torch is needed; 2.13 has all, 2.11 neither of these."""
+    """Raises ConfigError if a requested feature needs a newer torch: 2.13 supports both, 2.11 neither."""
     if parallel.sharded and parallel.shard_outer and not SHARDS_OVER_SEVERAL_MESHES:
         raise ConfigError(
-            f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which shards all weights of a block "
-            "over the same processes (2.13 has it); set it to false"
+            f"parallel.shard_outer = true needs a newer torch than {torch.__version__}, which can only shard all weights of a "
+            "block over the same processes (2.13 supports it); set it to false"
         )
     if parallel.pp > 1 and parallel.schedule == "zero-bubble" and not SPLITS_BACKWARD_PASSES:
         raise ConfigError(
-            f"parallel.schedule = 'zero-bubble' needs a newer torch than {torch.__version__}, which cannot begin a backward "
-            "pass inside a function of ours (2.13 can); take 'interleaved-1f1b'"
+            f"parallel.schedule = 'zero-bubble' needs a newer torch than {torch.__version__}, which cannot start a backward "
+            "pass at a custom autograd function (2.13 can); use 'interleaved-1f1b'"
         )
 
 

@@ -1,23 +1,27 @@
-"""Every collective of a forward or backward pass, as a differentiable function. The only file that names torch's ops.
+"""Every collective of a forward or backward pass, as a differentiable function. Only this file names torch's collective ops.
 
-Built on functional collectives (in-place ones give silently wrong gradients under selective checkpointing). Their names in
-`torch.ops._c10d_functional` are stable from torch 2.3 on, and torch.compile traces them; on CPUs, their like in `exchange.py`.
-Legend: p processes of the group; n rows of this process, D width. Bytes are what one process sends: 2N(p-1)/p for an all-reduce
-of N bytes, N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and an all-to-all of N bytes (local size).
+Built on functional collectives, because in-place ones silently give wrong gradients under selective checkpointing. Their names
+in `torch.ops._c10d_functional` are stable since torch 2.3, and torch.compile traces them. On CPUs, `exchange.py` provides the
+equivalents.
 
-| collective | forward | backward | for |
+Legend: p processes of the group, n rows of this process, D width. Bytes are those that one process sends: 2N(p-1)/p for an
+all-reduce of N bytes; N(p-1)/p for an all-gather or reduce-scatter of N bytes (gathered size) and for an all-to-all of N bytes
+(local size).
+
+| collective | forward | backward | used for |
 |---|---|---|---|
-| `SUM_FORWARD` | all-reduce | identity | partial sums whose result every process uses alike: dy is complete and equal |
-| `SUM_BACKWARD` | identity | all-reduce | a replicated tensor of which every process uses a different shard of what follows |
-| `SUM_BOTH` | all-reduce | all-reduce | a partial sum of which every process then uses its own share |
-| `GATHER` | all-gather [n, D] -> [p n, D] | reduce-scatter | shards that all need whole, each for a different share |
-| `GATHER_REPLICATED` | all-gather [n, D] -> [p n, D] | own rows | shards that all need whole and use alike |
-| `SCATTER_SUM` | reduce-scatter [p n, D] -> [n, D] | all-gather | partial sums of which each continues with its own rows |
-| `EXCHANGE` | all-to-all [p n, D] -> [p n, D] | all-to-all | rows for every process against rows from every process |
+| `SUM_FORWARD` | all-reduce | identity | partial sums; every process uses the result alike, so dy is complete and equal |
+| `SUM_BACKWARD` | identity | all-reduce | a replicated tensor that feeds a different shard on every process |
+| `SUM_BOTH` | all-reduce | all-reduce | a partial sum that then feeds a different shard on every process |
+| `GATHER` | all-gather [n, D] -> [p n, D] | reduce-scatter | shards gathered for a different use on every process |
+| `GATHER_REPLICATED` | all-gather [n, D] -> [p n, D] | own rows | shards gathered for the same use on every process |
+| `SCATTER_SUM` | reduce-scatter [p n, D] -> [n, D] | all-gather | partial sums; each process continues with its own rows |
+| `EXCHANGE` | all-to-all [p n, D] -> [p n, D] | all-to-all | rows for every process in exchange for rows from every process |
 
-Each is also a pair, `start(SUM_FORWARD, x, axis)` and `InFlight.wait()`, with local work in between. In the backward pass the
-gradient of `wait` starts the gradient's collective, and the gradient of `start` waits for it: autograd runs nodes in the
-reverse order of their creation, so what was interleaved forward is interleaved backward.
+Each collective can also be split in two, `start(SUM_FORWARD, x, axis)` and `InFlight.wait()`, with local work in between. In
+the backward pass the gradient of `wait` starts the gradient's collective, and the gradient of `start` waits for it. Autograd
+runs nodes in the reverse order of their creation, so work that is interleaved in the forward pass is interleaved in the
+backward pass too.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,31 +43,31 @@ from boost.parallel.mesh import Axis
 _ops = torch.ops._c10d_functional
 
 
-# Started, not waited for; without a gradient.
+# Non-differentiable: start a collective without waiting for it.
 
 
 def begin_all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis, without a gradient; `wait` must come before the result is used."""
+    """Starts a non-differentiable sum over the axis. Call `wait` before using the result."""
     x = x.contiguous()
-    # A ring of more processes does not suffer from gloo's order.
+    # gloo's send-before-receive order does not slow down rings of more than two processes.
     if receives_first(x.device) and axis.size == 2 and not axis.recoverable:
-        return torch.ops.boost.all_reduce(x, _at_once(), axis.name)
+        return torch.ops.boost.all_reduce(x, _must_wait(), axis.name)
     return _ops.all_reduce(x, "sum", axis.name)
 
 
 def _start_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] of every process stacked to [p * n, ...]."""
+    """Gathers [n, ...] of every process into [p * n, ...]."""
     x = x.contiguous()
     if receives_first(x.device):
-        return torch.ops.boost.all_gather(x, axis.size, _at_once(), axis.name)
+        return torch.ops.boost.all_gather(x, axis.size, _must_wait(), axis.name)
     return _ops.all_gather_into_tensor(x, axis.size, axis.name)
 
 
 def _start_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...] summed over the axis, this process's [n, ...] of it."""
+    """Sums [p * n, ...] over the axis and returns this process's rows, [n, ...]."""
     x = x.contiguous()
     if receives_first(x.device):
-        return torch.ops.boost.reduce_scatter(x, axis.size, _at_once(), axis.name)
+        return torch.ops.boost.reduce_scatter(x, axis.size, _must_wait(), axis.name)
     return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
 
 
@@ -71,23 +75,24 @@ def _start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[p * n, ...], the j-th n rows for process j -> [p * n, ...], the j-th n rows from process j."""
     x = x.contiguous()
     if receives_first(x.device):
-        return torch.ops.boost.all_to_all(x, axis.size, _at_once(), axis.name)
+        return torch.ops.boost.all_to_all(x, axis.size, _must_wait(), axis.name)
     counts = [x.shape[0] // axis.size] * axis.size
     return _ops.all_to_all_single(x, counts, counts, axis.name)
 
 
 def receives_first(device: torch.device) -> bool:
-    """Whether collectives are those of `boost.parallel.exchange`: on CPUs, where gloo's own send before they receive."""
+    """Whether to use the collectives of `boost.parallel.exchange`. On CPUs, gloo's own collectives send before they receive."""
     return device.type == "cpu"
 
 
-def _at_once() -> bool:
-    """In compiled code, buffers that no kernel reads any more are used again, whatever is in flight."""
+def _must_wait() -> bool:
+    """Whether a collective must finish inside its op. Compiled code reuses buffers that no kernel reads any more, even while a
+    collective is in flight."""
     return torch.compiler.is_compiling()
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a collective that was started."""
+    """Waits for a started collective and returns its result."""
     return _ops.wait_tensor(x)
 
 
@@ -100,17 +105,17 @@ _START: dict[str, Callable[[Tensor, Axis], Tensor]] = {
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis, without a gradient. One all-reduce of x."""
+    """Non-differentiable sum over the axis. One all-reduce of x."""
     return wait(begin_all_reduce(x, axis))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] of every process stacked to [p * n, ...], without a gradient. One all-gather."""
+    """Non-differentiable: [n, ...] of every process -> [p * n, ...]. One all-gather."""
     return wait(_start_all_gather(x, axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[p * n, ...] summed over the axis, this process's [n, ...] of it, without a gradient. One reduce-scatter."""
+    """Non-differentiable: [p * n, ...] summed over the axis -> this process's rows, [n, ...]. One reduce-scatter."""
     return wait(_start_reduce_scatter(x, axis))
 
 
@@ -120,12 +125,12 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> None:
-    """Begins to sum x over the axis in place, without a gradient; `finish_all_reduce` must come before x is used."""
+    """Starts a non-differentiable in-place sum of x over the axis. Call `finish_all_reduce` before using x."""
     _ops.all_reduce_(x, "sum", axis.name)
 
 
 def finish_all_reduce(x: Tensor) -> None:
-    """Waits for the sum that `start_all_reduce` began."""
+    """Waits for the sum that `start_all_reduce` started."""
     wait(x)
 
 
@@ -141,29 +146,32 @@ def _backward(comm: Comm, dy: Tensor, axis: Axis) -> Tensor:
         return _START[comm.backward](dy, axis)
     if comm.forward != ALL_GATHER:
         return dy
-    rows = dy.shape[0] // axis.size  # complete and equal on every process
+    rows = dy.shape[0] // axis.size  # dy is complete and equal on every process
     return dy.narrow(0, axis.rank * rows, rows)
 
 
 class _Comm(torch.autograd.Function):
-    """forward: the forward collective of `comm`, waited for; dgrad: its backward collective, waited for. Shapes: the table."""
+    """forward: the forward collective of `comm`, including the wait; dgrad: its backward collective, including the wait.
+    Shapes: see the table."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, begun: bool = False) -> Tensor:
-        ctx.comm, ctx.axis, ctx.begun = comm, axis, begun
+    def forward(ctx: Any, x: Tensor, comm: Comm, axis: Axis, backward_started: bool = False) -> Tensor:
+        ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
         y = _forward(comm, x, axis)
         return y if comm.forward is None else wait(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        dx = dy if ctx.begun else _backward(ctx.comm, dy, ctx.axis)
+        dx = dy if ctx.backward_started else _backward(ctx.comm, dy, ctx.axis)
         return dx if ctx.comm.backward is None else wait(dx), None, None, None
 
 
 class _Start(torch.autograd.Function):
-    """forward: starts the forward collective -> (x, what was started); dgrad: waits for the gradient's, which `_Wait` started.
+    """forward: starts the forward collective -> (x, in-flight result); dgrad: waits for the gradient's collective, which
+    `_Wait` started.
 
-    x is returned for the graph only: its gradient has the shape of x, which that of what was started need not have.
+    x is returned for the autograd graph only: its gradient has the shape of x, while the in-flight result may have another
+    shape.
     """
 
     @staticmethod
@@ -179,21 +187,22 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """forward: waits; dgrad: starts the backward collective of what `_Start` sent. The result is a view of what was started."""
+    """forward: waits; dgrad: starts the backward collective of the tensor that `_Start` sent. The result is a view of the
+    in-flight one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis, begun: bool) -> Tensor:
-        ctx.comm, ctx.axis, ctx.begun = comm, axis, begun
+    def forward(ctx: Any, x: Tensor, started: Tensor, comm: Comm, axis: Axis, backward_started: bool) -> Tensor:
+        ctx.comm, ctx.axis, ctx.backward_started = comm, axis, backward_started
         y = started if comm.forward is None else wait(started)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return dy if ctx.begun else _backward(ctx.comm, dy, ctx.axis), None, None, None, None
+        return dy if ctx.backward_started else _backward(ctx.comm, dy, ctx.axis), None, None, None, None
 
 
 class InFlight:
-    """A differentiable collective that was started: `wait` returns its result, once."""
+    """A differentiable collective in flight. Call `wait` once to get its result."""
 
     __slots__ = ("wait",)
 
@@ -201,17 +210,22 @@ class InFlight:
         self.wait = wait
 
 
-def start(comm: Comm, x: Tensor, axis: Axis, begun: bool = False) -> InFlight:
-    """Starts a differentiable collective of the table, to be waited for later, in both passes. `begun`: whoever takes the result
-    starts the backward collective itself, and hands the gradient over in flight."""
+def start(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
+    """Starts a differentiable collective of the table; wait for it later, in both passes.
+
+    `backward_started`: the consumer of the result starts the backward collective itself and passes the gradient on in flight.
+    """
     sent, started = _Start.apply(x, comm, axis)
-    return InFlight(lambda: _Wait.apply(sent, started, comm, axis, begun))
+    return InFlight(lambda: _Wait.apply(sent, started, comm, axis, backward_started))
 
 
-def run(comm: Comm, x: Tensor, axis: Axis, begun: bool = False) -> InFlight:
-    """A differentiable collective of the table, waited for immediately in both passes: one autograd node instead of two.
-    `begun`: as of `start`."""
-    y = _Comm.apply(x, comm, axis, begun)
+def run(comm: Comm, x: Tensor, axis: Axis, backward_started: bool = False) -> InFlight:
+    """Runs a differentiable collective of the table and waits for it immediately, in both passes: one autograd node instead of
+    two.
+
+    `backward_started`: see `start`.
+    """
+    y = _Comm.apply(x, comm, axis, backward_started)
     return InFlight(lambda: y)
 
 
@@ -226,12 +240,12 @@ def sum_both(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
-    """Differentiable: [n, D] of every process stacked to [p n, D]; reduce-scatter of partial gradients backward."""
+    """Differentiable: gathers [n, D] of every process into [p n, D]; backward reduce-scatters the partial gradients."""
     return _Comm.apply(x, GATHER, axis)
 
 
 def features_to_rows(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """[n, p w] each -> [p n, sum of w]: the features of process j, of all parts side by side, in the j-th n rows. A copy."""
+    """[n, p w] per part -> [p n, sum of w]: the j-th n rows hold the features of process j, all parts side by side. Copies."""
     rows = parts[0].shape[0]
     shares = [x.reshape(rows, axis.size, -1).transpose(0, 1) for x in parts]
     joined = shares[0] if len(shares) == 1 else torch.cat(shares, dim=-1)
@@ -239,15 +253,16 @@ def features_to_rows(parts: Sequence[Tensor], axis: Axis) -> Tensor:
 
 
 def rows_to_features(x: Tensor, axis: Axis) -> Tensor:
-    """[p T, D/p], p shards of the features one below the other -> [T, D], side by side. A copy."""
+    """[p T, D/p], p feature shards stacked along the rows -> [T, D], side by side. Copies."""
     tokens = x.shape[0] // axis.size
     return x.view(axis.size, tokens, -1).transpose(0, 1).reshape(tokens, -1)
 
 
 def heads_for_each(x: Tensor, heads: int, processes: int) -> Tensor:
-    """[n, heads E] -> [n, max(heads, processes) E]: each process's heads side by side; one that several need, once for each.
+    """[n, heads E] -> [n, max(heads, processes) E]: the heads of each process, side by side. A shared head is repeated for
+    every process that needs it.
 
-    A copy where there are fewer heads than processes.
+    Copies only if there are fewer heads than processes.
     """
     if heads >= processes:
         return x

@@ -1,7 +1,7 @@
-"""Attention across the context axis: heads are exchanged, or keys and values gathered (`boost.config.context`).
+"""Attention over the context-parallel (CP) axis: either exchanges heads or gathers keys and values (`boost.config.context`).
 
-Legend: n tokens of a micro-batch held here, N = cp n those of all processes; H query and K key/value heads of one TP process,
-E width of a head.
+Legend: n local tokens of a micro-batch, N = cp n tokens on all CP ranks; H query and K key/value heads of one TP rank, E width
+of a head.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Start = Callable[[Comm, Tensor], InFlight]
 
 
 class ContextAxis:
-    """How attention's inputs and outputs cross. One collective in; as heads, one out."""
+    """Communicates attention's inputs and outputs over the axis: one collective in and, if heads are exchanged, one out."""
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, axis: Axis) -> None:
         self.axis, self.head_dim = axis, model.head_dim
@@ -33,12 +33,15 @@ class ContextAxis:
         self.heads, self.kv_heads = local_heads(model, parallel)
 
     def share(self) -> SequenceShare:
-        """What this process holds of each sequence."""
+        """This process's share of each sequence."""
         return SequenceShare(self.axis.rank, self.axis.size, gathers_keys=not self.as_heads)
 
     def enter(self, start: Start, qkv: QKV, share: SequenceShare, batch: int) -> Pending[QKV]:
-        """[n, H E], [n, K E] twice -> as heads [N, H E / cp], [N, K E / cp] twice, of whole sequences; else the same queries, and
-        all keys and values [N, K E]."""
+        """Redistributes q, k, v before attention: [n, H E], [n, K E], [n, K E] -> (q, k, v).
+
+        Heads exchanged: [N, H E / cp] and twice [N, K E / cp], of whole sequences. Keys and values gathered: q as it is, and
+        all keys and values, [N, K E] each.
+        """
         q, k, v = qkv
         if not self.as_heads:
             gathering = start(GATHER, torch.cat((k, v), dim=-1))
@@ -60,7 +63,8 @@ class ContextAxis:
         return Pending(exchanged)
 
     def leave(self, start: Start, attended: Tensor, share: SequenceShare, batch: int) -> Pending[Tensor]:
-        """As heads [N, H E / cp] of whole sequences -> [n, H E]; else what it is."""
+        """Redistributes attention's output: heads [N, H E / cp] of whole sequences -> [n, H E]. A no-op if keys and values were
+        gathered."""
         if not self.as_heads:
             return Done(attended)
         exchange = start(EXCHANGE, share.to_processes(attended, batch))

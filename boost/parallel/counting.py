@@ -1,4 +1,5 @@
-"""Records the collectives that actually ran, at the dispatcher. For tests and inspection: the table lists the expected ones."""
+"""Records the collectives that actually ran, at the dispatcher, for tests and inspection. The collective table lists the
+expected ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,16 +20,16 @@ KINDS = {
     "boost::reduce_scatter": "reduce-scatter",
     "boost::all_to_all": "all-to-all",
 }
-"""Kinds of the functional collectives, torch's and those of `boost.parallel.exchange`."""
+"""Kind of each functional collective: torch's and those of `boost.parallel.exchange`."""
 
 _PLAIN = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
-"""Those of fully_shard, which are not functional."""
+"""Kind of each collective that fully_shard issues; these are not functional."""
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Records every collective issued while it is active, forward and backward, and every send. Set `phase` to label them.
+    """Records every collective and send issued while it is active, in forward and backward. Set `phase` to label them.
 
-    What runs on the groups named `step_groups` belongs to the optimizer step, even in the midst of a backward pass.
+    Collectives on the groups named in `step_groups` belong to the optimizer step, even if they run during a backward pass.
     """
 
     def __init__(self, step_groups: Sequence[str] = ()) -> None:
@@ -48,7 +49,7 @@ class CollectiveCounter(TorchDispatchMode):
             self._record(phase, KINDS[operation], (*gathered, *tensor.shape), tensor, processes)
         elif namespace == "c10d" and name in _PLAIN:
             whole, part = sorted((args[0], args[1]), key=torch.Tensor.numel, reverse=True)
-            if whole.numel() > part.numel():  # not of one process alone
+            if whole.numel() > part.numel():  # skip groups of one process
                 self._record(self.phase, _PLAIN[name], whole.shape, whole, whole.numel() // part.numel())
         elif namespace == "c10d" and name == "send":
             self._record(self.phase, "send", args[0][0].shape, args[0][0], 2)

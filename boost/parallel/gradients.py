@@ -1,6 +1,6 @@
-"""Gradients after the backward pass: reduced where they are partial, measured over the whole mesh, clipped.
+"""Reduces partial gradients, computes the gradient norm over the whole mesh, and clips.
 
-Every parameter counts once in the norm, whichever processes hold its shards and their replicas.
+Every parameter counts once in the norm, no matter how many processes hold its shards or replicas.
 """
 
 import enum
@@ -23,7 +23,7 @@ from boost.parallel.mesh import Axis, Mesh
 
 
 class StepFlags(enum.Flag):
-    """Requests that any process can attach to a step. All processes see the union in the same step."""
+    """Requests that any process can attach to a step. All processes see their union in the same step."""
 
     NONE = 0
     SIGNAL = enum.auto()
@@ -33,12 +33,12 @@ class StepFlags(enum.Flag):
     SAVE = enum.auto()
     """A hook requested a checkpoint after this step."""
     JOIN = enum.auto()
-    """A replica waits to come in (`boost.train.recovery`). Of the main process only."""
+    """A replica is waiting to join (`boost.train.recovery`). Set by the main process only."""
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of a step over the whole mesh, equal on all processes."""
+    """Statistics of a step over the whole mesh, the same on all processes."""
 
     loss: float
     """Mean cross-entropy over the targets of the global batch, nats per token."""
@@ -47,11 +47,11 @@ class StepStats:
     flags: StepFlags = StepFlags.NONE
     """Flags that any process raised."""
     scale: float = 1.0
-    """Factor still to be applied to the gradients: the backward pass divided by all positions, not by those with a target."""
+    """Factor still to be applied to the gradients: the backward pass divides by all positions instead of those with a target."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient norm are: if not, the step changes nothing."""
+        """Whether both loss and gradient norm are finite. If not, the step changes nothing."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
@@ -65,16 +65,19 @@ class GradientReducer:
             loss.backward()
         reducer.finish()
 
-    Gradients of sharded parameters arrive reduced, as shards (`parallel.sharding`); only partial ones that are sharded
-    over DP alone still need a sum over TP, after the backward pass. Schedules that compute weight gradients in a separate pass
-    (zero bubble) call no gradient hooks; `finish` then launches every bucket.
+    Gradients of sharded parameters (`parallel.sharding`) are already reduced to shards when they arrive. Only partial gradients
+    that are sharded over DP alone still need a sum over TP after the backward pass. Schedules that compute weight gradients in
+    a separate pass (zero bubble) do not call gradient hooks; `finish` then launches every bucket.
     """
 
     def __init__(
         self, fused_params: Sequence[FusedParam], mesh: Mesh, dtype: torch.dtype | None = None, keeps: bool = False
     ) -> None:
-        """`dtype`: what is sent; None: the dtype of the gradients. `keeps`: this process's own gradients stay until the next step
-        begins, beside their sums, so that these can be taken back and made again (`again`)."""
+        """`dtype`: the dtype of communication; None: the dtype of the gradients.
+
+        `keeps`: keep this process's own gradients in addition to the sums until the next step begins, so that the sums can be
+        discarded and computed again (`again`).
+        """
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]
         sharded = [s.tensor for s in trainable if s.placement.partial and s.shard and s.shard.over == "dp"]
@@ -86,12 +89,12 @@ class GradientReducer:
         ]
 
     def rejoin(self, mesh: Mesh) -> None:
-        """Sums from now on over the axes of `mesh`."""
+        """Sums over the axes of `mesh` from now on."""
         for queue, axis in zip(self._queues, (mesh.replicas, mesh.dp_cp, mesh.tp), strict=True):
             queue.axis = axis
 
     def again(self) -> None:
-        """Takes sums back that were begun or made: gradients are this process's own again, and may be added to."""
+        """Discards sums, in flight or complete. Gradients are this process's own again and can be accumulated into."""
         for queue in self._queues:
             queue.take_back()
 
@@ -103,14 +106,14 @@ class GradientReducer:
             queue.prepare_for_backward(micro_batches)
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Counts one micro-batch for a parameter whose gradient somebody else than autograd has added up (`parallel.working`)."""
+        """Counts one micro-batch for a parameter whose gradient was accumulated outside autograd (`parallel.working`)."""
         for queue in self._queues:
             if queue.active and parameter in queue.bucket_of:
                 queue.mark_gradient_ready(queue.bucket_of[parameter])
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Launches the remaining buckets and waits for all of them. Gradients of stored tensors then hold the sums."""
+        """Launches the remaining buckets and waits for all of them. Gradients of the stored tensors then hold the sums."""
         for fused in self._trainable:
             if fused.shard is not None:
                 _set_local_gradient(fused)
@@ -121,11 +124,11 @@ class GradientReducer:
 
 
 def _set_local_gradient(fused: FusedParam) -> None:
-    """Puts the local shard of a DTensor's gradient where the optimizer looks for it."""
+    """Stores the local shard of a DTensor's gradient where the optimizer expects it."""
     assert isinstance(fused.parameter, DTensor)
     local, gradient = fused.parameter.to_local(), fused.parameter.grad
-    assert local.data_ptr() == fused.tensor.data_ptr(), "the updated shard must be the one that is gathered"
-    assert isinstance(gradient, DTensor), "every parameter takes part in every step"
+    assert local.data_ptr() == fused.tensor.data_ptr(), "the optimizer must update the same shard that FSDP gathers"
+    assert isinstance(gradient, DTensor), "every parameter must have a gradient in every step"
     fused.tensor.grad = gradient.to_local()
 
 
@@ -135,13 +138,14 @@ class _GradBucket:
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, keeps: bool) -> None:
         self.parameters = parameters
         self.pending = 0
-        """Gradient accumulations still to come in this step."""
+        """Remaining gradient accumulations in this step."""
         self._dtype, self._keeps = dtype, keeps
         self._flat: Tensor | None = None
         self._own: list[Tensor] = []
 
     def launch(self, axis: Axis) -> None:
-        """Flattens the gradients into one tensor and starts its all-reduce. They become views of it, unless its dtype differs."""
+        """Flattens the gradients into one tensor and starts its all-reduce. Unless dtypes differ, the gradients become views of
+        it."""
         if axis.size == 1:
             return
         gradients = self._gradients()
@@ -153,7 +157,7 @@ class _GradBucket:
         else:
             self._flat = _flatten_dense_tensors(gradients)
             if self._keeps and len(gradients) == 1:
-                self._flat = self._flat.clone()  # torch's is a view of the only one
+                self._flat = self._flat.clone()  # for a single tensor, torch returns a view
             for parameter, view in zip(self.parameters, _unflatten_dense_tensors(self._flat, gradients), strict=True):
                 parameter.grad = view
         start_all_reduce(self._flat, axis)
@@ -170,7 +174,7 @@ class _GradBucket:
                 parameter.grad = gradient
 
     def take_back(self) -> None:
-        """Gradients are as before `launch`. What it sends may still be on its way, from memory of its own."""
+        """Restores the gradients from before `launch`. An all-reduce still in flight uses its own memory."""
         for parameter, gradient in zip(self.parameters, self._own, strict=bool(self._own)):
             parameter.grad = gradient
         self._flat, self._own = None, []
@@ -181,7 +185,7 @@ class _GradBucket:
 
     def _gradients(self) -> list[Tensor]:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        assert len(gradients) == len(self.parameters), "every parameter takes part in every step"
+        assert len(gradients) == len(self.parameters), "every parameter must have a gradient in every step"
         return gradients
 
     def reset(self, micro_batches: int) -> None:
@@ -189,14 +193,14 @@ class _GradBucket:
         self._flat, self.pending = None, len(self.parameters) * micro_batches
 
     def forget(self) -> None:
-        """The next step begins."""
+        """Drops the saved gradients: the next step begins."""
         self._own = []
 
 
 class _BucketQueue:
-    """Buckets that are reduced over one axis, launched in the same order on every process.
+    """Buckets that are reduced over one axis, in the same order on every process.
 
-    Buckets hold parameters in reverse order: the backward pass reaches the last ones first.
+    Buckets hold parameters in reverse order, because the backward pass reaches the last ones first.
     """
 
     def __init__(
@@ -214,14 +218,14 @@ class _BucketQueue:
             parameter.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, queue, index))
 
     def prepare_for_backward(self, micro_batches: int) -> None:
-        """Starts a step. Gradients of any other backward pass are ignored."""
+        """Starts a step. Gradients from any other backward pass are ignored."""
         self.active, self.next_bucket = True, 0
         for bucket in self.buckets:
             bucket.reset(micro_batches)
             bucket.forget()
 
     def take_back(self) -> None:
-        """Buckets are launched by `launch_until` only, until the next step."""
+        """Discards the sums. Until the next step, only `launch_until` launches buckets."""
         self.active, self.next_bucket = False, 0
         for bucket in self.buckets:
             bucket.take_back()
@@ -234,7 +238,7 @@ class _BucketQueue:
         self.active, self.next_bucket = False, 0
 
     def mark_gradient_ready(self, index: int) -> None:
-        """Counts one micro-batch for a parameter of bucket `index` and launches buckets that are complete."""
+        """Counts one micro-batch for a parameter of bucket `index` and launches every bucket that is complete."""
         self.buckets[index].pending -= 1
         ready = self.next_bucket
         while ready < len(self.buckets) and self.buckets[ready].pending == 0:
@@ -242,7 +246,7 @@ class _BucketQueue:
         self.launch_until(ready)
 
     def launch_until(self, end: int) -> None:
-        """Launches the buckets before index `end` that have not been launched yet."""
+        """Launches all buckets before index `end` that have not been launched yet."""
         for bucket in self.buckets[self.next_bucket : end]:
             bucket.launch(self.axis)
         self.next_bucket = max(self.next_bucket, end)
@@ -256,10 +260,11 @@ def _gradient_hook(reference: "weakref.ref[_BucketQueue]", index: int, parameter
 
 
 class LaunchedStats:
-    """Statistics of a step that were launched: on a GPU, the host has not waited for them."""
+    """Statistics of a step in flight: on a GPU, the host has not waited for them."""
 
     def __init__(self, sums: Tensor, tokens: int) -> None:
-        """`sums`: loss, squared gradient norm, targets and encoded flags, fp64 [4]; `tokens` as of `reduce_step_stats`."""
+        """`sums`: loss, squared gradient norm, number of targets and encoded flags, fp64 [4]. `tokens`: see
+        `reduce_step_stats`."""
         self._sums, self._tokens = sums, tokens
         self._host, self._arrived = sums, None
         if sums.device.type == "cuda":
@@ -273,23 +278,23 @@ class LaunchedStats:
         return cls(torch.tensor(numbers, dtype=torch.double), tokens)
 
     def numbers(self) -> list[float]:
-        """The four sums on the host. Waits as `read`."""
+        """Returns the four sums on the host. Waits like `read`."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return list(self._host.tolist())
 
     def read(self) -> StepStats:
-        """The numbers. Waits for what was launched before them, and for nothing that was launched since."""
+        """Returns the statistics. Waits for work launched before them, not for work launched since."""
         loss_sum, square_sum, count, flag_sum = self.numbers()
         scale = self._tokens / max(count, 1)
         return StepStats(loss_sum * scale, square_sum**0.5 * scale, _decode(flag_sum), scale)
 
     @torch.no_grad()
     def for_update(self, max_norm: float) -> tuple[Tensor, Tensor]:
-        """(divisor, skip) of the gradients, fp32 scalars on the device, for `Optimizer.launch`.
+        """Returns (divisor, skip), fp32 scalars on the device, for `Optimizer.launch`.
 
-        Divided by the divisor, gradients are what `clip_gradients` makes of them but for rounding; 1 exactly if there is nothing to
-        do. skip: 1 if loss or norm are not finite, else 0.
+        Gradients divided by the divisor match those of `clip_gradients` up to rounding; the divisor is exactly 1 if there is
+        nothing to scale. skip: 1 if loss or norm is not finite, else 0.
         """
         loss_sum, square_sum, count = self._sums[:3]
         scale = self._tokens / count.clamp(min=1)
@@ -309,11 +314,11 @@ def reduce_step_stats(
     mesh: Mesh,
     flags: StepFlags = StepFlags.NONE,
 ) -> StepStats:
-    """Loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers.
+    """Reduces loss, gradient norm, number of targets and flags over the whole mesh, in one all-reduce of four fp64 numbers.
 
-    `loss` is this replica's sum over its targets divided by `tokens`, equal on its TP ranks and 0 on pipeline ranks without
-    the head; gradients are those of the same quotient. `targets`: positions of this replica that have one; `tokens`: all
-    positions of the global batch. The two differ only where positions have no target.
+    `loss`: this replica's sum over its targets divided by `tokens`; equal on its TP ranks, 0 on pipeline ranks without the
+    head. Gradients are those of the same quotient. `targets`: positions of this replica that have a target. `tokens`: all
+    positions of the global batch. The two differ only if some positions have no target.
     """
     return launch_step_stats(fused_params, loss, targets, tokens, mesh, flags).read()
 
@@ -327,16 +332,16 @@ def launch_step_stats(
     mesh: Mesh,
     flags: StepFlags = StepFlags.NONE,
 ) -> LaunchedStats:
-    """`reduce_step_stats`, not yet read."""
+    """Like `reduce_step_stats`, but does not wait for the result."""
     squares = loss.new_zeros((), dtype=torch.double)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for fused in fused_params:
         if fused.tensor.grad is not None:
             by_copies[_num_copies(fused, mesh)].append(fused.tensor.grad)
-    for copies, gradients in by_copies.items():  # each of `copies` processes adds its fraction
+    for copies, gradients in by_copies.items():  # each of the `copies` processes adds its fraction
         squares += _sum_of_squares(gradients) / copies
     counted = targets if mesh.tp.rank == mesh.pp.rank == 0 else 0
-    # Filled on the device: a copy of a number from the host would wait for all that was launched.
+    # Filled on the device: copying a number from the host would wait for all launched work.
     local = [loss.new_full((), x, dtype=torch.double) for x in (counted, _encode(flags))]
     sums = torch.stack((loss.double() / mesh.tp.size, squares, *local))
     if mesh.size > 1:
@@ -345,7 +350,7 @@ def launch_step_stats(
 
 
 def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:
-    """The union of the flags of all processes, for where no step statistics carry them. One all-reduce of one fp64 number."""
+    """Returns the union of the flags of all processes, for use outside of a step. One all-reduce of one fp64 number."""
     if mesh.size == 1:
         return flags
     number = torch.tensor([_encode(flags)], dtype=torch.double, device=mesh.device)
@@ -353,12 +358,12 @@ def reduce_flags(flags: StepFlags, mesh: Mesh) -> StepFlags:
 
 
 _FLAG_BITS = 16
-"""Bits per flag in the reduced number: a count of up to 65535 processes each; the last flag, which one process raises, has the rest
-of the 53 bits of fp64."""
+"""Bits per flag in the reduced number, enough to count up to 65535 processes. The last flag, which only one process raises,
+gets the rest of fp64's 53 bits."""
 
 
 def _encode(flags: StepFlags) -> int:
-    """Flags as a number whose sum over processes shows which were raised: one digit per flag."""
+    """Encodes flags as a number, one digit per flag. The sum over processes shows which flags were raised."""
     return sum(1 << _FLAG_BITS * i for i, flag in enumerate(StepFlags) if flag in flags)
 
 
@@ -371,7 +376,7 @@ def _decode(total: float) -> StepFlags:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], stats: StepStats, max_norm: float) -> None:
-    """Scales gradients in place to those of the mean over targets, then to a global norm of at most `max_norm` (0: no limit)."""
+    """Scales gradients in place: first to the mean over targets, then to a global norm of at most `max_norm` (0: no limit)."""
     factor = stats.scale
     if max_norm and stats.gradient_norm > max_norm:
         factor *= max_norm / stats.gradient_norm
@@ -388,6 +393,6 @@ def _num_copies(fused: FusedParam, mesh: Mesh) -> int:
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    # At least fp32 for each norm: rounded to bf16 it would depend on how tensors are fused and sharded.
+    # Norms need at least fp32: rounded to bf16, they would depend on how tensors are fused and sharded.
     dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum()

@@ -1,6 +1,6 @@
-"""The embedding: rows of a table, and the sum of what comes back for each of them.
+"""Embedding lookup with an accurate gradient.
 
-Legend: T tokens, V rows of the table, D its width as held by this process.
+Legend: T tokens, V rows of the table, D width of the table on this process.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from boost.models.kernels import statistic_dtype
 
 
 class _Lookup(torch.autograd.Function):
-    """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = for each row the sum of dy over its tokens,
-    summed in fp32 and rounded once. No collective.
+    """forward: tokens [T], table [V, D] -> rows [T, D]; wgrad: dtable [V, D] = sum of dy over the tokens of each row,
+    accumulated in fp32 and rounded once. No collective.
 
-    Summed in bf16, the gradient of a token that comes a thousand times stands still after a few hundred of them.
+    In a bf16 accumulation, the gradient of a token that occurs a thousand times stops growing after a few hundred of them.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def lookup(tokens_T: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Differentiable rows [T, D] of a table in `dtype`."""
+    """Differentiable lookup: rows [T, D] of a table, cast to `dtype`."""
     if table_VD.dtype == statistic_dtype(table_VD.dtype):
         return F.embedding(tokens_T, table_VD).to(dtype)
     rows: Tensor = _Lookup.apply(tokens_T, table_VD)

@@ -1,6 +1,6 @@
-"""Cross-entropy over a vocabulary that may be sharded over processes, in chunks of tokens.
+"""Cross-entropy over an optionally sharded vocabulary, in chunks of tokens.
 
-Legend: T tokens, D hidden width, V vocabulary rows held by this process, N tokens of one chunk.
+Legend: T tokens, D hidden width, V vocabulary rows on this process, N tokens of one chunk.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,13 @@ from boost.parallel.mesh import Axis
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward: x [T, D], W [V, D], targets [T] -> sum over tokens of logsumexp(x W^T) - (x W^T)[target], nats;
-    one all-gather of (logsumexp, target logit) [N, 2] a chunk if the vocabulary is sharded, none otherwise.
-    dgrad: dx = (softmax - onehot) W [T, D], this process's term of a sum if sharded; wgrad: dW = (softmax - onehot)^T x [V, D].
+    """forward: x [T, D], W [V, D], targets [T] -> sum over tokens of logsumexp(x W^T) - (x W^T)[target], nats; one all-gather
+    of (logsumexp, target logit) [N, 2] per chunk if the vocabulary is sharded, none otherwise.
+    dgrad: dx = (softmax - onehot) W [T, D], a partial sum if sharded.
+    wgrad: dW = (softmax - onehot)^T x [V, D].
 
-    The gradients are formed chunk by chunk in the forward pass, so that no logits are kept and none is computed twice;
-    backward scales them by the gradient of the (scalar) loss.
+    The forward pass computes the gradients chunk by chunk, so logits are neither saved nor computed twice. The backward pass
+    only multiplies them by the gradient of the (scalar) loss.
     """
 
     @staticmethod
@@ -63,15 +64,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def chunks(tokens: int, step: int) -> Iterable[int]:
-    """Where each chunk of tokens starts. (The planner looks at one of those that are alike.)"""
+    """Start of each chunk of tokens. (The planner patches this to run one of several identical chunks.)"""
     return range(0, tokens, step)
 
 
 def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> Tensor:
-    """Differentiable sum of the cross-entropy over targets that are not IGNORED: fp32 (or fp64) scalar, equal everywhere.
+    """Differentiable sum of the cross-entropy over targets that are not IGNORED: fp32 (or fp64) scalar, equal on every process.
 
-    `axis` is the one over which the vocabulary is sharded in equal contiguous rows (of size 1 if it is not). The gradient of x
-    is this process's term of a sum over it.
+    `axis`: the axis that shards the vocabulary in equal contiguous rows (size 1: not sharded). The gradient of x is a partial
+    sum over this axis.
     """
     if not torch.is_grad_enabled():
         x_TD, w_VD = x_TD.detach(), w_VD.detach()
@@ -79,7 +80,7 @@ def cross_entropy(x_TD: Tensor, w_VD: Tensor, targets_T: Tensor, axis: Axis) -> 
 
 
 def _whole_vocabulary(logits_NV: Tensor, local_N: Tensor, mine_N: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """logsumexp over the whole vocabulary and the target's logit, [N] each, from the local columns."""
+    """Returns (logsumexp over the whole vocabulary, logit of the target), [N] each, from the local columns."""
     logsumexp_N = logits_NV.logsumexp(-1)
     target_N = logits_NV.gather(1, local_N.unsqueeze(-1)).squeeze(-1) * mine_N
     if axis.size == 1:

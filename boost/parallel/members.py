@@ -1,7 +1,8 @@
-"""The mesh of a run with in-step recovery: what is inside a replica stays, what crosses replicas is made anew for each membership.
+"""The mesh of a run with in-step recovery. Groups inside a replica persist; groups across replicas are rebuilt for each
+membership.
 
-A replica is pp x cp x tp processes. Their groups, which layouts and pipelines hold, last as long as the replica; torch's default
-group is that of the replica. Legend: n replicas of a membership, in the order of their numbers.
+A replica is pp x cp x tp processes. Layouts and pipelines hold its groups, which last as long as the replica. Torch's default
+group is that of the replica. Legend: n replicas of a membership, in order.
 """
 
 import datetime
@@ -21,23 +22,23 @@ from boost.parallel.recoverable import Membership, RecoverableGroup
 
 @dataclass(frozen=True)
 class Replica:
-    """This process's place in its replica."""
+    """This process's position in its replica."""
 
     device: torch.device
     axes: Mapping[str, Axis]
-    """Those of the mesh but dp, by name."""
+    """Axes of the mesh except dp, by name."""
     process: int = 0
-    """Number of this process in the replica: pp outermost, tp innermost."""
+    """Index of this process in the replica: pp outermost, tp innermost."""
     size: int = 1
 
 
 def replica_size(parallel: ParallelConfig) -> int:
-    """Processes of a replica."""
+    """Number of processes per replica."""
     return parallel.world_size // parallel.dp
 
 
 def place_of(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
-    """(replica, process of it) of a global rank of a full run, as `parallel.axes` orders them."""
+    """Maps a global rank of a full run to (replica, process within it), in the order of `parallel.axes`."""
     place = next(itertools.islice(itertools.product(*map(range, parallel.axes.values())), rank, None))
     by_name = dict(zip(parallel.axes, place, strict=True))
     process = 0
@@ -50,7 +51,7 @@ def place_of(parallel: ParallelConfig, rank: int) -> tuple[int, int]:
 def open_replica(
     parallel: ParallelConfig, device: torch.device, store: dist.Store, process: int, timeout_s: float
 ) -> Replica:
-    """Joins this process's replica, whose processes share `store`. Blocks until all have."""
+    """Joins this process's replica; its processes share `store`. Blocks until all of them have joined."""
     size = replica_size(parallel)
     cuda = device.type == "cuda"
     dist.init_process_group(
@@ -73,25 +74,25 @@ def open_replica(
     )
     axes = {}
     for name in names:
-        of = made[name]
-        group = of.get_group() if of.size() > 1 else None
+        axis_mesh = made[name]
+        group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
         if group is not None:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
-        axes[name] = Axis(of.get_local_rank(), of.size(), group)
+        axes[name] = Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
     return Replica(device, axes, process, size)
 
 
 def waiting_mesh(replica: Replica) -> Mesh:
-    """The mesh of a replica that has not come in yet: without others, and never that of the main process."""
+    """The mesh of a replica that is waiting to join: it contains no other replica, and its rank is never the main process's."""
     return Mesh(replica.device, {**replica.axes, "dp": Axis()}, rank=replica.process + 1, size=1)
 
 
 def join_members(
     replica: Replica, decision: Decision, member: Member, store: dist.Store, membership: Membership
 ) -> Mesh:
-    """Connects with the other processes of a membership, whose groups `membership` then holds. Raises PeersLostError."""
+    """Connects to the other processes of a membership and registers the new groups with `membership`. Raises PeersLostError."""
     d, n = decision.place(member), len(decision.members)
-    assert d is not None, "a process joins memberships that it is in"
+    assert d is not None, "a process can only join a membership that includes it"
     pp, cp, tp = (replica.axes.get(name, Axis()) for name in ("pp", "cp", "tp"))
     store = dist.PrefixStore(f"members/{decision.number}", store)
 
@@ -100,7 +101,7 @@ def join_members(
             return Axis()
         return Axis(rank, size, RecoverableGroup(name, store, rank, size, replica.device, membership), recoverable=True)
 
-    # `everyone` first: it is aborted first (`Membership.end`), so that on GPUs no statistics of sums that were aborted get through.
+    # `everyone` comes first because it is aborted first (`Membership.end`): on GPUs, no statistics of aborted sums get through.
     rank, size = ((pp.rank * n + d) * cp.size + cp.rank) * tp.size + tp.rank, n * replica.size
     everyone = across("all", rank, size)
     background = across("saves", rank, size)

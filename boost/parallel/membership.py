@@ -1,12 +1,14 @@
-"""Who trains together: replicas agree through a store on who is left, who comes back, and where they go on (docs/recovery.md).
+"""Membership protocol: replicas agree through a store on who is lost, who rejoins, and where to resume (docs/recovery.md).
 
-A membership has a number. It ends when one of its processes says so (`Coordinator.give_up`), or when all of its processes propose
-the next one, to admit a replica. Each then reports where it stands and waits for the decision on the next one, which whoever sees
-all reports first writes with one compare-and-set: the store is the only place where two histories could begin, and it takes one.
+A membership has a number. It ends when one of its processes ends it (`Coordinator.give_up`), or when all of its processes
+propose the next one to admit a replica. Each process then reports its state and waits for the decision on the next membership.
+The first process that sees all reports writes the decision with one compare-and-set. The store accepts
+one decision per number, so a run cannot split into two histories.
 
-The store is also a vote, beside one for each member of the membership before that is not known to be dead: a majority goes on. So
-one replica of two goes on when the other dies, and of two halves that do not reach each other the one that reaches the store;
-the other half, and a minority that reaches the store while the majority is silent, stop.
+Survivors need a majority of the votes. Every member of the previous membership has one vote unless it is known to be dead, and
+the store breaks ties. If one replica of two dies, the other one continues. If a network partition splits the replicas in half,
+the half that reaches the store continues and the other half stops. A minority that reaches the store while the majority is
+silent also stops.
 """
 
 import json
@@ -21,19 +23,19 @@ from boost.errors import TrainingError
 from boost.parallel.recoverable import PeersLostError
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
-"""Why a member is gone: its processes have ended, do not answer, or hold up the others (`run.put_out_slow`)."""
+"""Why a member was lost: its processes died, do not respond, or slow the others down (`run.put_out_slow`)."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
-"""Seconds between two looks into the store, longer each time."""
+"""Polling interval of the store, seconds: the first one, and the limit that it backs off to."""
 
 
 class PutOutError(TrainingError):
-    """The others go on without this process's replica."""
+    """The other replicas continue without this process's replica."""
 
 
 @dataclass(frozen=True, order=True)
 class Member:
-    """The processes of one start of a replica. One that comes back is another member."""
+    """One incarnation of a replica. A replica that restarts becomes a new member."""
 
     replica: int
     incarnation: str
@@ -41,18 +43,18 @@ class Member:
 
 @dataclass(frozen=True)
 class Report:
-    """Where a process stands when its membership ends."""
+    """State of a process when its membership ends."""
 
     operation: int
-    """Number of the operation that it is in and has not completed."""
+    """Number of the operation that the process has not completed yet."""
     result: Any = None
-    """Of the operation before it, as JSON."""
+    """Result of the previous operation, JSON-serializable."""
     held: tuple[int, ...] = ()
-    """Micro-batches of the step whose gradients it holds."""
+    """Micro-batches of the current step whose gradients the process holds."""
     has_state: bool = True
-    """Whether it holds weights and moments."""
+    """Whether the process holds weights and moments."""
     admits: bool = False
-    """Whether replicas that wait may come in."""
+    """Whether waiting replicas may join."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,21 @@ class Decision:
 
     number: int
     members: tuple[Member, ...]
-    """The oldest first: the main process is of the first one, and stays it as long as it lives."""
+    """Oldest first. The main process belongs to the first one as long as it lives."""
     operation: int = 0
-    """Where all go on."""
+    """Operation at which all processes resume."""
     result: Any = None
-    """Of the operation before: for those that did not get it any more."""
+    """Result of the previous operation, for processes that did not receive it."""
     held: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Micro-batches of the step that all processes of a member hold, by incarnation."""
     joined: tuple[str, ...] = ()
-    """Incarnations that get weights and moments from the others."""
+    """Incarnations that receive weights and moments from the others."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Members of the membership before that are not in this one: why, by incarnation."""
+    """Members of the previous membership that are not in this one: reason by incarnation."""
     seen: int = 0
-    """Announcements that were considered so far."""
+    """Number of announcements processed so far."""
     refused: str = ""
-    """Why nobody may go on."""
+    """Why training cannot continue; empty if it can."""
 
     @classmethod
     def parse(cls, text: str) -> "Decision":
@@ -85,12 +87,12 @@ class Decision:
         return cls(**values | {"members": members, "joined": tuple(values["joined"])})
 
     def place(self, member: Member) -> int | None:
-        """Index of a member; None if it is not in."""
+        """Index of a member; None if it is not in this membership."""
         return self.members.index(member) if member in self.members else None
 
 
 class Coordinator:
-    """One process's view of the store. For one thread."""
+    """One process's view of the store. Not thread-safe."""
 
     def __init__(
         self,
@@ -99,54 +101,57 @@ class Coordinator:
         processes: int,
         is_silent: Callable[[Member], bool] = lambda member: False,
     ) -> None:
-        """`replicas`: of a full run; `processes`: of a replica; `is_silent`: whether a member does not answer."""
+        """`replicas`: replicas of a full run. `processes`: processes per replica. `is_silent`: whether a member has stopped
+        responding."""
         self.store, self._replicas, self._processes, self._is_silent = store, replicas, processes, is_silent
 
-    # What is said.
+    # Announcements.
 
     def give_up(self, number: int, reason: str) -> None:
         """Ends a membership for all of its processes."""
         self.store.set(f"over/{number}", reason)
 
     def is_over(self, number: int) -> bool:
-        """Whether a process has ended it."""
+        """Whether a process has ended this membership."""
         return self.store.check([f"over/{number}"])
 
     def put_out(self, incarnation: str, why: str, text: str) -> None:
-        """Says that a member is gone: it may not come back, only as another one. `why`: DEAD, SILENT or SLOW. The first word
-        counts, but one that was only silent may be found dead."""
+        """Marks a member as lost. It can only rejoin as a new incarnation.
+
+        `why`: DEAD, SILENT or SLOW. The first mark stays, except that DEAD replaces SILENT and SLOW.
+        """
         key = f"gone/{incarnation}"
         known = self.why_gone(incarnation)
         if known is None or (why == DEAD and not known.startswith(DEAD)):
             self.store.set(key, f"{why}: {text}")
 
     def why_gone(self, incarnation: str) -> str | None:
-        """What `put_out` has said of it; None if nobody did."""
+        """The reason recorded by `put_out`; None if the member is not marked as lost."""
         key = f"gone/{incarnation}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def announce(self, member: Member) -> None:
-        """This replica is ready to come in: to be called by one of its processes, when all are."""
+        """Announces that this replica is ready to join. One of its processes calls this once all are ready."""
         self.store.set(f"join/{self.store.add('joins', 1)}", json.dumps(asdict(member)))
 
     def someone_waits(self, decision: Decision) -> bool:
         """Whether a replica has announced itself since a decision."""
         return self.store.check([f"join/{decision.seen + 1}"])
 
-    # What is agreed on.
+    # Agreement.
 
     def found(self, member: Member, process: int, timeout_s: float, stopped: Callable[[], None]) -> Decision | None:
-        """The first membership, of all replicas; None if there has been one, so that this replica comes back.
+        """Forms the first membership, of all replicas. Returns None if it already exists and this replica is a restart.
 
-        `stopped` raises if this process is to stop. Raises TrainingError if replicas are missing after `timeout_s`.
+        `stopped` raises if this process received a stop signal. Raises TrainingError if replicas are missing after `timeout_s`.
         """
         if self.store.check(["decision/0"]):
-            return self._founded(member)
+            return self._first_if_member(member)
         self.store.set(f"founds/{member.replica}/{process}", member.incarnation)
         deadline, pauses = time.monotonic() + timeout_s, _pauses()
         while not self.store.check(["decision/0"]):
             stopped()
-            found = {replica: self._founder(replica) for replica in range(self._replicas)}
+            found = {replica: self._incarnation_of(replica) for replica in range(self._replicas)}
             if missing := [replica for replica, incarnation in found.items() if incarnation is None]:
                 if time.monotonic() > deadline:
                     raise TrainingError(
@@ -155,47 +160,47 @@ class Coordinator:
                 time.sleep(next(pauses))
                 continue
             self._decide(Decision(0, tuple(Member(replica, name) for replica, name in sorted(found.items()) if name)))
-        return self._founded(member)
+        return self._first_if_member(member)
 
-    def _founder(self, replica: int) -> str | None:
-        """The incarnation that all processes of a replica have said; None if not all have."""
+    def _incarnation_of(self, replica: int) -> str | None:
+        """The incarnation on which all processes of a replica agree; None if some are missing."""
         keys = [f"founds/{replica}/{process}" for process in range(self._processes)]
         if not self.store.check(keys):
             return None
-        said = {self.store.get(key).decode() for key in keys}
-        return said.pop() if len(said) == 1 else None
+        incarnations = {self.store.get(key).decode() for key in keys}
+        return incarnations.pop() if len(incarnations) == 1 else None
 
-    def _founded(self, member: Member) -> Decision | None:
+    def _first_if_member(self, member: Member) -> Decision | None:
         decision = self.decision(0)
         return decision if decision.place(member) is not None else None
 
     def decision(self, number: int) -> Decision:
-        """A decision that was made."""
+        """Reads a decision from the store."""
         return Decision.parse(self.store.get(f"decision/{number}").decode())
 
     def latest(self, since: int = 0) -> Decision | None:
-        """The newest decision, of those from number `since` on."""
+        """The newest decision, starting the search at number `since`."""
         found = None
         while self.store.check([f"decision/{since}"]):
             found, since = self.decision(since), since + 1
         return found
 
     def admitted(self, member: Member, since: int) -> Decision | None:
-        """The decision that admits a member that has announced itself, if it was made."""
+        """The decision that admits an announced member; None if there is none yet."""
         latest = self.latest(since)
         return latest if latest is not None and latest.place(member) is not None else None
 
     def agree(self, before: Decision, member: Member, process: int, report: Report) -> Decision:
-        """Reports, and waits for the decision that follows `before`.
+        """Writes this process's report and waits for the decision that follows `before`.
 
-        Raises PutOutError if the others go on without this member, TrainingError if nobody may go on.
+        Raises PutOutError if the others continue without this member, TrainingError if training cannot continue.
         """
         number = before.number + 1
         self.store.set(_report_key(number, member, process), json.dumps(asdict(report)))
         pauses = _pauses()
         while not self.store.check([f"decision/{number}"]):
             if why := self.why_gone(member.incarnation):
-                raise PutOutError(f"the others go on without this replica ({why})")
+                raise PutOutError(f"the other replicas continue without this one ({why})")
             if proposal := self._proposal(before):
                 self._decide(proposal)
             else:
@@ -205,12 +210,12 @@ class Coordinator:
             raise TrainingError(decision.refused)
         if decision.place(member) is None:
             raise PutOutError(
-                f"the others go on without this replica ({decision.lost.get(member.incarnation, 'gone')})"
+                f"the other replicas continue without this one ({decision.lost.get(member.incarnation, 'lost')})"
             )
         return decision
 
     def wait_until_ready(self, decision: Decision, member: Member, process: int) -> None:
-        """Returns once all processes of a membership are about to connect. Raises PeersLostError if it is over before."""
+        """Waits until all processes of a membership are ready to connect. Raises PeersLostError if the membership ends first."""
         self.store.set(f"ready/{decision.number}/{member.incarnation}/{process}", "")
         waiting = [
             (other, f"ready/{decision.number}/{other.incarnation}/{each}")
@@ -221,13 +226,13 @@ class Coordinator:
         while waiting := [(other, key) for other, key in waiting if not self.store.check([key])]:
             for other in {other for other, _ in waiting}:
                 if self._is_gone(other):
-                    self.give_up(decision.number, f"replica {other.replica} is gone")
+                    self.give_up(decision.number, f"replica {other.replica} is lost")
             if self.is_over(decision.number):
-                raise PeersLostError(f"membership {decision.number} was over before it began")
+                raise PeersLostError(f"membership {decision.number} ended before it began")
             time.sleep(next(pauses))
 
     def _decide(self, decision: Decision) -> None:
-        """The first decision with a number stays."""
+        """Writes a decision. The first one with a given number wins."""
         self.store.compare_set(f"decision/{decision.number}", "", json.dumps(asdict(decision)))
 
     def _is_gone(self, member: Member) -> bool:
@@ -239,7 +244,7 @@ class Coordinator:
         return False
 
     def _proposal(self, before: Decision) -> Decision | None:
-        """What follows from all reports; None as long as a member that may be alive has not reported."""
+        """The decision that follows from all reports; None while a member that may be alive has not reported."""
         number, reports = before.number + 1, dict[Member, list[Report]]()
         for member in before.members:
             keys = [_report_key(number, member, process) for process in range(self._processes)]
@@ -250,7 +255,7 @@ class Coordinator:
             reports[member] = [_parse_report(self.store.get(key)) for key in keys]
         with_state = {member: each for member, each in reports.items() if all(report.has_state for report in each)}
         lost = {
-            member.incarnation: self.why_gone(member.incarnation) or "did not get the state"
+            member.incarnation: self.why_gone(member.incarnation) or "did not receive the state"
             for member in before.members
             if member not in with_state
         }
@@ -272,7 +277,7 @@ class Coordinator:
         )
 
     def _waiting(self, seen: int, inside: set[Member]) -> tuple[list[Member], int]:
-        """The replicas that have announced themselves, each once, and the number of the last announcement."""
+        """The announced replicas, once each, and the number of the last announcement."""
         found: dict[int, Member] = {}
         while self.store.check([f"join/{seen + 1}"]):
             seen += 1
@@ -283,21 +288,21 @@ class Coordinator:
 
 
 def _refusal(before: Decision, lost: Mapping[str, str], survivors: int) -> str:
-    """Why nobody may go on, if so."""
+    """Why training cannot continue; empty if it can."""
     voters = sum(not why.startswith(DEAD) for why in lost.values()) + survivors
     if not survivors:
         return f"no replica with weights is left of {len(before.members)}; resume with --resume auto"
     if 2 * survivors < voters:
         silent = voters - survivors
         return (
-            f"{survivors} of {voters} replicas answer and are no majority: the {silent} others may go on elsewhere; see why "
-            "they do not answer, then resume with --resume auto"
+            f"{survivors} of {voters} replicas respond, which is not a majority: the {silent} others may be training "
+            "elsewhere; find out why they do not respond, then resume with --resume auto"
         )
     return ""
 
 
 def _held_by_all(reports: Iterable[Report], operation: int) -> list[int]:
-    """The micro-batches that all processes of a member hold, of the operation where all go on."""
+    """Micro-batches of the operation to resume at that all processes of a member hold."""
     each = [set(report.held) if report.operation == operation else set[int]() for report in reports]
     return sorted(set.intersection(*each))
 
@@ -319,8 +324,11 @@ def _pauses() -> Iterator[float]:
 
 
 def deal(count: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The micro-batches of a step, 0 to `count` - 1, that nobody holds, dealt to the members, whose `held` are in their order: each
-    to the one that then has the fewest; with nothing held, contiguous shares in order."""
+    """Deals the micro-batches of a step, 0 to `count` - 1, that no member holds.
+
+    `held`: micro-batches per member. Each missing one goes to the member with the fewest. If nobody holds any, members get
+    contiguous shares in order.
+    """
     missing = sorted(set(range(count)).difference(*held))
     if len(missing) == count:
         return [list(share(count, place, len(held))) for place in range(len(held))]
@@ -332,5 +340,6 @@ def deal(count: int, held: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def share(count: int, place: int, places: int) -> range:
-    """The contiguous share of `count` micro-batches of one of several places: of equal length if `places` divides `count`."""
+    """The contiguous share of `count` micro-batches for index `place` of `places`; shares are equal if `places` divides
+    `count`."""
     return range(place * count // places, (place + 1) * count // places)

@@ -1,4 +1,4 @@
-"""The processes of a run as one mesh (pp, dp, cp, tp), TP innermost so that it stays inside a node."""
+"""The processes of a run as one mesh (pp, dp, cp, tp). TP is innermost so that it stays inside a node."""
 
 import datetime
 import json
@@ -18,10 +18,10 @@ from boost.parallel.recoverable import RecoverableGroup
 from boost.parallel.rendezvous import Stopped, meet
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Environment variables that say the number of a process on its machine: of torchrun and us, Slurm, Open MPI, MPICH."""
+"""Environment variables that hold a process's local rank on its machine: torchrun and our launcher, Slurm, Open MPI, MPICH."""
 
 GPUS_OF_A_NODE = 16
-"""No machine has more."""
+"""Upper bound on the GPUs of one machine."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,17 @@ class Axis:
     size: int = 1
     group: dist.ProcessGroup | None = None
     recoverable: bool = False
-    """Whether `group` can be given up (`boost.parallel.recoverable`): collectives only, no messages."""
+    """Whether collectives on `group` can be abandoned (`boost.parallel.recoverable`). Such a group has no point-to-point
+    messages."""
 
     @property
     def name(self) -> str:
-        """What torch calls the group of this axis."""
+        """torch's name of the group of this axis."""
         assert self.group is not None, "an axis of one process does not communicate"
         return self.group.group_name
 
 
-def _at_once(attempt: Callable[[], Any]) -> Any:
+def _run_once(attempt: Callable[[], Any]) -> Any:
     return attempt()
 
 
@@ -49,32 +50,33 @@ def _at_once(attempt: Callable[[], Any]) -> Any:
 class Mesh:
     """This process's coordinates in the mesh. A single-process run has no process group.
 
-    With in-step recovery what crosses replicas changes while a run lasts (`become`): whoever keeps a mesh asks it anew.
+    With in-step recovery, axes across replicas change during a run (`become`). Read them from the mesh each time instead of
+    caching them.
     """
 
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    """By name, the outermost first; one that is not there has one process. With cp also dp_cp, a group of its own for the reason
-    below."""
+    """By name, outermost first. A missing axis has one process. With cp there is also dp_cp, which has its own group for the
+    same reason as `replicas`."""
     replicas: Axis = Axis()
-    """dp x cp x tp: every process that holds a copy of a weight that is not sharded. A group of its own, so that sums of gradients
-    on their way do not stand before the collectives of the backward pass."""
+    """dp x cp x tp: every process that holds a copy of an unsharded weight. It has its own group, so that gradient sums in
+    flight do not block the collectives of the backward pass."""
     rank: int = 0
     size: int = 1
     device_mesh: DeviceMesh | None = None
     weights_mesh: DeviceMesh | None = None
-    """Of dp x cp."""
+    """Device mesh of dp x cp."""
     world: Axis | None = None
-    """All processes, where they are not torch's default group."""
+    """All processes, if they are not torch's default group."""
     background: Axis | None = None
-    """The same for a thread; None: it makes a group of its own."""
+    """All processes, for a background thread; None: the thread creates its own group."""
     members: tuple[str, ...] = ()
-    """Names of the replicas along dp, where they change while a run lasts."""
-    together: Callable[[Callable[[], Any]], Any] = _at_once
-    """Runs what all processes do together, and again if some of them are lost meanwhile (`boost.train.recovery`)."""
+    """Names of the replicas along dp, if they can change during a run."""
+    together: Callable[[Callable[[], Any]], Any] = _run_once
+    """Runs a function collectively, and reruns it if processes are lost meanwhile (`boost.train.recovery`)."""
 
     def become(self, other: "Mesh") -> None:
-        """Takes the place that another mesh says."""
+        """Takes over the coordinates and groups of another mesh."""
         for each in fields(self):
             if each.name != "together":
                 object.__setattr__(self, each.name, getattr(other, each.name))
@@ -85,7 +87,7 @@ class Mesh:
         return self.world or Axis(self.rank, self.size, dist.group.WORLD if self.size > 1 else None)
 
     def axis(self, name: str) -> Axis:
-        """This process's place on one axis."""
+        """This process's coordinate on one axis."""
         return self.axes.get(name, Axis())
 
     @property
@@ -95,17 +97,18 @@ class Mesh:
 
     @property
     def dp(self) -> Axis:
-        """Data parallelism: replicas that train on other sequences."""
+        """Data parallelism: replicas that train on different sequences."""
         return self.axis("dp")
 
     @property
     def cp(self) -> Axis:
-        """Context parallelism: processes that train on other tokens of the same sequences."""
+        """Context parallelism: processes that train on different tokens of the same sequences."""
         return self.axis("cp")
 
     @property
     def dp_cp(self) -> Axis:
-        """dp x cp: the processes that hold the same weights for other tokens. Gradients are summed and weights sharded over it."""
+        """dp x cp: processes that hold the same weights for different tokens. Gradients are summed and weights are sharded over
+        it."""
         return self.axes.get("dp_cp", self.dp)
 
     @property
@@ -114,8 +117,9 @@ class Mesh:
         return self.axis("pp")
 
     @property
-    def solvers(self) -> Axis:
-        """The processes that an update deals its work out to: those of `replicas`, or of one replica where others may be lost."""
+    def update_axis(self) -> Axis:
+        """Processes that share the work of an optimizer update: those of `replicas`, or of one replica if other replicas can be
+        lost."""
         return self.tp if self.replicas.recoverable else self.replicas
 
     @property
@@ -130,15 +134,15 @@ class Mesh:
 
 
 def world_size() -> int:
-    """Number of processes that torchrun (or our launcher) started; 1 without one."""
+    """Number of processes that torchrun (or our launcher) started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this process for `run.device`: a GPU wherever one is visible, unless "cpu" is asked for.
+    """Chooses this process's device for `run.device`: a GPU if one is visible, unless "cpu" is requested.
 
-    A process that sees one GPU takes it: srun --gpus-per-task=1, Kubernetes and MIG show each process its own. One that sees
-    several takes that of its number on this machine.
+    A process that sees one GPU takes it: srun --gpus-per-task=1, Kubernetes and MIG show each process only its own. A process
+    that sees several takes the one of its local rank.
 
     Raises ConfigError if there is no GPU for this process.
     """
@@ -152,7 +156,7 @@ def choose_device(device: str) -> torch.device:
     local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), None)
     if local is None:
         raise ConfigError(
-            f"this process sees {visible} GPUs and does not know which is its own; start with torchrun, set LOCAL_RANK, or show "
+            f"this process sees {visible} GPUs but has no local rank to choose one; start with torchrun, set LOCAL_RANK, or show "
             "each process one GPU (CUDA_VISIBLE_DEVICES)"
         )
     if local >= visible:
@@ -163,11 +167,11 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _require_gpu_of_its_own(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
-    """Raises ConfigError if another process of this machine has the same GPU: NCCL would refuse it, much later."""
+def _require_exclusive_gpu(device: torch.device, store: dist.Store, rank: int, size: int) -> None:
+    """Raises ConfigError if another process on this machine uses the same GPU. NCCL would reject it too, but much later."""
     gpu = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), device.index, _gpu_id(device)]
     store.set(f"gpu/{rank}", json.dumps(gpu))
-    # TP ranks and the ranks of a node are neighbors: who is further away is on another machine.
+    # Ranks of a node are neighbors, so ranks farther away are on other machines.
     near = range(max(rank - GPUS_OF_A_NODE, 0), min(rank + GPUS_OF_A_NODE + 1, size))
     for other in near:
         if other != rank and json.loads(store.get(f"gpu/{other}")) == gpu:
@@ -185,10 +189,10 @@ def _gpu_id(device: torch.device) -> str:
 def open_mesh(
     parallel: ParallelConfig, device: str = "auto", timeout_s: int = 600, stopped: Stopped = lambda: None
 ) -> Mesh:
-    """Joins the process group of this run (none for one process) and returns this process's place in it.
+    """Joins the process group of this run (none for one process) and returns this process's mesh.
 
-    Raises ConfigError if the number of processes is not pp x dp x cp x tp; TrainingError if some do not join within `timeout_s`;
-    StoppedError if one of them receives a stop signal, which `stopped` names, before all have joined.
+    Raises ConfigError if the number of processes is not pp x dp x cp x tp, TrainingError if some do not join within
+    `timeout_s`, and StoppedError if one of them receives a stop signal (named by `stopped`) before all have joined.
     """
     size = world_size()
     if size != parallel.world_size:
@@ -207,17 +211,17 @@ def open_mesh(
 
 
 def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600) -> Mesh:
-    """This process's place, in a process group that exists already."""
+    """Builds this process's mesh on an existing process group."""
     names, sizes = tuple(parallel.axes), tuple(parallel.axes.values())
     backend = _backend(device)
     of_axes: dict[int | str, Any] | None = dict.fromkeys(names, backend) if backend else None
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names, backend_override=of_axes)
 
-    def axis(of: DeviceMesh) -> Axis:
-        group = of.get_group() if of.size() > 1 else None
-        if group is not None:  # init_device_mesh gives the groups it makes the backend's default, half an hour
+    def axis(axis_mesh: DeviceMesh) -> Axis:
+        group = axis_mesh.get_group() if axis_mesh.size() > 1 else None
+        if group is not None:  # init_device_mesh sets the backend's default timeout, half an hour
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
-        return Axis(of.get_local_rank(), of.size(), group)
+        return Axis(axis_mesh.get_local_rank(), axis_mesh.size(), group)
 
     axes = {name: axis(device_mesh[name]) for name in names}
     weights_mesh = device_mesh["dp"]
@@ -231,14 +235,15 @@ def mesh_of(parallel: ParallelConfig, device: torch.device, timeout_s: int = 600
 
 
 def _backend(device: torch.device) -> str | None:
-    """Of the groups of a mesh: on GPUs NCCL alone. By default each would have gloo beside it, two sockets for each pair of its
-    processes; CPU tensors travel in the group of the whole run. None: that of the whole run."""
+    """Backend of the mesh's groups: NCCL alone on GPUs. By default each group would also have gloo, which needs two sockets per
+    pair of processes. CPU tensors use the group of the whole run. None: the backend of the whole run."""
     single_rank = dist.get_backend() == "fake"  # emulation of one TP rank (boost.measure.shares)
     return "nccl" if device.type == "cuda" and not single_rank else None
 
 
 def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str | None) -> Axis:
-    """This process's place in one of these groups of ranks. Every process creates all of them, as torch requires."""
+    """Creates these groups of ranks, all of them on every process as torch requires. Returns this process's position in its
+    group."""
     place = Axis()
     for ranks in groups:
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -249,7 +254,7 @@ def _own_group(groups: list[list[int]], name: str, timeout_s: int, backend: str 
 
 
 def set_timeout(timeout_s: float) -> None:
-    """The timeout of what is issued from now on in any group of this process, in seconds."""
+    """Sets the timeout, in seconds, of everything issued from now on in any group of this process."""
     if dist.is_initialized():
         timeout = datetime.timedelta(seconds=timeout_s)
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -260,20 +265,20 @@ def set_timeout(timeout_s: float) -> None:
 
 
 def close_mesh() -> None:
-    """Leaves the process group, when all of it does: with NCCL this waits for the others.
+    """Destroys the process group. With NCCL this waits for the other processes, so all of them must call it.
 
-    Not to be called while an exception is on its way: the others stand in some other collective, and the error would be
-    replaced by a time-out.
+    Do not call it while an exception propagates: the others are in a different collective, and a timeout would replace the
+    error.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _join(device: torch.device, timeout_s: int, stopped: Stopped) -> None:
-    """The group of the whole run: gloo on CPUs; on GPUs NCCL, and gloo for CPU tensors (checkpoints, digests of objects)."""
+    """Joins the group of the whole run: gloo on CPUs; on GPUs NCCL, plus gloo for CPU tensors (checkpoints, object digests)."""
     store, rank, size = meet(timeout_s, stopped)
     if device.type == "cuda":
-        _require_gpu_of_its_own(device, store, rank, size)
+        _require_exclusive_gpu(device, store, rank, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

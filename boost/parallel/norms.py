@@ -1,7 +1,8 @@
 """RMSNorm across shards of the hidden dimension.
 
-Legend: T tokens, D = d/p hidden width held here, R latent width. The statistic s = sum of x^2 over the whole width commutes
-with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so its terms can travel with the partial sums A x.
+Legend: T tokens, D = d/p hidden width on this process, R latent width. The statistic s = sum of x^2 over the whole width
+commutes with the linear map after the norm, A (gamma * x) / sqrt(s/d + eps), so its terms can be sent with the partial sums A
+x.
 """
 
 from collections.abc import Sequence
@@ -49,14 +50,15 @@ def scale(x: Tensor, c_T1: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467);
-    dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy; wgrad: dgamma = sum over T of dy x c. No collective.
+    """forward: x [T, D], gamma [D] -> y = gamma x c, c = 1 / sqrt(mean_j x_j^2 + eps) [T, 1] (arXiv 1910.07467).
+    dgrad: dx = c (g - x c^2 mean_j(g_j x_j)), g = gamma dy.
+    wgrad: dgamma = sum over T of dy x c. No collective.
 
-    Keeps x and c. Gains are not rounded to x's dtype, as torch's own kernel for GPUs would have it.
+    Saves x and c. Unlike torch's GPU kernel, it does not round the gains to x's dtype.
     """
 
     place = "norm"
-    """What its work counts as in predictions, wherever it is called."""
+    """Category that predictions attribute its work to, wherever it is called."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
@@ -84,11 +86,12 @@ class _SumOfSquares(torch.autograd.Function):
 
 
 class _ProjectAndMeasure(torch.autograd.Function):
-    """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R] and, if measuring, s = sum_j x_j^2 [T], and what sums both
-    over an axis: flat, u first, which is a view of it; dgrad: dx = du (A gamma) + 2 x ds; wgrad: dA = (du^T x) gamma,
-    dgamma = sum over R of (du^T x) A. No collective.
+    """forward: x [T, D], A [R, D], gamma [D] -> u = x (A gamma)^T [T, R] and, if measuring, s = sum_j x_j^2 [T] and the flat
+    payload (u, then s) that sums both over an axis; u is a view of it.
+    dgrad: dx = du (A gamma) + 2 x ds.
+    wgrad: dA = (du^T x) gamma, dgamma = sum over R of (du^T x) A. No collective.
 
-    gamma scales columns of A instead of rows of x, and A gamma is made anew in backward: nothing is kept but x.
+    gamma scales columns of A instead of rows of x, and the backward pass recomputes A gamma, so only x is saved.
     """
 
     @staticmethod
@@ -110,7 +113,7 @@ class _ProjectAndMeasure(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TD, a_RD, gamma_D = ctx.saved_tensors
         dx_TD = da_RD = dgamma_D = None
-        # A pipeline may ask for the gradients of inputs and of weights in passes of their own.
+        # A pipeline may request input gradients and weight gradients in separate passes.
         if ctx.needs_input_grad[0]:
             dx_TD = gemm(du_TR, (a_RD * gamma_D).to(x_TD.dtype))
             if ds_T is not None:
@@ -122,11 +125,12 @@ class _ProjectAndMeasure(torch.autograd.Function):
 
 
 class _StartSum(torch.autograd.Function):
-    """forward: starts the sum over processes of `payload`: latents u [T, R], and the statistic s [T] unless that is already on its
-    way in `carrier` -> (u, what was started); one all-reduce. dgrad: waits for du, summed, of which `_WaitForSum` started the sum;
-    ds = -c^2 / 2d <u, du>, c = (s/d + eps)^(-1/2), u, s and du complete: exact for whatever acts on c u, and local.
+    """forward: starts the sum of `payload` over processes -> (u, in-flight payload); one all-reduce. The payload holds the
+    latents u [T, R] and the statistic s [T], or only u if s is already in flight in `carrier`.
+    dgrad: waits for the sum of du that `_WaitForSum` started; ds = -c^2 / 2d <u, du>, c = (s/d + eps)^(-1/2), with u, s and du
+    complete. ds is local, and exact for any function of c u.
 
-    u is returned for the graph only: its gradient has its shape, which what was started has not.
+    u is returned for the autograd graph only: its gradient has the shape of u, unlike the payload.
     """
 
     @staticmethod
@@ -151,14 +155,15 @@ class _StartSum(torch.autograd.Function):
 
 
 class _WaitForSum(torch.autograd.Function):
-    """forward: waits for what `_StartSum` started -> (u [T, R], s [T]), summed, views where they can be;
-    dgrad: starts the sum of du over processes, one all-reduce, unless it is `begun`. s has no gradient: `_StartSum` makes it."""
+    """forward: waits for the payload that `_StartSum` started -> (u [T, R], s [T]), summed, views where possible.
+    dgrad: starts the sum of du over processes, one all-reduce, unless `backward_started`. s has no gradient here: `_StartSum`
+    computes it."""
 
     @staticmethod
     def forward(
-        ctx: Any, u_TR: Tensor, started: Tensor, tokens: int, axis: Axis, begun: bool
+        ctx: Any, u_TR: Tensor, started: Tensor, tokens: int, axis: Axis, backward_started: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.axis, ctx.begun = axis, begun
+        ctx.axis, ctx.backward_started = axis, backward_started
         summed = wait(started)
         if not tokens:
             return summed.view_as(u_TR), None
@@ -168,25 +173,25 @@ class _WaitForSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, du_TR: Tensor, _: Any) -> tuple[Tensor, None, None, None, None]:
-        return du_TR if ctx.begun else begin_all_reduce(du_TR, ctx.axis), None, None, None, None
+        return du_TR if ctx.backward_started else begin_all_reduce(du_TR, ctx.axis), None, None, None, None
 
 
 class Measured(NamedTuple):
-    """Partial latents with the statistic of what they were made of."""
+    """Partial latents with the statistic of their inputs."""
 
     u_TR: Tensor
     s_T: Tensor
     payload: Tensor
-    """Both, flat, to be summed over processes."""
+    """u and s as one flat tensor, to be summed over processes."""
 
 
 class OnlineSum:
-    """Partial latents of a group and the statistic by which their sums will be scaled, on their way: one all-reduce of each
-    tensor of latents in either pass, of which the first carries the statistic forward.
+    """The sum over processes, in flight, of a group's partial latents and of the statistic that scales them.
 
-    The payload is flat: u's elements, then s. In fp32 and fp64, s is T more elements. In bf16 a sum of rounded statistics
-    would lose what fp32 had, so each process writes its s_i into a slot of its own as three bf16 terms that hold all 24
-    bits; the others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
+    Each tensor of latents takes one all-reduce in either pass; the first one carries the statistic in the forward pass. The
+    payload is flat: the elements of u, then s. In fp32 and fp64, s is T more elements. In bf16, a sum of rounded statistics
+    would lose fp32's precision. So each process writes its s_i into its own slot as three bf16 terms that hold all 24 bits; the
+    others add zeros, which is exact, and the p slots are summed in fp32: 3 p T more elements.
     """
 
     def __init__(
@@ -196,26 +201,26 @@ class OnlineSum:
         axis: Axis,
         width: int,
         eps: float,
-        begun: bool = False,
+        backward_started: bool = False,
     ) -> None:
-        """`measured`, `others`: latents. `width`, `eps`: of the norm (`inverse_rms`). The latents have to be multiplied by it, and
-        used for nothing else.
-        `begun`: whoever takes the sums starts those of their gradients itself."""
+        """`measured`, `others`: latents. `width`, `eps`: of the norm (`inverse_rms`). The caller must multiply the latents by
+        the inverse RMS and use them for nothing else. `backward_started`: the consumer of the sums starts those of their
+        gradients itself."""
         u_TR, s_T, payload = measured
-        self._axis, self._tokens, self._begun = axis, s_T.numel(), begun
+        self._axis, self._tokens, self._backward_started = axis, s_T.numel(), backward_started
         first = _StartSum.apply(u_TR, s_T, payload, None, axis, width, eps)
         rest = [_StartSum.apply(u_TR, s_T, u_TR, first[1], axis, width, eps) for u_TR in others]
         self._started: list[tuple[Tensor, Tensor]] = [first, *rest]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """(u, s, other latents), summed over processes."""
+        """Returns (u, s, other latents), summed over processes."""
         (u_TR, started), *others = self._started
-        first = _WaitForSum.apply(u_TR, started, self._tokens, self._axis, self._begun)
-        return *first, *(_WaitForSum.apply(*each, 0, self._axis, self._begun)[0] for each in others)
+        first = _WaitForSum.apply(u_TR, started, self._tokens, self._axis, self._backward_started)
+        return *first, *(_WaitForSum.apply(*each, 0, self._axis, self._backward_started)[0] for each in others)
 
 
 def rms_norm(x_TD: Tensor, gamma_D: Tensor, eps: float) -> Tensor:
-    """Differentiable RMSNorm of rows held whole, in x's dtype."""
+    """Differentiable RMSNorm of whole rows, in x's dtype."""
     if is_separate():
         return F.rms_norm(x_TD, (x_TD.shape[-1],), gamma_D.to(x_TD.dtype), eps)
     return _RMSNorm.apply(x_TD, gamma_D, eps)
@@ -237,14 +242,14 @@ def project_and_measure(x_TD: Tensor, a_RD: Tensor, gamma_D: Tensor, axis: Axis)
 
 
 def measured(u_TR: Tensor, s_T: Tensor, axis: Axis) -> Measured:
-    """Latents and a statistic that were made by different functions."""
+    """Packs latents and a statistic that were computed separately."""
     with torch.no_grad():
         return Measured(u_TR, s_T, torch.cat((u_TR.reshape(-1), _packed(s_T, u_TR.dtype, axis))))
 
 
 def _product_in_payload(x_TD: Tensor, weight_DR: Tensor, statistic: Tensor) -> tuple[Tensor, Tensor]:
-    """(x W [T, R], a flat tensor of its elements and then the statistic's, of which it is a view)."""
-    if is_separate() or torch.compiler.is_compiling():  # which writes the parts of a cat in place
+    """Returns (x W [T, R], flat payload). The payload holds the elements of x W, then the statistic; x W is a view of it."""
+    if is_separate() or torch.compiler.is_compiling():  # compiled code writes the parts of a cat in place
         u_TR = gemm(x_TD, weight_DR)
         return u_TR, torch.cat((u_TR.reshape(-1), statistic))
     tokens, width = x_TD.shape[0], weight_DR.shape[1]
@@ -255,7 +260,8 @@ def _product_in_payload(x_TD: Tensor, weight_DR: Tensor, statistic: Tensor) -> t
 
 
 def _packed(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
-    """fp32 [T] -> [p, 3, T] flat in `dtype`, zero but for this process's slot, whose three terms sum to s exactly; or s itself."""
+    """fp32 [T] -> [p, 3, T], flat, in `dtype`: zero except this process's slot, whose three terms sum to s exactly. Returns s
+    itself if it already has this dtype."""
     if s_T.dtype == dtype:
         return s_T
     slots = torch.zeros(axis.size, STATISTIC_TERMS, s_T.numel(), dtype=dtype, device=s_T.device)
@@ -267,7 +273,7 @@ def _packed(s_T: Tensor, dtype: torch.dtype, axis: Axis) -> Tensor:
 
 
 def _unpacked(summed: Tensor, tokens: int, axis: Axis) -> tuple[Tensor, Tensor]:
-    """A summed payload -> (latents, flat, and the statistic [T])."""
+    """Summed payload -> (flat latents, statistic [T])."""
     wide = statistic_dtype(summed.dtype)
     slots = 1 if summed.dtype == wide else axis.size * STATISTIC_TERMS
     latents = summed.numel() - slots * tokens

@@ -1,8 +1,8 @@
-"""Pipeline stages of one process, and micro-batches through them, on torch.distributed.pipelining's schedules.
+"""Pipeline stages of one process, on the schedules of torch.distributed.pipelining.
 
-Stages exchange the residual stream as one process of the layout holds it (a shard of it under btp and btp-sp), and the latents
-that cross blocks. Training follows a schedule; evaluation and generation, which have no backward pass and other shapes, are
-sent from stage to stage.
+Stages exchange the residual stream in the layout's local shape (a shard of it under btp and btp-sp) and the latents passed
+between blocks. Training follows a schedule. Evaluation and generation, which have no backward pass and other shapes, send from
+stage to stage.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ _MULTI: dict[str, Any] = {
 
 
 class StageModule(nn.Module):
-    """A stage as torch's schedules call it: received tensors as positional arguments, batch inputs as keywords."""
+    """A stage as torch's schedules call it: received tensors are positional arguments, batch inputs are keywords."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -44,17 +44,18 @@ class StageModule(nn.Module):
     def forward(
         self, *received: Tensor, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
     ) -> Any:
-        """The sum of the losses on the last stage; (residual stream, *latents) on the others."""
+        """Returns the sum of the losses on the last stage; (residual stream, *latents) on the others."""
         result = self.decoder(tokens_BS, targets_BS, document_ids_BS, received)
         if self.decoder.stage.has_head:
             return result
-        # Zero bubble detaches what it has sent in place, which neither a view allows nor what a block keeps, as latents.
+        # Zero bubble detaches sent tensors in place. That works neither on views nor on tensors that a block has saved, such as
+        # latents.
         whole = torch.contiguous_format
         kept = [x._base is not None or (self.sent_is_detached and i > 0) for i, x in enumerate(result)]
         return tuple(x.clone(memory_format=whole) if k else x.contiguous() for x, k in zip(result, kept, strict=True))
 
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *received: Tensor) -> Any:
-        """As the decoder's."""
+        """Same as the decoder's."""
         return self.decoder.next_logits(tokens_BS, caches, received)
 
 
@@ -62,7 +63,7 @@ class Pipeline(nn.Module):
     """The pipeline stages of one process, with the interface of a whole decoder."""
 
     def __init__(self, stage_modules: Sequence[StageModule], axis: Axis) -> None:
-        """`axis`: the processes of this pipeline. Stages are in forward order."""
+        """`axis`: the processes of this pipeline. `stage_modules` are in forward order."""
         super().__init__()
         self.stage_modules = nn.ModuleList(stage_modules)
         self.axis = axis
@@ -74,28 +75,29 @@ class Pipeline(nn.Module):
 
     @property
     def model(self) -> ModelConfig:
-        """Of the whole model."""
+        """Configuration of the whole model."""
         return self.decoders[0].model
 
     @property
     def layout(self) -> Layout:
-        """The same in all stages."""
+        """The layout, the same in all stages."""
         return self.decoders[0].layout
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.decoders[0].device
 
     @property
     def has_head(self) -> bool:
-        """Whether the loss is formed in this process."""
+        """Whether this process computes the loss."""
         return self.decoders[-1].stage.has_head
 
     def prepare(self, parallel: ParallelConfig, micro_batches: int, micro_batch: tuple[int, int]) -> None:
-        """Makes the schedule of a training step of `micro_batches` micro-batches of (sequences, tokens of each).
+        """Creates the schedule of a training step of `micro_batches` micro-batches, each of shape (sequences, tokens per
+        sequence).
 
-        `backward` makes others where a step has another number of them, as in-step recovery deals them.
+        `backward` creates further schedules for steps with another number of micro-batches, which in-step recovery can cause.
         """
         self._rows = micro_batch[0]
         self._make = lambda count: self._make_schedule(parallel, count, micro_batch)
@@ -107,7 +109,7 @@ class Pipeline(nn.Module):
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             module.sent_is_detached = parallel.schedule == "zero-bubble"  # type: ignore[assignment]
             stage = decoder.stage
-            # Meta tensors declare the received shapes in advance, so that stages need not exchange them.
+            # Meta tensors declare the shapes in advance, so that stages need not exchange them.
             arriving, leaving = (
                 tuple(torch.empty(s, dtype=decoder.compute_dtype, device="meta").requires_grad_() for s in shapes)
                 for shapes in (
@@ -132,14 +134,14 @@ class Pipeline(nn.Module):
             "scale_grads": False,
         }
         if parallel.schedule in _SINGLE:
-            short = micro_batches < parallel.pp  # what lost replicas leave to this one; 1F1B wants one for each stage
+            short = micro_batches < parallel.pp  # possible after losses; 1F1B needs at least pp
             return _SINGLE["gpipe" if short else parallel.schedule](stages[0], **options)
         return _MULTI[parallel.schedule](stages, **options)
 
     def backward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None, divisor: int) -> Tensor:
-        """Forward and backward pass of all micro-batches of a step, one below the other.
+        """Forward and backward pass of all micro-batches of a step, concatenated along the batch dimension.
 
-        Returns the sum of the losses over `divisor`, of which the gradients are; 0 on processes without the head.
+        Returns the sum of the losses divided by `divisor`; gradients are of this quotient. 0 on processes without the head.
         """
         losses: list[Tensor] = []
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
@@ -161,7 +163,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
-        """Sum of the cross-entropy without gradients, as of a whole decoder; 0 on processes without the head."""
+        """Sum of the cross-entropy without gradients, like a whole decoder's; 0 on processes without the head."""
         inputs = _by_keyword(tokens_BS, targets_BS, document_ids_BS)
         result = torch.zeros((), device=self.device)
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
@@ -174,7 +176,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
-        """Logits [B, V] of the next token, as of a whole decoder, on every process of the pipeline."""
+        """Logits [B, V] of the next token, like a whole decoder's, on every process of the pipeline."""
         layout = self.layout.with_options(inference=True)
         logits = torch.empty(tokens_BS.shape[0], self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
         logits = logits.to(self.device)
@@ -191,7 +193,7 @@ class Pipeline(nn.Module):
         return logits
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
-        """Those of every block of this process."""
+        """Key/value caches of every block on this process."""
         return tuple(cache for decoder in self.decoders for cache in decoder.make_caches(batch, capacity))
 
     def _receive(self, decoder: Decoder, layout: Layout, tokens: int) -> Iterator[Tensor]:
@@ -204,7 +206,7 @@ class Pipeline(nn.Module):
             yield x
 
     def _send(self, tensors: Sequence[Tensor], decoder: Decoder) -> None:
-        """Sends to the next stage, without waiting until it has received."""
+        """Sends to the next stage without waiting for it to receive."""
         for work in self._sending:
             work.wait()
         peer = (decoder.stage.index + 1) % self.axis.size
@@ -213,6 +215,6 @@ class Pipeline(nn.Module):
 
 
 def _by_keyword(tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None) -> dict[str, Tensor]:
-    """Inputs of every stage. Schedules split tensors into micro-batches and do not accept None."""
+    """Batch inputs of every stage. Schedules split tensors into micro-batches and do not accept None."""
     inputs = {"tokens_BS": tokens_BS, "targets_BS": targets_BS}
     return inputs if document_ids_BS is None else inputs | {"document_ids_BS": document_ids_BS}

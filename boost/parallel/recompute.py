@@ -1,8 +1,8 @@
 """Activation checkpointing: what a block saves in its forward pass, and what it recomputes in its backward pass.
 
-A block is a chain of local parts between collectives. Under the low-rank policies each part is a segment of its own: what
-goes into it, the latents after a collective or the residual stream, is saved; what it makes on the way is not. No segment
-holds a collective, so recomputation issues none, and it ends before the last GEMM of a segment, whose result is not needed.
+A block is a chain of local parts between collectives. Under the low-rank policies each part is its own segment: its inputs
+(latents after a collective, or the residual stream) are saved, its intermediates are not. No segment contains a collective, so
+recomputation does not communicate. Recomputation stops before the last GEMM of a segment, whose result is not needed.
 """
 
 import functools
@@ -21,30 +21,31 @@ _ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
 }
-"""Fused kernels: softmax(q k^T) v and, for the backward pass, the logsumexp of each row."""
+"""Fused attention kernels. They return softmax(q k^T) v and, for the backward pass, the logsumexp of each row."""
 
 
 def recompute(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """The arguments; everything inside is recomputed when the backward pass first needs it."""
+    """Saves the arguments. Everything else is recomputed when the backward pass first needs it."""
     return _checkpoint(function, *arguments)
 
 
 def recompute_but_attention(function: Callable[..., Any], /, *arguments: Any) -> Any:
-    """The arguments, and what the attention kernel returned."""
+    """Saves the arguments and the outputs of the attention kernel."""
     return _checkpoint(
-        function, *arguments, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+        function, *arguments, context_fn=functools.partial(create_selective_checkpoint_contexts, _save_attention)
     )
 
 
 def recompute_block(function: Callable[..., Any], /, layout: Layout, *arguments: Any) -> Any:
-    """As `recompute`, of a function that communicates: of two halves to its end, so that no collective is left in flight."""
+    """Like `recompute`, for a function that communicates. With two halves, it recomputes to the end, so that no collective is
+    left in flight."""
     return _checkpoint(function, layout, *arguments, early_stop=not layout.halves)
 
 
 def policies(
     all_of_it: SegmentRunner, all_but_attention: SegmentRunner, whole_block: SegmentRunner
 ) -> dict[RecomputeName, RecomputePolicy]:
-    """What each policy recomputes, by what recomputes a segment or a whole block."""
+    """Maps each policy name to its policy, built from functions that recompute a segment or a whole block."""
     return {
         "none": NO_RECOMPUTE,
         "low-rank": RecomputePolicy(local=all_of_it, attention=all_of_it),
@@ -57,12 +58,12 @@ def policies(
 POLICIES = policies(recompute, recompute_but_attention, recompute_block)
 
 
-def _keep_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+def _save_attention(_context: Any, operator: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator.name() in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpoint(function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-    # Nothing here draws random numbers, and shapes follow from shapes: the checks of both would only cost time.
+    # No random numbers are drawn, and shapes depend on shapes only: checking either would waste time.
     return checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **keywords
     )

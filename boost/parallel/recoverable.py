@@ -1,8 +1,8 @@
-"""Process groups across replicas that can be given up, for in-step recovery (docs/recovery.md).
+"""Process groups across replicas whose collectives can be abandoned, for in-step recovery (docs/recovery.md).
 
-A collective that waits for a process that is gone must end. gloo does not end it: its `abort` does nothing (torch 2.13), a process
-that is not next to the dead one waits for the whole timeout, and one that was stopped resets no connection at all. So whoever
-waits here looks up every `POLL_S` whether its membership is over, and leaves what it waited for behind. NCCL's kernels end when
+A collective that waits for a dead process must end, and gloo does not end it. Its `abort` does nothing (torch 2.13), a process
+that is not the dead one's neighbor waits for the whole timeout, and a process that was stopped resets no connection. So a
+waiting process checks every `POLL_S` whether its membership has ended, and if so abandons the collective. NCCL kernels end when
 their communicator is aborted.
 """
 
@@ -20,54 +20,54 @@ from torch._C._distributed_c10d import AllgatherOptions, Work
 from torch.distributed import distributed_c10d as c10d
 
 POLL_S = 0.1
-"""Seconds between two looks at whether the membership is over, while a process waits."""
+"""Interval at which a waiting process checks whether its membership has ended, seconds."""
 
 CONNECT_S = 20
-"""Seconds that the processes of a new membership have to connect: they have all said that they are ready."""
+"""Timeout for connecting the processes of a new membership, seconds. All of them have reported that they are ready."""
 
 _abandoned: list[Any] = []
-"""Groups with collectives that may still run in threads of gloo: destroying one would wait for them."""
+"""Groups whose collectives may still run in gloo threads. Destroying such a group would wait for them."""
 
 
 class PeersLostError(Exception):
-    """A process of another replica is gone: what this process waited for will not end."""
+    """A process of another replica was lost; the collective will not complete."""
 
 
 class Membership:
-    """The replicas that train together, until one of them is lost or another one joins. Made anew each time, with a number."""
+    """The replicas that train together, until one is lost or another one joins. Each change creates a new, numbered membership."""
 
     def __init__(self, number: int, give_up: Callable[[str], None] = lambda reason: None) -> None:
-        """`give_up` tells the others that this membership is over, and why."""
+        """`give_up` tells the other processes that this membership has ended, and why."""
         self.number, self._give_up = number, give_up
         self.over = threading.Event()
-        """Set as soon as this process knows that it is."""
+        """Set as soon as this process knows that the membership has ended."""
         self.groups: list[RecoverableGroup] = []
         self.waiting_since: float | None = None
-        """When the main thread began to wait in a collective; None if it does not."""
+        """Time at which the main thread started waiting in a collective; None if it is not waiting."""
 
     def lost(self, reason: str) -> PeersLostError:
-        """Ends this membership, here and for the others; returns the error to raise."""
+        """Ends this membership, locally and for the others. Returns the error to raise."""
         if not self.over.is_set():
             self.end()
-            with contextlib.suppress(OSError, RuntimeError):  # a store that does not answer: the others will find out
+            with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others find out by themselves
                 self._give_up(reason)
         return PeersLostError(reason)
 
     def end(self) -> None:
-        """This process knows that the membership is over. From any thread."""
+        """Ends the membership locally. Thread-safe."""
         self.over.set()
         for group in self.groups:
             group.abort()
 
     def leave(self) -> None:
-        """Unregisters the groups, when the main thread waits in none of them."""
+        """Unregisters the groups. Call only when the main thread waits in none of them."""
         for group in self.groups:
             group.unregister()
         self.groups = []
 
 
 class _Guarded(Work):
-    """A collective in flight that is waited for only as long as its membership lasts."""
+    """A collective in flight; waiting for it ends when its membership ends."""
 
     def __init__(self, work: Any, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -83,27 +83,27 @@ class _Guarded(Work):
 
 
 class RecoverableGroup(dist.ProcessGroup):
-    """A process group of a membership, around one of gloo, and on GPUs one of NCCL beside it."""
+    """A process group of a membership: wraps a gloo group and, on GPUs, also an NCCL group."""
 
     def __init__(
-        self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, of: Membership
+        self, name: str, store: dist.Store, rank: int, size: int, device: torch.device, membership: Membership
     ) -> None:
-        """Connects. Raises PeersLostError if another process does not within `CONNECT_S`."""
+        """Connects to the other processes. Raises PeersLostError if one of them does not connect within `CONNECT_S`."""
         super().__init__(rank, size)  # type: ignore[call-arg]
-        label: Any = f"{name}/{of.number}"
-        self._of, self._label, self._what = of, label, name
+        label: Any = f"{name}/{membership.number}"
+        self._membership, self._label, self._what = membership, label, name
         self._pending: list[Any] = []
         own = dist.PrefixStore(self._label, store)
-        self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, of)}
+        self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, membership)}
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options.config.blocking = False  # so that an abort also ends a communicator that is being made
+            options.config.blocking = False  # so that abort also works while a communicator is being created
             self._backends["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", own), rank, size, options)
         self._register()
-        of.groups.append(self)
+        membership.groups.append(self)
 
     def _register(self) -> None:
-        """Torch finds the group by its name, in functional collectives, and by itself, in those of objects."""
+        """Registers the group with torch: by name for functional collectives, by object for object collectives."""
         world = c10d._world
         c10d._register_process_group(self._label, self)
         world.pg_map[self] = (dist.Backend.GLOO, None)  # type: ignore[assignment]
@@ -112,7 +112,7 @@ class RecoverableGroup(dist.ProcessGroup):
         world.pg_backend_config[self] = str(c10d.BackendConfig(dist.Backend("gloo")))
 
     def unregister(self) -> None:
-        """Torch forgets the group. What may still run in a thread of gloo is kept until it has ended."""
+        """Removes the group from torch. Keeps it alive while its collectives still run in a gloo thread."""
         with contextlib.suppress(RuntimeError, KeyError):
             c10d._unregister_process_group(self._label)
         world = c10d._world
@@ -123,50 +123,51 @@ class RecoverableGroup(dist.ProcessGroup):
             _abandoned.append(self)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Of what starts from now on."""
+        """Sets the timeout of collectives that start from now on."""
         self._backends["cpu"]._set_default_timeout(timeout)
 
     def is_busy(self) -> bool:
-        """Whether a collective was left behind that has not ended."""
+        """Whether an abandoned collective is still running."""
         self._pending = [work for work in self._pending if not work.is_completed()]
         return bool(self._pending)
 
     def abort(self) -> None:
-        """Ends NCCL's kernels. From any thread."""
+        """Aborts NCCL kernels. Thread-safe."""
         if nccl := self._backends.get("cuda"):
             nccl.abort()
 
     def wait(self, work: Any, what: str) -> None:
-        """Until a collective has ended. Raises PeersLostError if it fails, or the membership ends first."""
+        """Waits for a collective. Raises PeersLostError if it fails or if the membership ends first."""
         if work is None:
-            raise PeersLostError(f"{what}: the membership is over")
-        self._of.waiting_since = self._of.waiting_since or time.monotonic()
+            raise PeersLostError(f"{what}: the membership has ended")
+        self._membership.waiting_since = self._membership.waiting_since or time.monotonic()
         try:
             while True:
                 try:
-                    # NCCL's returns as soon as the stream waits.
+                    # NCCL's wait returns immediately; only the stream waits.
                     work.wait(datetime.timedelta(seconds=POLL_S)) if "cuda" not in self._backends else work.wait()
                     return
                 except RuntimeError as error:
                     if work.is_completed():
-                        raise self._of.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
-                if self._of.over.is_set():
+                        raise self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
+                if self._membership.over.is_set():
                     self._pending.append(work)
-                    raise PeersLostError(f"{what}: the membership is over")
+                    raise PeersLostError(f"{what}: the membership has ended")
         finally:
-            self._of.waiting_since = None
+            self._membership.waiting_since = None
 
     def _start(self, what: str, tensors: Sequence[Tensor], start: Callable[[Any], Any]) -> Work:
-        """In a membership that is over nothing starts: hooks of a backward pass, which is worth finishing, must not fail."""
+        """Starts a collective, unless the membership has ended. Never raises: a failing hook would stop a backward pass that is
+        worth finishing."""
         work = None
-        if not self._of.over.is_set():
+        if not self._membership.over.is_set():
             try:
                 work = start(self._backends[tensors[0].device.type if tensors else "cpu"])
             except RuntimeError as error:
-                self._of.lost(f"{what} failed: {str(error).splitlines()[0]}")
+                self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}")
         return _Guarded(work, self, f"{what} of '{self._what}'", tensors)
 
-    # As c10d calls them.
+    # Overrides called by c10d.
 
     def getBackendName(self) -> str:
         return "boost-recoverable"
@@ -200,8 +201,8 @@ class RecoverableGroup(dist.ProcessGroup):
         return self._start("barrier", [], lambda backend: backend.barrier(opts or dist.BarrierOptions()))
 
 
-def _connected(name: str, store: dist.Store, rank: int, size: int, of: Membership) -> Any:
-    """A group of gloo. Made by a thread, which is left behind if the membership ends before all have connected."""
+def _connected(name: str, store: dist.Store, rank: int, size: int, membership: Membership) -> Any:
+    """Creates a gloo group in a thread, which is abandoned if the membership ends before all processes have connected."""
     made: list[Any] = []
 
     def connect() -> None:
@@ -214,13 +215,14 @@ def _connected(name: str, store: dist.Store, rank: int, size: int, of: Membershi
     thread.start()
     while thread.is_alive():
         thread.join(POLL_S)
-        if thread.is_alive() and of.over.is_set():
+        if thread.is_alive() and membership.over.is_set():
             raise PeersLostError(f"the membership ended while group '{name}' connected")
-    if isinstance(made[0], Exception):
-        raise of.lost(f"a process did not connect to group '{name}': {str(made[0]).splitlines()[0]}") from made[0]
-    return made[0]
+    (result,) = made
+    if isinstance(result, Exception):
+        raise membership.lost(f"a process did not connect to group '{name}': {str(result).splitlines()[0]}") from result
+    return result
 
 
 def has_abandoned() -> bool:
-    """Whether threads of gloo still wait for processes that are gone: the interpreter's shutdown would wait for them."""
+    """Whether gloo threads still wait for lost processes. Interpreter shutdown would wait for them."""
     return any(group.is_busy() for group in _abandoned)

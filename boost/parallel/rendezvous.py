@@ -1,7 +1,8 @@
-"""How the processes of a run meet: through a file on one machine, through torchrun's or rank 0's TCP store on several.
+"""Rendezvous of a run's processes: through a file on one machine, through torchrun's or rank 0's TCP store on several.
 
-torch's TCP store listens on all interfaces without a password, so the launcher of one machine uses a file in a folder that
-only its user can read. Waiting is done in Python and in short pieces: a stop signal is noticed while others are missing.
+torch's TCP store listens on all interfaces without a password, so the single-machine launcher uses a file in a folder that only
+its user can read. Waiting happens in Python and in short intervals, so that a process notices a stop signal while others are
+missing.
 """
 
 import datetime
@@ -16,31 +17,31 @@ import torch.distributed as dist
 from boost.errors import ConfigError, StoppedError, TrainingError
 
 LAUNCH_DIR = "BOOST_LAUNCH_DIR"
-"""Environment variable: the folder that the launcher of one machine shares with its processes."""
+"""Environment variable: the folder that the single-machine launcher shares with its processes."""
 
 _CONNECT_S = 5.0
-"""Seconds of one attempt to reach the TCP store; a signal is noticed between attempts."""
+"""Timeout of one attempt to reach the TCP store, seconds. Signals are checked between attempts."""
 
 _GOODBYE_S = 3.0
-"""Seconds that rank 0 still answers late processes after a stop signal."""
+"""Time for which rank 0 still answers late processes after a stop signal, seconds."""
 
 _LATE_S = 20.0
-"""Seconds by which rank 0 may start later than a process that received a stop signal, and still learn of it."""
+"""Time for which a process that received a stop signal still waits for rank 0 to start, so that rank 0 learns of it, seconds."""
 
 Stopped = Callable[[], str | None]
-"""Name of the stop signal that this process has received, if any."""
+"""Returns the name of the stop signal that this process has received, or None."""
 
 
 def launch_dir() -> Path | None:
-    """The folder that the launcher of one machine shares with this process; None without one."""
+    """The folder that the single-machine launcher shares with this process; None without such a launcher."""
     folder = os.environ.get(LAUNCH_DIR)
     return Path(folder) if folder else None
 
 
 def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store, int, int]:
-    """The store of this start of the run, global rank, and world size, once all processes have joined.
+    """Returns (store of this start of the run, global rank, world size) once all processes have joined.
 
-    Raises TrainingError if processes are missing after `timeout_s`, StoppedError if one received a stop signal meanwhile.
+    Raises TrainingError if processes are missing after `timeout_s`, StoppedError if one of them receives a stop signal first.
     """
     size = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
@@ -53,11 +54,11 @@ def meet(timeout_s: float, stopped: Stopped = lambda: None) -> tuple[dist.Store,
 
 
 def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
-    """The TCP store at MASTER_ADDR, MASTER_PORT: torchrun's, or that of rank 0 if nobody else hosts one."""
+    """Connects to the TCP store at MASTER_ADDR:MASTER_PORT: torchrun's, or rank 0's if nobody else hosts one."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
-            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} name no store; start with torchrun, or set both"
+            f"MASTER_ADDR = {host!r}, MASTER_PORT = {port!r} are not the address of a store; start with torchrun, or set both"
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline = time.monotonic() + timeout_s
@@ -76,25 +77,25 @@ def _connect(rank: int, timeout_s: float, stopped: Stopped) -> dist.Store:
             if hosts:
                 raise TrainingError(f"cannot listen on MASTER_PORT = {port}: {_first_line(error)}") from error
             if name := stopped():
-                # Rank 0 may be starting, and would wait for this process if it left without a word.
+                # Rank 0 may still be starting and would wait for this process if it left without a message.
                 leaving_at = leaving_at or time.monotonic() + _LATE_S
                 if time.monotonic() > leaving_at:
                     raise StoppedError(name) from error
             if time.monotonic() > deadline:
                 raise TrainingError(
-                    f"the store at MASTER_ADDR = {host}, MASTER_PORT = {port} did not answer within "
+                    f"the store at MASTER_ADDR = {host}, MASTER_PORT = {port} did not respond within "
                     f"run.startup_timeout_s = {timeout_s:g}; was rank 0 started?"
                 ) from error
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Stopped = lambda: None) -> str:
-    """A name that the processes of this start have in common, and no earlier one had: a prefix for what they store.
+    """Agrees on a name that is unique to this start of the run, used as the prefix of its keys in the store.
 
-    After an elastic restart torchrun's store still holds the addresses of processes that are gone, and gloo would connect
-    to them. TORCHELASTIC_RESTART_COUNT does not tell starts apart: it is each node's own, and a node that restarts because
-    another one did does not count it. So rank 0 makes the name up and tells it to whoever asks, under the asker's own
-    name made up a moment ago; what an earlier start left in the store is answered too, but nobody reads that. When all know
-    the name, rank 0 says whether they go on or a stop signal has arrived somewhere.
+    After an elastic restart, torchrun's store still holds the addresses of dead processes, and gloo would connect to them.
+    TORCHELASTIC_RESTART_COUNT does not distinguish starts: it is counted per node, and a node that restarts because of another
+    one does not count it. So rank 0 generates the name and sends it to every process that asks, keyed by a fresh request ID.
+    Requests left over from an earlier start are answered too, but nobody reads those answers. Once every process has the name,
+    rank 0 tells them whether to continue or whether one of them received a stop signal.
     """
     return (_answer if rank == 0 else _ask)(store, rank, size, timeout_s, stopped)
 
@@ -103,21 +104,21 @@ def _ask(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: Sto
     ours = uuid.uuid4().hex
     store.set(f"asks/{rank}", ours)
     deadline = time.monotonic() + timeout_s
-    said = False
+    signaled = False
     pause = 0.02
 
     def wait_for(key: str) -> str:
-        nonlocal deadline, said, pause
+        nonlocal deadline, signaled, pause
         while not store.check([key]):
-            if (name := stopped()) and not said:
+            if (name := stopped()) and not signaled:
                 store.set(f"{ours}/stop", name)
-                said, deadline = True, min(deadline, time.monotonic() + _GOODBYE_S)
+                signaled, deadline = True, min(deadline, time.monotonic() + _GOODBYE_S)
             if time.monotonic() > deadline:
                 if name:
                     raise StoppedError(name)
                 raise TrainingError(f"not all {size} processes joined within run.startup_timeout_s = {timeout_s:g}")
             time.sleep(pause)
-            pause = min(0.25, pause * 1.1)  # many processes that ask often would keep rank 0 from answering
+            pause = min(0.25, pause * 1.1)  # frequent polling by many processes would keep rank 0 from answering
         return store.get(key).decode()
 
     attempt = wait_for(f"answer/{ours}")
@@ -133,7 +134,7 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
     answered: dict[int, str] = {}
 
     def answer(others: set[int]) -> set[int]:
-        """Answers who asks; returns those that do not know the name yet."""
+        """Answers pending requests; returns the processes that do not know the name yet."""
         for other in sorted(others):
             key = f"asks/{other}"
             if store.check([key]) and (asked := store.get(key).decode()) != answered.get(other):
@@ -150,13 +151,13 @@ def _answer(store: dist.Store, rank: int, size: int, timeout_s: float, stopped: 
         if waiting and time.monotonic() > deadline:
             missing = f"{'rank' if len(waiting) == 1 else 'ranks'} {', '.join(map(str, sorted(waiting)))}"
             raise TrainingError(
-                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or see why they ended"
+                f"{missing} of {size} did not join within run.startup_timeout_s = {timeout_s:g}; start them, or see why they exited"
             )
         time.sleep(0.02)
     store.set(f"{ours}/go", stop)
     if not stop:
         return ours
-    # The store may be this process's own: it stays until the others have read what they are told.
+    # This process may host the store, so it stays until the others have read the message.
     deadline, reading = time.monotonic() + _GOODBYE_S, set(range(1, size))
     while reading and time.monotonic() < deadline:
         waiting = answer(waiting)

@@ -1,11 +1,12 @@
-"""Whether all processes that should hold the same weights do, bit for bit, and whether all weights are finite.
+"""Replica check: all processes that should hold the same weights hold them bit for bit, and all weights are finite.
 
-A flipped bit in the memory of one process, or arithmetic that is wrong on one device, makes that replica train a model of its
-own; sums of gradients hide it from the loss. So every process makes a digest of what it holds, and all are compared.
+After a bit flip in memory, or a wrong result on one device, a replica trains a different model; summed gradients hide this from
+the loss. So every process computes a digest of its weights, and all digests are compared.
 
-What has copies: a weight that is not sharded over replicas, on every process of the dp axis, and also on every TP rank if the
-layout holds it whole there. Over TP only weights whose updates are equal by construction are compared: those
-whose gradients one collective sums over dp x tp. A row that ZeRO-1 or FSDP gives to one process has no copy: finiteness only.
+Copies exist of weights that are not sharded over replicas: on every process of the dp axis, and on every TP rank if the layout
+replicates them there. Over TP, only weights whose updates are equal by construction are compared, that is, those whose
+gradients one collective sums over dp x tp. Rows that ZeRO-1 or FSDP assigns to one process have no copy and are only checked to
+be finite.
 """
 
 import socket
@@ -24,39 +25,39 @@ _CHUNK = 1 << 20
 """Elements digested at a time: temporaries of 8 MB each."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15
-"""Any odd number with well mixed bits: products with odd numbers lose no bit of the other factor modulo 2^64."""
+"""Any odd number with well-mixed bits: multiplying by an odd number modulo 2^64 loses no bits."""
 _COPIES = ("replicas", "dp", "tp")
-"""The processes over which weights are compared, by the axes that they span."""
+"""Sets of processes over which weights are compared, named by the axes that they span."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Processes whose weights are not those of the others."""
+    """Processes whose weights differ from those of the others."""
 
     processes: tuple[int, ...]
     """Global ranks, ascending."""
     copies: int
-    """Processes that should hold the same, these included."""
+    """Number of processes that should hold the same weights, including these."""
     certain: bool
-    """Whether a majority holds something else: otherwise these are all of the copies, and any of them may be right."""
+    """Whether a majority agrees on other weights. If not, `processes` lists all copies, and any of them may be right."""
 
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a check found, the same on all processes."""
+    """Result of a check, the same on all processes."""
 
     mismatches: tuple[Mismatch, ...] = ()
     not_finite: tuple[tuple[int, str], ...] = ()
-    """(global rank, name of its first weight that holds NaN or Inf)."""
+    """(global rank, name of its first weight that holds NaN or Inf) per affected process."""
     hosts: tuple[str, ...] = ()
-    """Host of each global rank; empty if nothing was found."""
+    """Host of each global rank; empty if the check passed."""
 
 
 @torch.no_grad()
 def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaReport:
-    """Digests this process's weights and compares them with all copies of them. Collective: 4 int64 from each process.
+    """Compares digests of this process's weights with those of all copies. Collective: 4 int64 from each process.
 
-    Reads every weight about three times, without a copy of it; never communicates weights.
+    Reads every weight about three times without copying it, and never communicates weights.
     """
     digests = [digest((p.tensor for p in fused_params if _copies(p, mesh) == over), mesh.device) for over in _COPIES]
     strange = _not_finite(fused_params, mesh.device)
@@ -78,10 +79,10 @@ def check_replicas(fused_params: Sequence[FusedParam], mesh: Mesh) -> ReplicaRep
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A number (int64, 0-dimensional) of the bits of these tensors in their order, without leaving the device.
+    """Digest of the bits of these tensors, in order: an int64 scalar tensor, computed without leaving the device.
 
-    sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. One changed
-    element always changes it; several, or elements that change places, but for one case in 2^64.
+    sum_i w_i b_i modulo 2^64, with the elements' bit patterns b_i as integers and odd weights w_i by position. A change of one
+    element always changes the digest. Changes of several elements, and permutations, change it except in one of 2^64 cases.
     """
     held = list(tensors)
     longest = min(_CHUNK, max((tensor.numel() for tensor in held), default=0))
@@ -95,7 +96,7 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[Mismatch]:
-    """Digests by global rank, one for each kind of copies, on a mesh of `sizes` (pp, dp, tp) -> what does not match."""
+    """Compares digests: `rows` holds one per set of `_COPIES` for each global rank; `sizes` is the mesh (pp, dp, tp)."""
     ranks = torch.arange(len(rows)).view(sizes)
     groups = {
         "replicas": ranks.flatten(1),
@@ -116,10 +117,10 @@ def compare(rows: Sequence[Sequence[int]], sizes: tuple[int, int, int]) -> list[
 
 
 def _copies(fused: FusedParam, mesh: Mesh) -> str | None:
-    """Which processes hold the same rows and update them alike, of `_COPIES`; None if this process alone has them."""
+    """Which of `_COPIES` hold the same rows and update them alike; None if only this process holds them."""
     whole, partial = fused.placement.dim is None, fused.placement.partial
     if fused.shard is None:
-        # Complete gradients of one weight are summed over dp by another group for each TP rank, maybe in another order.
+        # Each TP rank's group sums the complete gradients of a weight over dp separately, possibly in another order.
         return "replicas" if whole and (partial or mesh.dp_cp.size == 1) else "dp"
     return "tp" if fused.shard.over == "dp" and whole and partial else None
 

@@ -1,10 +1,10 @@
-"""Weights that data-parallel replicas share: torch's fully_shard over what one process holds of a layout.
+"""Shards weights over data-parallel replicas: torch's fully_shard on top of the layout's local tensors.
 
-ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`) are the same division: each of the dp processes that hold the same
-part of a stored tensor keeps some of its rows, with their moments, and updates them. They differ in how long the whole
-part lives once gathered: for the optimizer step, or for one block's forward or backward pass.
+ZeRO-1 (`parallel.shard = "optimizer"`) and FSDP (`"full"`) shard the same way: each of the dp processes that hold the same
+local tensor keeps and updates some of its rows and their moments. They differ in how long the gathered tensor lives: for the
+optimizer step, or for one block's forward or backward pass.
 
-Norms are not sharded: of a weight in ten thousand, and gathering them in bf16 would round what they scale by.
+Norms are not sharded: they are one in ten thousand weights, and gathering them in bf16 would round the gains.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ from boost.parallel.mesh import Mesh
 def shard(
     root: nn.Module, decoder: Decoder, parallel: ParallelConfig, mesh: Mesh, dtype: torch.dtype | None = None
 ) -> None:
-    """Divides the weights of a decoder, or of a stage of one, among its replicas, in units of blocks.
+    """Shards the weights of a decoder, or of one stage, over its replicas, one unit per block.
 
-    `root` is the module whose forward pass runs it: the decoder, or what a pipeline wraps it into. Gathers are in
-    the dtype of activations, sums of gradients in `dtype` (None: that of weights).
+    `root`: the module whose forward pass runs it, either the decoder or its pipeline wrapper. All-gathers use the activations'
+    dtype, gradient sums use `dtype` (None: the weights' dtype).
     """
     params = list(fused_params(decoder))
     norms = {s.parameter for s in params if s.parameter.ndim == 1}
@@ -40,10 +40,10 @@ def shard(
     owners = {p: (m, name) for m in decoder.modules() for name, p in m.named_parameters(recurse=False)}
     options: dict[str, Any] = {}
     if outer:
-        options["shard_placement_fn"] = _over_replicas(outer, mesh)
+        options["shard_placement_fn"] = _shard_over_replicas(outer, mesh)
     weights = next(decoder.parameters()).dtype
     if decoder.compute_dtype != weights or dtype not in (None, weights):
-        # Half of the bytes: weights are cast before they are gathered instead of where they are used.
+        # Half of the bytes: weights are cast before the all-gather instead of at their use.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=decoder.compute_dtype, reduce_dtype=dtype or weights, cast_forward_inputs=False
         )
@@ -56,20 +56,20 @@ def shard(
             **options,
         )
         assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(1.0)  # sums, like those of replicas that share nothing
-        # A plain sum on every backend: gloo has no scaled one, and NCCL reads the scale of PREMUL_SUM, which torch stores in
-        # four bytes, as bf16 from two of them: a factor of 0.
+        unit.set_gradient_divide_factor(1.0)  # sums, as for unsharded replicas
+        # A plain sum on every backend. gloo has no scaled sum. NCCL reads PREMUL_SUM's scale, which torch stores in four bytes,
+        # as a bf16 from two of them: a factor of 0.
         unit.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(root, "next_logits")
     for parameter, (module, name) in owners.items():
         if parameter not in norms:
-            _remember(module, name, "replicas" if parameter in outer else "dp", mesh)
+            _record_shard(module, name, "replicas" if parameter in outer else "dp", mesh)
 
 
 def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> None:
-    """Declares before a backward pass whether it is the last of its step. Does nothing for a module that is not sharded.
+    """Declares, before a backward pass, whether it is the last one of its step. A no-op for modules that are not sharded.
 
-    ZeRO-1 reduces gradients once, after the last one, and then frees the gathered weights; FSDP does both each time.
+    ZeRO-1 reduces gradients and reshards the gathered weights once, after the last backward pass; FSDP does both in each pass.
     """
     if isinstance(module, FSDPModule):
         every_time = last or parallel.shard == "full"
@@ -79,32 +79,32 @@ def last_backward(module: nn.Module, last: bool, parallel: ParallelConfig) -> No
 
 
 def forget_gathered(module: nn.Module) -> None:
-    """Frees the weights that forward passes without a backward pass have left gathered, as an evaluation does.
+    """Reshards weights that forward passes without a backward pass (such as an evaluation) left gathered.
 
-    To be called when weights have changed: the next forward pass would use the old ones. On every process alike.
+    Call this on every process after weights have changed. Otherwise the next forward pass would use the old weights.
     """
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
-def _over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:
-    """What places some parameters on dp x tp and leaves the others where they are."""
+def _shard_over_replicas(outer: set[nn.Parameter], mesh: Mesh) -> Any:
+    """Placement function that shards `outer` over dp x tp and leaves the other parameters on the default mesh."""
     assert mesh.replicas.group is not None
     device_mesh = DeviceMesh.from_group(mesh.replicas.group, mesh.device.type)
     everywhere = _fsdp_common.ShardPlacementResult(None, _fsdp_common.FSDPMeshInfo(mesh=device_mesh, shard_mesh_dim=0))
     return lambda parameter: everywhere if parameter in outer else None
 
 
-def _remember(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
-    """Tells a module which rows of a parameter are kept here."""
+def _record_shard(module: nn.Module, name: str, over: str, mesh: Mesh) -> None:
+    """Records in a module which rows of a parameter this process owns."""
     parameter = getattr(module, name)
     assert isinstance(parameter, DTensor) and isinstance(module, FusedModule)
     local = parameter.to_local().detach()
     size, rank = mesh.dp_cp.size, mesh.dp_cp.rank
     if over == "replicas":
         size, rank = size * mesh.tp.size, rank * mesh.tp.size + mesh.tp.rank
-    rows = -(-parameter.shape[0] // size)  # as torch.chunk deals them out: the last processes may have fewer
+    rows = -(-parameter.shape[0] // size)  # as torch.chunk splits: the last processes may have fewer
     first = min(rank * rows, parameter.shape[0])
     assert local.shape[0] == min(rows, parameter.shape[0] - first)
     module.shards[name] = ParamShard(nn.Parameter(local), first, over)

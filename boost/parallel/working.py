@@ -1,4 +1,5 @@
-"""Working copies: weights in the dtype of activations, which modules hold instead of their parameters while passes run."""
+"""Working copies: weights in the dtype of activations, which replace the modules' parameters during forward and backward
+passes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from boost.models.fused import FusedModule
 
 
 class WorkingCopies:
-    """Casts weights once a step, and adds the gradients of the copies into those of the weights, in one pass each:
+    """Casts weights once per step, and accumulates gradients of the copies into those of the weights:
 
         reducer.begin(micro_batches)
         with copies.in_use():
@@ -21,13 +22,16 @@ class WorkingCopies:
                 loss.backward()
         reducer.finish()
 
-    Copies are leaves, so autograd adds up the gradients of all uses of one pass in the dtype of activations; those of micro-batches
-    are added up in the dtype of the weights.
+    Copies are leaves, so autograd accumulates the gradients of all uses within one pass in the dtype of activations. Gradients
+    of micro-batches are accumulated in the dtype of the weights.
     """
 
     def __init__(self, model: nn.Module, config: Config, accumulated: Callable[[nn.Parameter], None]) -> None:
-        """Copies of what of a model, or of its pipeline stages, has some under `config` (`boost.config.copies`). `accumulated` is
-        called whenever the gradient of a pass has been added to that of a parameter, whose own hooks autograd does not call."""
+        """Selects the parameters of a model, or of its pipeline stages, that get a copy under `config` (`boost.config.copies`).
+
+        `accumulated` is called whenever the gradient of a pass has been added to that of a parameter, because autograd does not
+        call the parameter's own hooks.
+        """
         self._dtype, self._accumulated = getattr(torch, config.train.compute_dtype), accumulated
         self._places = [
             (module, name)
@@ -39,7 +43,7 @@ class WorkingCopies:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Modules hold copies of the current weights in here: forward and backward passes, with whatever these recompute."""
+        """Context in which modules hold copies of the current weights, for forward and backward passes including recomputation."""
         weights = [module.get_parameter(name) for module, name in self._places]
         copies = self._copies_of(weights)
         try:
@@ -68,6 +72,6 @@ class WorkingCopies:
         if weight.grad is None:
             weight.grad = copy.grad.to(weight.dtype)
         else:
-            weight.grad.add_(copy.grad)  # of two dtypes, in one kernel
+            weight.grad.add_(copy.grad)  # mixed dtypes, in one kernel
         copy.grad = None
         self._accumulated(weight)

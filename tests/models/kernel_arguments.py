@@ -17,7 +17,7 @@ def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
-    """Arguments for every kernel, of sizes that are no powers of two."""
+    """Arguments for every kernel, with sizes that are not powers of two."""
     u, c, x = (
         numbers(37, 24, dtype=dtype),
         numbers(37, 1, dtype=torch.promote_types(dtype, torch.float32)),

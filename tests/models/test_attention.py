@@ -1,4 +1,4 @@
-"""Rotary positions against transformers' own."""
+"""Rotary embeddings against those of transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the decoder does beside a family's mathematics (tests/models/test_families.py): targets, caches, gradients."""
+"""Targets, caches and gradients of the decoder. Tests of the families' math are in tests/models/test_families.py."""
 
 from typing import Any
 

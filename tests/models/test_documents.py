@@ -1,4 +1,4 @@
-"""Attention within documents: each form is the masked one, in float64, and computes no more than it should."""
+"""Attention within documents: every form matches masked attention in float64 and computes no more than it should."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from tests import toy
 
 HEADS, KV_HEADS, WIDTH, BATCH, LENGTH = 4, 2, 8, 3, 24
 IDS = torch.tensor([[0] * 5 + [1] * 18 + [2], [7] * LENGTH, list(range(LENGTH))], dtype=torch.int32)
-"""Long and short ones, one alone in its sequence, and one a token."""
+"""Long and short documents, a document that fills its sequence, and documents of one token."""
 MODEL = toy.toy_config(model={"dim": HEADS * WIDTH, "heads": HEADS, "kv_heads": KV_HEADS}).model
 
 
@@ -42,7 +42,7 @@ def results(of: Context, kv_heads: int = KV_HEADS) -> Iterator[Tensor]:
 
 
 def reference_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *longest: int, **options: Any):
-    """What FlashAttention computes of packed documents, said in plain operations: queries are the last ones of their document."""
+    """FlashAttention on packed documents, in plain operations: queries are the last ones of their document."""
     assert starts.dtype == starts_k.dtype == torch.int32 and longest[0] == longest[1] >= starts_k.diff().max()
     assert options == {"window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
     places = []
@@ -67,7 +67,7 @@ def test_segments_are_the_masked_attention(kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
-def test_what_the_kernel_for_boundaries_is_given(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_varlen_kernel(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     assert documents._has_varlen()
     monkeypatch.setattr(varlen, "varlen_attn", reference_varlen)
@@ -136,7 +136,7 @@ def test_documents_of_half_a_sequence(lengths: tuple[int, ...], form: Any, monke
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
 def test_queries_of_the_last_tokens(kv_heads: int) -> None:
-    """As torch's mask of that name has it, which on GPUs is a kernel."""
+    """Reference for torch's mask of the same name, which is a kernel on GPUs."""
     q, k, v = (torch.randn(BATCH, heads, n, WIDTH) for heads, n in ((HEADS, 7), (kv_heads, LENGTH), (kv_heads, LENGTH)))
     bias, grouped = causal_lower_right(7, LENGTH), kv_heads != HEADS
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)

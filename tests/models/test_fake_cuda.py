@@ -1,7 +1,7 @@
-"""What runs on GPUs, without one: forward passes and generation of every layout on fake CUDA tensors, with the kernels that torch
-would choose. Where torch is built for CUDA: elsewhere its operators have no CUDA implementation to trace.
+"""GPU code paths without a GPU: forward passes and generation of every layout on fake CUDA tensors, with the kernels that torch
+would choose.
 
-No backward passes: autograd needs a device's stream.
+Needs a CUDA build of torch: other builds have no CUDA operators to trace. No backward passes: autograd needs a device stream.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ pytestmark = [
 TP = 4
 SIZE = {"dim": 512, "ffn_dim": 1024, "heads": 8}
 DOCUMENTS = ((5, 11), (16,))
-"""Lengths, by sequence."""
+"""Document lengths by sequence."""
 
 COLLECTIVES = {
     "all_reduce": "all-reduce",
@@ -46,7 +46,7 @@ COLLECTIVES = {
 
 
 class OnGpu(TorchDispatchMode):
-    """Names and counts what runs, and that it stays on the GPU."""
+    """Records the names and counts of operations, and checks that they stay on the GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class OnGpu(TorchDispatchMode):
 
     @property
     def collectives(self) -> Counter[str]:
-        """By kind."""
+        """Counts by kind of operation."""
         return Counter({kind: self.operations[name] for name, kind in COLLECTIVES.items() if self.operations[name]})
 
 
@@ -93,7 +93,7 @@ def test_a_forward_pass(
     if halves and parallel.get("vanilla") == "published":
         pytest.skip("has no halves")
     config = configured(model, {**parallel, "overlap": "halves" if halves else "none"})
-    monkeypatch.setattr(documents, "_lengths", lambda _: DOCUMENTS)  # the host reads ids, which are real
+    monkeypatch.setattr(documents, "_lengths", lambda _: DOCUMENTS)  # the host reads real ids
     table = micro_batch_collectives(config.model, config.parallel, 2 * 16, "bfloat16")
     with fake_gpu() as mesh:
         decoder, tokens = build_decoder(config, mesh), made(config)
@@ -101,7 +101,7 @@ def test_a_forward_pass(
             loss = decoder(tokens, tokens, tokens if isolated else None)
     assert (loss.device.type, loss.dtype, loss.shape) == ("cuda", torch.float32, ())
     assert seen.collectives == Counter(each.kind for each in table if each.phase == "forward")
-    # Of whole sequences torch chooses the kernel by asking the device.
+    # For whole sequences, torch queries the device to choose the kernel.
     assert any("varlen" in name for name in seen.operations) == isolated, seen.operations
 
 

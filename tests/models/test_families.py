@@ -1,4 +1,5 @@
-"""Every family is the published function: logits, loss and gradients of one process are those of references written by hand."""
+"""Every family matches its published function: logits, loss and gradients on one process equal those of hand-written
+references."""
 
 from typing import Any
 
@@ -41,7 +42,7 @@ GROUPINGS = [(name, True) for name in FAMILIES] + [(name, False) for name in ("d
 
 
 def make(name: str, grouping: bool = True) -> tuple[Config, Decoder, Reference]:
-    """Three blocks, so that latents cross twice, with no vector left at 1 or 0, where a forgotten one would not show."""
+    """Three blocks, so that latents are passed on twice. No vector is all ones or zeros, which would hide a missing one."""
     model, reference = FAMILIES[name]
     config = toy.toy_config(
         model={"layers": 3, "norm_eps": 1e-3, "rope_theta": 50.0, **model},
@@ -102,7 +103,7 @@ def test_documents_do_not_see_each_other_when_asked(name: str) -> None:
 
 
 def test_each_gate_is_another_function() -> None:
-    """What tells references apart: the same factors under each family, none of which gives the logits of another."""
+    """The references differ: with the same factors, no family gives the logits of another."""
     config, decoder, _ = make("lax over cola, dense")
     weights, tokens = toy.weights(decoder), toy.toy_tokens(config)[0]
     for value in [name for name in weights if name.endswith("gate_weight")]:

@@ -1,4 +1,4 @@
-"""Initial weights are a function of seed and name, with the published spreads."""
+"""Initial weights are a function of seed and name, with the published standard deviations."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def test_same_seed_same_weights_whatever_the_order() -> None:
 
 
 @pytest.mark.parametrize("family", ["cola", "svd", "dense"])
-def test_spread_of_each_factor(family: str) -> None:
+def test_standard_deviation_of_each_factor(family: str) -> None:
     config = toy.toy_config(
         model={"family": family, "dim": 128, "ffn_dim": 352} | ({} if family == "dense" else {"rank": 32})
     )
@@ -46,7 +46,7 @@ def test_spread_of_each_factor(family: str) -> None:
 
 
 def draws(**model: Any) -> tuple[Config, dict[str, Tensor]]:
-    """Every initial weight of a model of 128 x 352 with key/value heads of 32 columns, fp64."""
+    """Every initial weight of a 128 x 352 model whose key/value heads have 32 columns, fp64."""
     config = toy.toy_config(model={"dim": 128, "ffn_dim": 352, "rank": 32, **model})
     return config, {p.name: initial_value(p, config.model, 0).double() for p in parameters(config.model)}
 
@@ -66,7 +66,7 @@ def test_spectral_factors_are_the_best_of_their_rank_for_the_dense_weights() -> 
         gram = s[:kept].diag()
         for product in (b.T @ b, a @ a.T):
             torch.testing.assert_close(product[:kept, :kept], gram, rtol=0, atol=1e-5 * s[0].item())
-        if kept < rank:  # key/value heads have 32 columns, and their rank here is 40
+        if kept < rank:  # key/value heads have 32 columns, but rank 40
             assert not b[:, kept:].any() and a[kept:].std().item() == pytest.approx(config.model.init_std, rel=0.1)
     assert torch.equal(factors["embed"], whole["embed"]), "all else is as in the dense model"
 
@@ -87,8 +87,8 @@ def test_spectral_factors_made_ahead_are_those_made_one_by_one(threads: int, gro
 
 
 @pytest.mark.parametrize(("init", "over"), [("xavier", "svd"), ("cola", "cola"), ("spectral", "svd")])
-def test_products_start_with_the_spread_that_their_factors_say(init: str, over: str) -> None:
-    """A product of r independent terms has the variance r var(A) var(B): what a block is at its first step."""
+def test_products_have_the_variance_of_their_factors(init: str, over: str) -> None:
+    """A sum of r independent products has the variance r var(A) var(B): the output of a block at its first step."""
     config, factors = draws(family="lax", over=over, factor_init=init, kv_heads=8)
     for name in ("layers.0.attn.q", "layers.1.mlp.up", "layers.1.mlp.down"):
         a, b = factors[f"{name}.A"], factors[f"{name}.B"]
@@ -108,7 +108,7 @@ def test_products_start_with_the_spread_that_their_factors_say(init: str, over: 
 
 
 @pytest.mark.parametrize("gate", ["identity", "tensor", "dense"])
-def test_gates_start_as_linears_of_torch_and_norms_as_nothing(gate: str) -> None:
+def test_gates_start_like_nn_linear_and_norms_as_identity(gate: str) -> None:
     _, weights = draws(family="lax", gate=gate)
     kinds = {"identity": set(), "tensor": {"gate_rows", "gate_columns"}, "dense": {"gate_weight", "gate_bias"}}[gate]
     assert {name.rpartition(".")[2] for name in weights if "gate_" in name} == kinds
@@ -144,13 +144,13 @@ def test_parameter_counts_of_the_published_recipes(preset: str, millions: float)
 
 @pytest.mark.parametrize(("preset", "millions"), LLAMA)
 def test_parameter_counts_of_the_full_rank_baselines(preset: str, millions: int) -> None:
-    """As the literature prints them (ReLoRA, GaLore, CoLA): 58M, 134M, 368M, 1339M, 6.7B."""
+    """Parameter counts from the literature (ReLoRA, GaLore, CoLA): 58M, 134M, 368M, 1339M, 6.7B."""
     assert round(parameter_count(load(preset).model) / 1e6) == millions
 
 
 @pytest.mark.parametrize(("size", "billions"), [("8b", 8.03), ("70b", 70.55), ("405b", 405.85)])
 def test_shapes_of_llama_3(size: str, billions: float) -> None:
-    """As their model cards count parameters; the low-rank ones have less than half of the linears'."""
+    """Parameter counts from the model cards. The low-rank models have less than half of the linears' parameters."""
     dense, low_rank = load(f"llama3-{size}").model, load(f"cola-llama3-{size}").model
     assert parameter_count(dense) / 1e9 == pytest.approx(billions, abs=0.005)
     ends = 2 * dense.vocab_size * dense.dim
@@ -159,7 +159,7 @@ def test_shapes_of_llama_3(size: str, billions: float) -> None:
 
 
 def test_factors_larger_than_their_matrix_are_named() -> None:
-    """8 key/value heads of Llama 3 8B are 1,024 wide, as is the bottleneck."""
+    """The 8 key/value heads of Llama 3 8B are 1,024 wide, like the bottleneck."""
     wide = ["--model.ranks.attn.k", "1024", "--model.ranks.attn.v", "1024"]
     first, second = load("cola-llama3-8b", wide).model.advice()
     assert first.startswith("attn.k of 4096 x 1024 has more parameters as factors of rank 1024")
@@ -168,7 +168,7 @@ def test_factors_larger_than_their_matrix_are_named() -> None:
 
 
 @pytest.mark.parametrize("size", ["60m", "130m", "350m", "1b", "7b"])
-def test_a_baseline_is_trained_on_what_the_recipe_is(size: str) -> None:
+def test_a_baseline_uses_the_recipe_of_its_low_rank_model(size: str) -> None:
     low_rank, full = load(f"cola-{size}"), load(f"llama-{size}")
     shape = ("vocab_size", "dim", "ffn_dim", "layers", "heads", "kv_heads", "norm_eps", "rope_theta", "init_std")
     assert [getattr(full.model, field) for field in shape] == [getattr(low_rank.model, field) for field in shape]

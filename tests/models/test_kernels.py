@@ -1,4 +1,4 @@
-"""Element-wise kernels: the gradients of plain formulas, one kernel each where they are compiled, one operation in predictions."""
+"""Element-wise kernels: gradients match plain formulas; each compiles to one kernel and counts as one operation in predictions."""
 
 import shutil
 from collections import Counter
@@ -23,7 +23,7 @@ EAGER, INDUCTOR = BACKENDS["eager"], BACKENDS["inductor"]
 
 
 def rotated_by_hand(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(x_1, x_2) as the real and imaginary part of a number, times e^(i angle)."""
+    """(x_1, x_2) as real and imaginary part of a complex number, times e^(i angle)."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(cos[:, None, :half], sin[:, None, :half])
     return torch.cat((turned.real, turned.imag), -1)
@@ -78,7 +78,7 @@ def test_each_is_one_kernel_where_it_is_compiled_and_the_same_function(dtype: to
         metrics.reset()
         with using(INDUCTOR):
             compiled = results(KERNELS[name], *given)
-        # A row's sum and what needs it are one kernel of Triton's (test_triton.py), and several loops of C++.
+        # A row sum and the operations that use it are one Triton kernel (test_triton.py), but several C++ loops.
         assert metrics.generated_kernel_count == 1 or name in ("normed", "normed_backward"), name
         for got, expected in zip(compiled, results(KERNELS[name], *given), strict=True):
             assert (got.dtype, got.stride()) == (expected.dtype, expected.stride()), name
@@ -101,7 +101,7 @@ def test_a_backend_of_ones_own_runs_every_kernel(monkeypatch: pytest.MonkeyPatch
         kernels.use("liger")
 
 
-def test_a_kernel_that_cannot_be_compiled_is_a_warning_unless_it_was_asked_for(
+def test_a_failed_compilation_is_a_warning_unless_compilation_was_requested(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
@@ -117,18 +117,20 @@ def test_a_kernel_that_cannot_be_compiled_is_a_warning_unless_it_was_asked_for(
         for _ in range(2):
             torch.testing.assert_close(gated_product(x, y, True), F.silu(x) * y)
     (said,) = caplog.messages
-    assert said.startswith("kernel 'gated' cannot be compiled, so none is from now on: no such device")
+    assert said.startswith(
+        "kernel 'gated' cannot be compiled; all kernels run in eager mode from now on: no such device"
+    )
     assert "advice" not in said
 
 
 def planned(layout: str, compiled: str, norm: str | None = None) -> Config:
-    """7B, TP 4, 4 x 4,096 tokens, as the goals state them."""
+    """7B, TP 4, 4 x 4,096 tokens: the shape in the performance goals."""
     words = [f"--parallel.layout={layout}", f"--train.compile={compiled}"]
     return seven(*words, *([f"--parallel.norm={norm}"] if norm else []))
 
 
 def in_a_step(config: Config, micro_batches: int, copies: bool) -> float:
-    """GB of element-wise work of a block and micro-batch in a step of several."""
+    """GB of element-wise memory traffic per block and micro-batch, in a step of several micro-batches."""
     train = {"working_copies": copies, "global_batch": micro_batches * config.train.micro_batch}
     return elementwise_bytes(config.model_copy(update={"train": config.train.model_copy(update=train)})) / 1e9
 
@@ -145,8 +147,8 @@ def test_kernels_move_the_bytes_that_they_have_to(layout: str, eager: float, fus
     [("btp", (33, 66), (33, 42)), ("btp-sp", (33, 60), (33, 22)), ("btp-cp", (33, 61), (33, 22))],
 )
 def test_a_block_runs_as_many_kernels_as_it_has_to(layout: str, eager: tuple[int, int], fused: tuple[int, int]) -> None:
-    """(matrix products, element-wise kernels) of a GPU's forward and backward pass: a fusion that is lost shows. btp scales latents
-    by statistics that arrive with them, in functions of their own."""
+    """(GEMMs, element-wise kernels) of a GPU's forward and backward pass, which shows lost fusions. btp scales latents by
+    statistics that arrive with them, in separate functions."""
     for compiled, expected in (("none", eager), ("kernels", fused)):
         calls = Counter[str]()
         for work, times in block_work(planned(layout, compiled), 0, "none", on_gpu=True).items():

@@ -1,4 +1,4 @@
-"""Latent crossing in steps, as a layout takes it that shards latents, against LayerNorm in one."""
+"""A latent gate in steps, as a layout that shards latents runs it, against a single LayerNorm."""
 
 import torch
 from torch.autograd import gradcheck
@@ -9,7 +9,7 @@ from tests import toy
 
 
 def crossing(**model: object) -> LatentGate:
-    """That of q, k, v in the second block, with weights that are not the initial ones."""
+    """The latent gate of q, k, v in the second block, with weights different from the initial ones."""
     config = toy.toy_config(model={"family": "lax", "ranks": {"attn.v": 6}, **model})
     decoder, _ = toy.toy_decoder(config)
     group = decoder.blocks[1].qkv
@@ -40,7 +40,7 @@ def test_their_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_a_latent_far_from_zero_that_hardly_varies_stays_finite() -> None:
-    """Its variance is the difference of two large numbers, and may come out below zero."""
+    """The variance is a difference of two large numbers and may come out negative."""
     it = crossing()
     generator = torch.Generator().manual_seed(0)
     mixed = 100 + 1e-3 * torch.randn(64, sum(it.ranks), generator=generator)

@@ -1,5 +1,6 @@
-"""The Triton kernels that torch.compile makes of ours are built for A100s and H100s, without a GPU: inductor's lowering is told of
-a device that is not there, and Triton compiles for a target by name. Where torch was built for CUDA.
+"""The Triton kernels that torch.compile generates build for A100 and H100 without a GPU.
+
+Inductor lowers for a device that is not present, and Triton compiles for a named target. Needs a CUDA build of torch.
 """
 
 import importlib.util
@@ -27,13 +28,13 @@ pytestmark = [
 CAPABILITIES = (80, 90)
 KERNEL_SOURCE = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 COUNTS = {"normed_backward": 2, "rotated": 4, "rotated_backward": 4}
-"""Kernels of one function, where there are more than one: a sum over tokens beside sums over channels; and what inductor's passes
-join only where torch.compile drives them (one kernel on CPUs, test_kernels.py)."""
+"""Number of kernels of functions that have more than one: a sum over tokens in addition to sums over channels, and kernels that
+inductor only fuses when torch.compile drives it (one kernel on CPUs, test_kernels.py)."""
 
 
 @pytest.fixture(params=CAPABILITIES, ids=["sm_80", "sm_90"])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """torch and Triton believe in a GPU of this compute capability."""
+    """Makes torch and Triton report a GPU of this compute capability."""
     import torch._inductor.config as inductor
     from torch._inductor.runtime import hints, triton_helpers
     from triton.backends.compiler import GPUTarget
@@ -83,7 +84,8 @@ def test_every_kernel_is_built(capability: int, tmp_path: Path) -> None:
 
 
 def inductor_code(function: Callable[..., Any], given: tuple[Any, ...]) -> str:
-    """What inductor writes for a function of these tensors, were they on a GPU. Traced on the CPU: indexing asks the device."""
+    """Code that inductor generates for a function of these tensors on a GPU. Traced on the CPU, because indexing queries the
+    device."""
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.graph import GraphLowering
@@ -109,7 +111,7 @@ def inductor_code(function: Callable[..., Any], given: tuple[Any, ...]) -> str:
 
 
 def module_of(path: Path, source: str) -> ModuleType:
-    """Source that is read again by Triton, so it has to be a file."""
+    """Triton reads the source again, so it has to be a file."""
     path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""act and B as one node: the function of the plain operations, and nothing kept but the latents."""
+"""act and B as one node: matches plain operations and saves only latents."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_it_is_the_plain_function(dtype: torch.dtype, ranks: tuple[int, ...], is
         assert (ours - theirs).norm() <= limit * theirs.norm()
 
 
-def test_gradients_of_inputs_and_of_weights_in_passes_of_their_own() -> None:
+def test_input_and_weight_gradients_in_separate_passes() -> None:
     u, c, weights = operands()
     loss = sum(y.sin().sum() for y in up_project(u, c, True, weights))
     (du,) = torch.autograd.grad(loss, [u], retain_graph=True)

@@ -46,7 +46,7 @@ def test_state_that_exists_from_the_start_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> None:
-    """To the bit where gradients stay as they are; skipped, it changes neither weights nor moments nor counts."""
+    """Bitwise equal if gradients are not scaled. A skipped update changes neither weights nor moments nor counts."""
     config = toy.toy_config(dtype)
     models = [toy.toy_decoder(config)[0] for _ in range(2)]
     ours, usual = (Optimizer(build_adamw(list(fused_params(model)), config.optim)) for model in models)
@@ -81,7 +81,7 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
     gradients(0.125)
     usual.step(2, 0.01)
     assert same(), "a power of two divides exactly"
-    ours.adamw.step()  # nothing of a launch is left behind for a step that is none
+    ours.adamw.step()  # a launch leaves nothing behind that affects a plain step
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_update_launched_from_tensors_is_that_of_the_numbers(dtype: str) -> N
     ],
     ids=str,
 )
-def test_who_takes_tensors(optim: dict[str, object], expected: bool) -> None:
+def test_which_optimizers_launch_from_tensors(optim: dict[str, object], expected: bool) -> None:
     family = {"family": "svd"} if optim.get("name") == "loro" else {}
     config = toy.toy_config(model=family, optim=optim)
     optimizer = build_optimizer(list(fused_params(toy.toy_decoder(config)[0])), config, Mesh(toy.CPU))

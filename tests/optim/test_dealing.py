@@ -1,4 +1,4 @@
-"""Solutions that one process has found each are everyone's, to the bit, in one collective."""
+"""Each problem is solved by one process, and one collective sends every solution to all, bitwise equal."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def solution(number: int) -> Tensor:
 
 
 def solve_some(axis: Axis, count: int) -> tuple[list[int], list[Tensor], list[Collective]]:
-    """The problems that this process solved, all solutions, and what was sent."""
+    """The problems that this process solved, all solutions, and the collectives issued."""
     solved: list[int] = []
 
     def solve(number: int) -> Tensor:
@@ -42,7 +42,7 @@ def on_replicas(tp: int, dp: int, count: int) -> tuple[list[int], list[Tensor], 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 3), (2, 2)], ids=str)
 @pytest.mark.parametrize("count", [5, 2, 1])
 def test_every_problem_is_solved_once_for_all(tp: int, dp: int, count: int) -> None:
-    """Among them fewer problems than processes."""
+    """Includes fewer problems than processes."""
     results = run_distributed(tp * dp, on_replicas, tp, dp, count)
     assert sorted(number for solved, *_ in results for number in solved) == list(range(count))
     expected = deal([size**2 for size in SIZES[:count]], SIZES[:count], tp * dp)

@@ -1,4 +1,4 @@
-"""Moments that are divided over replicas that come and go: always AdamW's update."""
+"""Moments sharded over replicas that leave and join: the update always matches AdamW's."""
 
 from collections import Counter
 from dataclasses import replace
@@ -41,7 +41,7 @@ def member(rank: int) -> Member:
 
 
 class Replicas:
-    """The memberships of a process that is a whole replica."""
+    """Memberships for a process that is a whole replica."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.number = dist.FileStore(str(folder / "store"), -1), -1
@@ -49,7 +49,7 @@ class Replicas:
         self.membership = Membership(-1)
 
     def become(self, *ranks: int) -> None:
-        """To be called by all processes; those that are not named leave."""
+        """Changes the members. All processes call this; those not named leave."""
         self.membership.leave()
         self.number += 1
         self.membership = Membership(self.number)
@@ -60,7 +60,7 @@ class Replicas:
 
 
 def gradients(params: list[FusedParam], step: int) -> None:
-    """The sums of a step, the same on every replica."""
+    """The gradient sums of a step, the same on every replica."""
     generator = torch.Generator().manual_seed(step)
     for fused in params:
         fused.tensor.grad = torch.randn(fused.tensor.shape, generator=generator, dtype=fused.tensor.dtype)
@@ -71,7 +71,7 @@ def model_of(config: Config) -> list[FusedParam]:
 
 
 def whole_moments(optimizer: DividedAdamW, params: list[FusedParam]) -> list[tuple[Tensor, Tensor]]:
-    """(tensor's moment where this process holds it, NaN elsewhere)."""
+    """A tensor's moment on the rows that this process holds, NaN elsewhere."""
     found = []
     for fused in params:
         held = torch.full_like(fused.tensor, torch.nan, requires_grad=False)
@@ -84,7 +84,7 @@ def whole_moments(optimizer: DividedAdamW, params: list[FusedParam]) -> list[tup
 
 
 def comes_and_goes(config: Config, folder: Path) -> list[list[tuple[Tensor, Tensor]]]:
-    """(first moments held, weights) after each step, for steps with these replicas; one comes back with other weights."""
+    """(first moments held, weights) after each step, for steps with these replicas; one of them rejoins with different weights."""
     rank, replicas, seen = dist.get_rank(), Replicas(folder), []
     memberships = ((0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 2), (0, 2, 1), (2, 1), (1,))
     replicas.become(*memberships[0])
@@ -136,7 +136,7 @@ def test_replicas_come_and_go_and_the_update_is_that_of_adamw(tmp_path: Path) ->
 
 
 def counted(config: Config, folder: Path) -> tuple[Counter[tuple[str, int, str]], dict[str, float]]:
-    """What a step sends between replicas, and relative errors of two steps before it."""
+    """Collectives of a step between replicas, and relative errors of the two steps before it."""
     replicas, found = Replicas(folder), Counter[tuple[str, int, str]]()
     replicas.become(0, 1)
     trained = TrainedModel(config, replicas.mesh)
@@ -169,7 +169,7 @@ def test_a_step_with_recovery_sends_what_the_table_says_and_no_more(shard: str, 
         assert max(errors.values()) < 1e-11
 
 
-def test_two_hold_each_piece_and_seldom_neighbors() -> None:
+def test_two_replicas_hold_each_piece_rarely_neighbors() -> None:
     division = Division(("a", "b", "c", "d"))
     assert [division.holders(i) for i in range(4)] == [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]
     assert division.pieces_of("a") == [0, 2] and division.pieces_of(None) == [] and Division().pieces_of("a") == []
@@ -178,6 +178,6 @@ def test_two_hold_each_piece_and_seldom_neighbors() -> None:
     assert [list(division.rows(torch.empty(5, 2), i)) for i in range(4)] == [[0], [1], [2], [3, 4]]
 
 
-def test_both_copies_lost_is_said() -> None:
+def test_losing_both_copies_is_an_error() -> None:
     with pytest.raises(TrainingError, match=r"^2 of 4 parts of the moments are lost.*--resume auto$"):
         Division(("a", "b", "c", "d")).sources(["b", "d", "e"])

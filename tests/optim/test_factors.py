@@ -1,4 +1,5 @@
-"""Optimizers of whole factors: under every cut, sharing and pipeline the step of one process, and what it sends in the table."""
+"""Optimizers of whole factors: with every layout, sharding and pipeline, the step matches one process and communication matches
+the table."""
 
 from collections import Counter
 from typing import Any
@@ -29,10 +30,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "frobenius": {"frobenius_decay": 0.5},
 }
 STEPS = 4
-"""Two exact steps of LORO among them, with a cleared and used state between."""
+"""Includes two exact LORO steps, and the moments being reset and used in between."""
 
 RANKS = {"attn.q": 4, "mlp.down": 12, "layers.1.attn.v": 16}
-"""Linears of one input with different ranks, and one whose rank is its output's width (16 of key/value heads)."""
+"""Linears of one input with different ranks, including one whose rank equals its output width (16, of key/value heads)."""
 
 
 def config_of(optimizer: str, parallel: dict[str, Any], **sections: Any) -> Config:
@@ -42,7 +43,7 @@ def config_of(optimizer: str, parallel: dict[str, Any], **sections: Any) -> Conf
 
 
 def run(config: Config) -> tuple[dict[str, float], list[Collective], list[Collective], dict[str, torch.Tensor]]:
-    """Errors against one process, what the last step's update sent and what the table says, and weights that are whole here."""
+    """Errors against one process, collectives of the last step's update, the table's collectives, and local whole weights."""
     trained = Trained(config, STEPS - 1)
     usual, counter = trained.optimizer.step, CollectiveCounter()
 
@@ -96,8 +97,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("optimizer", "parallel"), CASES, ids=str)
-def test_every_cut_is_one_process(optimizer: str, parallel: dict[str, Any]) -> None:
-    """At TP 4 fewer key/value heads than processes, held whole; with replicas, ranks of single linears."""
+def test_every_sharding_matches_one_process(optimizer: str, parallel: dict[str, Any]) -> None:
+    """TP 4 with fewer key/value heads than processes, so they are replicated; with replicas and per-linear ranks."""
     model: dict[str, Any] = {"kv_heads": 2} if parallel.get("tp") == 4 else {}
     if parallel.get("dp"):
         model |= {"ranks": RANKS}
@@ -107,14 +108,14 @@ def test_every_cut_is_one_process(optimizer: str, parallel: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
 def test_an_exact_step_of_linears_narrower_than_their_rank_is_one_process(layout: str) -> None:
-    """Key/value heads of 8 rows for ranks 12 and 16, of which spectral factors leave columns of B at zero: no factor of full
-    rank there, and fewer rows than columns on every process."""
+    """Key/value heads of 8 rows at ranks 12 and 16. Spectral factors leave columns of B at zero there, so factors are
+    rank-deficient and have fewer rows than columns on every process."""
     model = {"kv_heads": 2, "ranks": {"attn.k": 12, "attn.v": 16}, "factor_init": "spectral"}
     check(config_of("loro", {"tp": 2, "layout": layout}, model=model))
 
 
 def run_in_small_buckets(config: Config) -> Any:
-    """The same with a bucket for the linears of each input."""
+    """The same with one bucket per input."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factors, "BUCKET_BYTES", 1)
         assert len(optimizer_collectives(config)) == 2 * 4 * config.model.layers
@@ -123,7 +124,7 @@ def run_in_small_buckets(config: Config) -> Any:
 
 @pytest.mark.parametrize(("optimizer", "tp"), [("loro", 2), ("loro", 4), ("muon", 2)])
 def test_small_buckets_are_the_same_step(optimizer: str, tp: int) -> None:
-    """LORO at TP 4: one pair for four processes, whose solution is summed."""
+    """LORO at TP 4: one pair for four processes, so the solution is all-reduced."""
     config = config_of(optimizer, {"tp": tp, "layout": "btp"})
     check(config, run_in_small_buckets)
 
@@ -136,7 +137,7 @@ def ranks_of(shapes: Counter[FactorShape]) -> Counter[int]:
 
 
 def ranks_iterated_on(config: Config) -> Counter[int]:
-    """Of the Gram matrices of one step, on this process."""
+    """Shapes of the Gram matrices of one step on this process."""
     ranks: Counter[int] = Counter()
     trained = Trained(config, 0)
 
@@ -154,7 +155,8 @@ def ranks_iterated_on(config: Config) -> Counter[int]:
     "parallel", [{"tp": 2, "dp": 2, "layout": "btp"}, {"dp": 3}, {"tp": 2, "layout": "vanilla"}], ids=str
 )
 def test_each_gram_matrix_is_iterated_on_once(parallel: dict[str, Any]) -> None:
-    """By one of the processes that have it; the busiest has what the planner counts."""
+    """Each Gram matrix is iterated by one of the processes that have it, and the busiest process has the load that the planner
+    counts."""
     config = config_of("muon", parallel, model={"ranks": RANKS}, train={"global_batch": 12})
     results = run_distributed(config.parallel.world_size, ranks_iterated_on, config)
     alone, planned = (ranks_of(iterations(each, stages_of(each, 0))) for each in (toy.single(config), config))
@@ -164,7 +166,7 @@ def test_each_gram_matrix_is_iterated_on_once(parallel: dict[str, Any]) -> None:
 
 
 def flops_of_a_step(config: Config) -> int:
-    """Of products in the update, on this process."""
+    """FLOPs of the update's GEMMs on this process."""
     trained = Trained(config, 0)
     usual, counter = trained.optimizer.step, FlopCounterMode(display=False)
 
@@ -179,14 +181,14 @@ def flops_of_a_step(config: Config) -> int:
 
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "dp": 2, "layout": "btp"}, {"tp": 2, "layout": "vanilla"}], ids=str)
 def test_products_of_a_step_are_the_planners(parallel: dict[str, Any]) -> None:
-    """Under vanilla Gram matrices are dealt out too, and processes with as many of them differ by their rows."""
+    """vanilla deals Gram matrices out too. Processes with equally many of them differ in their number of rows."""
     config = config_of("muon", parallel)
     planned = sum(work.flops * count for work, count in step_work(config, stages_of(config, 0)).items())
     assert planned in run_distributed(config.parallel.world_size, flops_of_a_step, config)
 
 
 def test_what_iterations_of_large_factors_send() -> None:
-    """A 7B model: one result of every factor, and at most half as much padding."""
+    """7B: one result per factor, with at most half as much padding."""
     words = ["--optim.name", "muon", "--model.family", "svd", "--parallel.layout", "btp", "--parallel.tp", "4"]
     for dp in (1, 2, 16):
         config = load("boost-7b", [*words, "--parallel.dp", str(dp), "--train.global_batch", "64"])
@@ -199,7 +201,7 @@ def test_what_iterations_of_large_factors_send() -> None:
 
 
 def test_what_large_factors_send() -> None:
-    """A 7B model: triangles of every factor whose wide side is cut, and results of every pair, dealt out to four processes."""
+    """7B: triangles of every factor with a sharded wide side, and results of every pair, dealt out to four processes."""
     words = ["--optim.name", "loro", "--model.family", "svd", "--parallel.layout", "btp", "--parallel.tp", "4"]
     config = load("boost-7b", words)
     table = optimizer_collectives(config)
@@ -221,7 +223,7 @@ def test_what_large_factors_send() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_of_a_usual_step(optimizer: str) -> None:
-    """Muon and Frobenius decay send in every step; LORO in one of exact_every, which a table of its own shows."""
+    """Muon and Frobenius decay communicate in every step; LORO in one of exact_every, which a separate table shows."""
     config = config_of(optimizer, {"tp": 2, "layout": "btp"})
     ours = [c for c in step_collectives(config) if c.place == "optimizer"]
     assert optimizer_collectives(config)

@@ -1,4 +1,4 @@
-"""Frobenius decay on one process: autograd of the dense expression."""
+"""Frobenius decay on one process, against autograd of the dense expression."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""LORO on one process: against the published algorithm written out on whole matrices, and against what its exact step means."""
+"""LORO on one process, against the published algorithm on whole matrices and against the definition of its exact step."""
 
 import math
 from typing import Any
@@ -24,8 +24,8 @@ def config_of(model: dict[str, Any] | None = None, **optim: Any) -> Config:
 
 
 def published_exact(m: Tensor, n: Tensor, dm: Tensor, dn: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """Whole matrices [out, r], [in, r], in the steps of the paper's algorithm: two QRs of the factors, two of what is
-    orthogonal to them, and an SVD of 2r x 2r."""
+    """The published algorithm on whole matrices [out, r], [in, r]: two QRs of the factors, two of the orthogonal components,
+    and an SVD of 2r x 2r."""
     r = m.shape[1]
     u, rm = torch.linalg.qr(m)
     v, rn = torch.linalg.qr(n)
@@ -45,7 +45,7 @@ def published_exact(m: Tensor, n: Tensor, dm: Tensor, dn: Tensor, rate: float) -
 
 
 class Reference:
-    """The published loop over named tensors: Adam directions, a rate that bears the bias correction, exact steps, refresh."""
+    """The published loop over named tensors: Adam directions, bias correction in the learning rate, exact steps, refresh."""
 
     def __init__(self, weights: dict[str, Tensor], config: Config) -> None:
         self.weights = {name: value.clone() for name, value in weights.items()}
@@ -75,7 +75,8 @@ class Reference:
             elif name.endswith(".B"):
                 other = name[:-1] + "A"
                 m, n = published_exact(w, self.weights[other].mT, direction[name], direction[other].mT, rate)
-                # The signs of an SVD's columns are free: those of the new B follow the old one's most alike column.
+                # The signs of an SVD's columns are arbitrary: each new column of B takes the sign of the old column that it
+                # resembles most.
                 alike = (w.mT @ m).gather(0, (w.mT @ m).abs().argmax(0, keepdim=True)).sign()
                 self.weights[name], self.weights[other] = m * alike, (n * alike).mT
         if last:
@@ -100,7 +101,7 @@ def test_steps_are_the_published_algorithm(model: str, refresh_only: bool) -> No
         assert toy.worst_error(toy.weights(trained.model), reference.weights) <= 1e-9, number
 
 
-def test_the_update_count_begins_anew_behind_an_exact_step() -> None:
+def test_the_update_count_resets_after_an_exact_step() -> None:
     trained = Trained(config_of(), 0)
     counts = []
     for number in range(7):
@@ -111,8 +112,8 @@ def test_the_update_count_begins_anew_behind_an_exact_step() -> None:
     assert counts == [1, 2, 0, 1, 2, 0, 1]
 
 
-def test_which_step_is_exact_follows_from_the_training_step_not_from_the_updates_made() -> None:
-    """Steps that were skipped, for a gradient that is not finite, count."""
+def test_exact_steps_follow_the_training_step_not_the_update_count() -> None:
+    """Steps skipped because of a non-finite gradient still count."""
     trained = Trained(config_of(), 0)
     for number in (0, 3, 4):
         trained.step(number)
@@ -133,7 +134,8 @@ def step_of(m: Tensor, n: Tensor, dm: Tensor, dn: Tensor, rate: float) -> tuple[
 
 @pytest.mark.parametrize("rate", [1e-3, 0.3])
 def test_an_exact_step_is_the_best_of_its_rank_next_to_the_step_along_the_tangent(rate: float) -> None:
-    """W - rate T, whole: T is in the tangent space of the matrices of rank r at W, and the new W its truncated SVD."""
+    """Computes W - rate T on whole matrices: T is in the tangent space of the rank-r matrices at W, and the new W is its
+    truncated SVD."""
     m, n = random_factor(20, 4, 0), random_factor(30, 4, 1)
     gradient = random_factor(20, 30, 2)
     dm, dn = gradient @ n, gradient.mT @ m  # plain gradients of the factors: then T is the projected gradient
@@ -161,7 +163,8 @@ def dependent(rows: int, rank: int, kind: str, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["zero column", "equal columns", "zero", "narrow", "all along three columns"])
 def test_factors_without_full_rank(kind: str) -> None:
-    """With pseudo-inverses, on whole matrices: finite, the same matrix as theirs, columns beyond its rank zero in both."""
+    """Compares against pseudo-inverses on whole matrices: finite, the same matrix, and columns beyond its rank are zero in
+    both."""
     rows = 3 if kind == "narrow" else 20
     m, n = dependent(rows, 6, kind, 3), random_factor(30, 6, 4)
     dm, dn = random_factor(rows, 6, 5), random_factor(30, 6, 6)
@@ -180,7 +183,7 @@ def test_factors_without_full_rank(kind: str) -> None:
 
 
 def test_decay_shrinks_factors_before_either_step() -> None:
-    """With gradients of zero there is nothing else: W is multiplied by (1 - rate * decay)^2."""
+    """With zero gradients only decay remains: W is multiplied by (1 - rate * decay)^2."""
     config = config_of(weight_decay=0.5, exact_every=2)
     decoder, _ = toy.toy_decoder(config)
     optimizer = build_optimizer(list(fused_params(decoder)), config, Mesh(toy.CPU))

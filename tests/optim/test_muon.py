@@ -1,4 +1,4 @@
-"""Muon on one process: torch.optim.Muon's function of each whole factor, without its bf16."""
+"""Muon on one process: the function of torch.optim.Muon on each whole factor, without its bf16."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_constants_are_torchs() -> None:
 
 
 def torchs(config: Config, initial: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.optim.Muon]:
-    """The factors as parameters of torch's Muon, each a matrix by itself."""
+    """torch's Muon with each factor as a separate parameter."""
     o = config.optim
     factors = {name: torch.nn.Parameter(w.clone()) for name, w in initial.items() if name.endswith((".A", ".B"))}
     options = {"momentum": o.muon_momentum, "nesterov": o.muon_nesterov, "ns_steps": o.muon_steps}
@@ -39,7 +39,7 @@ def torchs(config: Config, initial: dict[str, torch.Tensor]) -> tuple[dict[str, 
 
 
 def follow(config: Config, steps: int = 3) -> dict[str, float]:
-    """Relative error (Frobenius) of what our steps added to each factor against what torch's add, given our gradients."""
+    """Relative error (Frobenius) of our update of each factor against torch's, given our gradients."""
     trained = Trained(config, 0)
     factors, theirs = torchs(config, trained.initial)
     for number in range(steps):
@@ -62,7 +62,8 @@ def test_steps_are_torchs_without_its_rounding(options: dict[str, Any], monkeypa
 
 
 def test_iterating_on_the_gram_matrix_in_fp32_is_sound() -> None:
-    """Singular values over six decades, as a momentum may have: far nearer to fp64 than bf16, in which torch iterates."""
+    """Singular values over six orders of magnitude, as a momentum may have. Far closer to fp64 than bf16, in which torch
+    iterates."""
     generator = torch.Generator().manual_seed(0)
     u, _ = torch.linalg.qr(torch.randn(256, 64, generator=generator, dtype=torch.double))
     v, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator, dtype=torch.double))
@@ -79,13 +80,13 @@ def test_iterating_on_the_gram_matrix_in_fp32_is_sound() -> None:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """fp32 to TF32's ten bits of mantissa, as tensor cores round the operands of a product."""
+    """Rounds fp32 to TF32's ten mantissa bits, as tensor cores round the operands of a GEMM."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2**11).round(), exponent - 11)
 
 
 def test_iterating_on_the_gram_matrix_in_tf32_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A momentum along one direction: steps of ten times their length."""
+    """A momentum along one direction, for which TF32 makes steps ten times too long."""
     generator = torch.Generator().manual_seed(0)
     u, _ = torch.linalg.qr(torch.randn(256, 64, generator=generator))
     v, _ = torch.linalg.qr(torch.randn(64, 64, generator=generator))
@@ -102,7 +103,7 @@ def test_iterating_on_the_gram_matrix_in_tf32_is_not(monkeypatch: pytest.MonkeyP
 
 
 def test_a_step_allows_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor after an error is the setting of the process another one."""
+    """The process-wide setting is restored, even after an error."""
     products = torch.backends.cuda.matmul
     before, seen = products.fp32_precision, []
     trained = Trained(config_of(), 0)

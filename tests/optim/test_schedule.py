@@ -1,4 +1,4 @@
-"""Schedules at the steps that matter."""
+"""Learning-rate schedules at the steps that matter."""
 
 import itertools
 import math
@@ -32,14 +32,14 @@ def test_constant_stays_until_its_linear_decay() -> None:
 
 
 def test_restarts_have_the_rates_of_the_published_log() -> None:
-    """logs/LORO_130m.log of repository mzf666/LORO-main: rates of its iterations 19938, 20000 and 20001 (counted from 1)."""
+    """logs/LORO_130m.log of repository mzf666/LORO-main: learning rates at iterations 19938, 20000 and 20001 (1-based)."""
     config = load("loro-130m")
     published = {19937: 0.001288561673898701, 19999: 0.0012716518928599786, 20000: 1e-08}
     for step, rate in published.items():
         assert learning_rate(config.optim, step, config.train.steps) == pytest.approx(rate, rel=1e-12)
 
 
-def test_restarts_dip_behind_every_exact_step_but_the_one_where_the_warm_up_ends() -> None:
+def test_rates_dip_after_every_exact_step_except_at_the_end_of_warmup() -> None:
     optim = {"name": "loro", "schedule": "cosine-restarts", "exact_every": 20, "warmup_steps": 40, "restart_delay": 40}
     r = rates(400, **optim)
     top = 0.5 * (1 + math.cos(math.pi * 40 / 360))

@@ -1,4 +1,4 @@
-"""An older torch is told apart before anything starts."""
+"""Features that an older torch lacks are detected before anything starts."""
 
 import pytest
 
@@ -23,7 +23,7 @@ OUTER = [
 def test_what_an_older_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "SHARDS_OVER_SEVERAL_MESHES", False)
     monkeypatch.setattr(capabilities, "SPLITS_BACKWARD_PASSES", False)
-    with pytest.raises(ConfigError, match="'zero-bubble' needs a newer torch than .*; take 'interleaved-1f1b'"):
+    with pytest.raises(ConfigError, match="'zero-bubble' needs a newer torch than .*; use 'interleaved-1f1b'"):
         require_torch(load(None, ZERO_BUBBLE).parallel)
     with pytest.raises(ConfigError, match="shard_outer = true needs a newer torch than .*; set it to false"):
         require_torch(load(None, OUTER).parallel)

@@ -1,5 +1,5 @@
-"""The reduce-scatter of CPUs is one reduce-scatter to whoever counts, and rounds once. A collective that is started and waited
-for later gives what it gives at once, bit for bit, in both passes."""
+"""The CPU reduce-scatter counts as one reduce-scatter and rounds once. A collective that is started and waited for later gives
+bitwise the same result as one that is waited for immediately, in both passes."""
 
 import itertools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def scatter(size: int) -> tuple[bool, bool, list[tuple[str, tuple[int, ...], int
     terms = torch.randn(size, 4 * size, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = slice(4 * axis.rank, 4 * axis.rank + 4)
     with CollectiveCounter() as counter:
-        exact = reduce_scatter(terms[axis.rank].t().contiguous().t(), axis)  # any strides will do
+        exact = reduce_scatter(terms[axis.rank].t().contiguous().t(), axis)  # non-contiguous input
     rounded = terms.bfloat16()
     once = reduce_scatter(rounded[axis.rank], axis)
     return (
@@ -44,11 +44,11 @@ def test_rows_are_summed_where_they_belong() -> None:
 
 
 Seen = tuple[list[Tensor], list[Collective]]
-"""Results and gradients, and the collectives issued for them."""
+"""Results, gradients, and the collectives issued for them."""
 
 
 def seen(function: Callable[..., tuple[Tensor, ...]], axis: Axis) -> Seen:
-    """What `function` makes of the two tensors of this process, forward and backward. Results weigh differently by element."""
+    """Runs `function` forward and backward on this process's two tensors. Each element of the result has a different weight."""
     generator = torch.Generator().manual_seed(axis.rank)
     inputs = [torch.randn(4, 3, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
     with CollectiveCounter() as counter:
@@ -60,13 +60,13 @@ def seen(function: Callable[..., tuple[Tensor, ...]], axis: Axis) -> Seen:
 
 
 def same(one: Seen, other: Seen) -> bool:
-    """Bit for bit, and the same collectives in the same order."""
+    """Bitwise equal, with the same collectives in the same order."""
     pairs = zip(one[0], other[0], strict=True)
     return all(torch.equal(a, b) for a, b in pairs) and one[1] == other[1] and bool(one[1])
 
 
 def separately(names: tuple[str, str]) -> dict[str, bool]:
-    """Whether two collectives are the same at once and started, with other work before each is waited for."""
+    """Whether two collectives give the same results run immediately and split, with other work in between."""
     axis = toy.mesh(tp=2).tp
     first, second = (COMMS[name] for name in names)
 
@@ -97,6 +97,6 @@ def test_every_collective_is_named_here() -> None:
 
 
 @pytest.mark.parametrize("names", list(itertools.product(COMMS, repeat=2)), ids="-".join)
-def test_started_and_waited_for_is_the_same_as_at_once(names: tuple[str, str]) -> None:
+def test_split_collectives_match_immediate_ones(names: tuple[str, str]) -> None:
     for same in run_distributed(2, separately, names):
         assert same == {"one_after_the_other": True, "interleaved": True}

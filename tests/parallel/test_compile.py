@@ -1,4 +1,4 @@
-"""The collectives are usable under torch.compile: every layout's block is one graph, and computes what it did before."""
+"""Collectives work under torch.compile: every layout's block is one graph and computes the same function."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ LAYOUTS = [
 
 
 class CountingBackend:
-    """Compiles to eager kernels after autograd has been traced, and notes the collectives of both graphs."""
+    """Backend that runs eager kernels after autograd tracing, and records the collectives of both graphs."""
 
     def __init__(self) -> None:
         self.collectives: list[tuple[str, str]] = []
@@ -39,7 +39,7 @@ class CountingBackend:
         return aot_autograd(
             fw_compiler=self._noting("forward"),
             bw_compiler=self._noting("backward"),
-            partition_fn=min_cut_rematerialization_partition,  # as inductor does; it heeds what is to be recomputed
+            partition_fn=min_cut_rematerialization_partition,  # as inductor does; respects recomputation
         )(graph, inputs)
 
     def _noting(self, phase: str) -> Any:
@@ -56,7 +56,7 @@ class CountingBackend:
 
 
 def compare(config: Config) -> tuple[float, float, bool]:
-    """Relative errors of loss and gradients of a compiled model, and whether its graphs hold the table's collectives."""
+    """Relative errors of loss and gradients of a compiled model, and whether its graphs contain the table's collectives."""
     torch._dynamo.reset()
     decoder, _ = toy.toy_decoder(config)
     tokens = toy.toy_tokens(config)
@@ -83,7 +83,7 @@ def config_of(family: str, parallel: dict[str, Any], recompute: str = "none") ->
 
 
 OF_OTHERS: list[dict[str, Any]] = [{"layout": "btp", "norm": "sync"}, {"layout": "vanilla"}, {"layout": "megatron"}]
-"""Collectives and kernels that other layouts of the list have too: every night."""
+"""Combinations whose collectives and kernels other rows cover too; run nightly."""
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ RECOMPUTING = [
     ({"layout": "vanilla"}, "low-rank+attention-output"),
     ({"layout": "vanilla", "vanilla": "published"}, "low-rank"),
 ]
-"""Every layout and every policy; every pair of them, without a compiler, is in test_recompute.py."""
+"""Every layout and every policy. test_recompute.py covers every pair of them, without a compiler."""
 
 
 @pytest.mark.parametrize(("parallel", "policy"), RECOMPUTING, ids=str)
 def test_a_recomputing_block_is_one_graph(parallel: dict[str, Any], policy: str) -> None:
-    """And the graphs hold the table's collectives: under the low-rank policies none a second time."""
+    """The graphs also contain the table's collectives; under the low-rank policies, recomputation adds none."""
     for loss, gradients, same in run_distributed(2, compare, config_of("cola", parallel, policy)):
         assert max(loss, gradients) <= 1e-12
         assert same
@@ -138,7 +138,7 @@ def compare_halves_of_one_sequence(config: Config) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("layout", ["btp", "btp-sp"])
 def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
-    """The keys and values that the first half passes to the second stay in it."""
+    """The keys and values passed from the first half to the second stay inside the graph."""
     parallel, train = {"tp": 2, "layout": layout, "overlap": "halves"}, {"micro_batch": 1, "global_batch": 1}
     config = toy.toy_config("float64", model={"layers": 3}, parallel=parallel, train=train)
     for loss, gradients, graphs in run_distributed(2, compare_halves_of_one_sequence, config):
@@ -147,7 +147,7 @@ def test_blocks_with_halves_of_one_sequence_are_one_graph(layout: str) -> None:
 
 
 def graphs_of_twelve_blocks(config: Config) -> tuple[float, int]:
-    """Relative error of the loss of compiled blocks, and the graphs that were made for all of them."""
+    """Relative error of the loss of compiled blocks, and the number of graphs for all of them."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     decoder, _ = toy.toy_decoder(config)
@@ -163,7 +163,7 @@ def graphs_of_twelve_blocks(config: Config) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("recompute_every", "graphs"), [(1, 1), (2, 2)])
 def test_twelve_blocks_share_their_graphs(recompute_every: int, graphs: int) -> None:
-    """Not one each: a model of 80 blocks would compile for an hour, and reach torch's limit."""
+    """Blocks share graphs: otherwise a model of 80 blocks would compile for an hour and hit torch's limit."""
     train = {"recompute": "low-rank", "recompute_every": recompute_every}
     config = toy.toy_config("float64", model={"layers": 12}, parallel={"layout": "btp", "tp": 2}, train=train)
     for error, made in run_distributed(2, graphs_of_twelve_blocks, config):

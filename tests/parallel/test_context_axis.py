@@ -1,4 +1,4 @@
-"""Sequences shared over the context axis: the function of one process, whatever crosses, under every layout."""
+"""Sequences sharded over the context axis match one process, under every layout, with heads exchanged or keys gathered."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ from tests.matrices import GROUPING, LAYOUTS, LOCAL, Row, config_of, family_of, 
 from tests.trained import Trained, compare, errors_of, keeps_table
 
 SIZES = ((1, 2, 8), (1, 2, 2), (1, 4, 8), (1, 4, 1), (2, 2, 8), (2, 2, 1))
-"""(TP, CP, key/value heads) of 8 heads: some cross as heads, some as keys."""
+"""(TP, CP, key/value heads) with 8 heads: some exchange heads, some gather keys."""
 
 
 def is_legal(row: Row) -> bool:
     if row["sizes"][0] == 1 and row["layout"] not in (LAYOUTS[0], LAYOUTS[-1]):
-        return False  # without TP all layouts are one
+        return False  # without TP all layouts are the same
     if row["recompute"] == "low-rank-sharded":
         return row["layout"]["layout"] == "btp-sp"
     dense = family_of(row["layout"]) == "dense"
@@ -54,7 +54,7 @@ def configured(row: Row) -> Config:
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
-    """Relative errors of this process against the whole model in one process, and whether the table was kept."""
+    """Relative errors of this process against the whole model on one process, and whether collectives match the table."""
     actual = Trained(config, 3)
     return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
 
@@ -68,7 +68,7 @@ def test_a_shared_sequence_is_the_function_of_one_process(row: Row) -> None:
         assert max(errors.values()) <= 1e-10, errors
 
 
-def test_both_ways_to_cross_are_tried() -> None:
+def test_rows_cover_heads_and_gathered_keys() -> None:
     ways = {crosses_as_heads(config.model, config.parallel) for config in map(configured, ROWS)}
     assert ways == {True, False}
 
@@ -86,7 +86,7 @@ COMPOSED: list[dict[str, Any]] = [
 COMPILED: list[dict[str, Any]] = [
     {"parallel": {"cp": 2}, "train": {"compile": "blocks"}, "model": {"kv_heads": kv_heads}} for kv_heads in (8, 2)
 ]
-"""A minute and more each, of torch's compiler."""
+"""Each takes a minute or more in torch's compiler."""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_it_composes(sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize("heads", [1, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
-    """Keys cross with one head, heads with four."""
+    """With one key/value head keys are gathered; with four, heads are exchanged."""
     model = {"dim": 8, "heads": heads, "kv_heads": heads, "ffn_dim": 8, "rank": 4, "layers": 1}
     train = {"seq_len": 16_384, "micro_batch": 1, "global_batch": 1, "recompute": "low-rank"}
     config = toy.toy_config("float64", model=model, parallel={"cp": 4}, train=train)
@@ -113,7 +113,7 @@ def test_sixteen_thousand_tokens_on_four_processes(heads: int) -> None:
 
 
 def attention_both_ways(config: Config) -> float:
-    """Error of what our attention gives to one of the processes, relative to torch's ring over the same chunks."""
+    """Relative error of our attention on one process against torch's ring attention over the same chunks."""
     mesh, model = toy.toy_mesh(config), config.model
     axis = ContextAxis(model, config.parallel, mesh.cp)
     generator, heads, width = torch.Generator().manual_seed(3), model.heads, model.head_dim
@@ -142,8 +142,8 @@ def attention_both_ways(config: Config) -> float:
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("as_heads", [True, False])
 def test_attention_is_that_of_torchs_ring(cp: int, as_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch shares sequences out in the same chunks (its load balancer for causal attention), and merges partial softmaxes."""
-    heads = 8 if as_heads else 3  # which four processes cannot share
+    """torch splits sequences into the same chunks (its load balancer for causal attention) and merges partial softmaxes."""
+    heads = 8 if as_heads else 3  # not divisible by four processes
     model = {"heads": heads, "kv_heads": heads, "dim": 8 * heads}
     config = toy.toy_config("float64", model=model, parallel={"cp": cp}, train={"seq_len": 64})
     assert crosses_as_heads(config.model, config.parallel) == as_heads

@@ -1,4 +1,4 @@
-"""Collectives that receive before they send: what gloo's own compute, started and waited for, and what becomes of errors."""
+"""Receive-first collectives: results match gloo's own, immediately and split; errors are reported."""
 
 import datetime
 from collections.abc import Callable
@@ -18,14 +18,14 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
 
 def gloo(call: Callable[[Tensor, Axis], Tensor], x: Tensor, axis: Axis) -> Tensor:
-    """What torch's functional collective computes."""
+    """Result of torch's functional collective."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "receives_first", lambda _: False)
         return call(x, axis)
 
 
 def compared(size: int) -> list[tuple[str, str, bool]]:
-    """Whether each collective gives gloo's result: equal to the bit where nothing is added, or only two terms."""
+    """Whether each collective matches gloo's result: bitwise if nothing is added, or only two terms."""
     axis, found = toy.mesh(tp=size).tp, []
     for dtype in DTYPES:
         x = (8 * torch.randn(4 * size, 3, generator=torch.Generator().manual_seed(axis.rank))).to(dtype)
@@ -37,7 +37,7 @@ def compared(size: int) -> list[tuple[str, str, bool]]:
                 collectives.all_to_all,
             ):
                 ours, theirs = call(sent, axis), gloo(call, sent, axis)
-                # gloo rounds a sum of bf16 after each term, we do so once.
+                # gloo rounds a bf16 sum after each term; we round once.
                 tolerance = {"rtol": 2e-2, "atol": 0.5} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
                 close = torch.allclose(ours.double(), theirs.double(), **tolerance)
                 exact = size == 2 or call in (collectives.all_gather, collectives.all_to_all)
@@ -46,13 +46,13 @@ def compared(size: int) -> list[tuple[str, str, bool]]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_they_compute_what_gloos_own_do(size: int) -> None:
+def test_results_match_gloos_own(size: int) -> None:
     for results in run_distributed(size, compared, size):
         assert [case for case in results if not case[2]] == []
 
 
 def overlapped() -> list[bool]:
-    """Several in flight, waited for in another order; what was sent may be dropped at once."""
+    """Several collectives in flight, waited for in a different order. Inputs may be freed immediately."""
     axis = toy.mesh(tp=2).tp
     terms = [torch.full((6, 2), float(number + axis.rank)) for number in range(4)]
     started = [collectives.begin_all_reduce(x.clone(), axis) for x in terms]
@@ -67,7 +67,7 @@ def test_several_are_in_flight_and_end_in_any_order() -> None:
 
 
 def late() -> Any:
-    """The second process does not come in time."""
+    """The second process does not arrive in time."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
     axis = Axis(dist.get_rank(), 2, group)
     message = ""

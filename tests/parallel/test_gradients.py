@@ -1,4 +1,4 @@
-"""Sums of gradients: bucket by bucket in the order in which they come, without a second copy, whatever went wrong before."""
+"""Gradient sums: bucket by bucket in the order of arrival, without a second copy, even after an aborted step."""
 
 import functools
 import gc
@@ -35,7 +35,7 @@ def backward(config: Config, decoder: Any, seed: int) -> None:
 
 
 def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
-    """Names of the first parameter of each stored tensor, as gradients arrive and as buckets hold them."""
+    """Name of the first parameter of each stored tensor, in order of gradient arrival and in bucket order."""
     decoder, mesh = toy.toy_decoder(config)
     params = list(fused_params(decoder))
     names = {id(s.tensor): s.slices[0].parameter.name for s in params}
@@ -51,7 +51,7 @@ def order_of_arrival(config: Config) -> tuple[list[str], list[str]]:
 @pytest.mark.slow
 def test_buckets_are_filled_from_the_head_to_the_embedding() -> None:
     def places(names: list[str]) -> list[str]:
-        """Blocks and what is around them, in order: inside a block the order does not matter."""
+        """Blocks, embedding and head in order; the order within a block does not matter."""
         found = [name.rpartition(".")[0].partition(".attn")[0].partition(".mlp")[0] or name for name in names]
         return list(dict.fromkeys(found))
 
@@ -76,12 +76,12 @@ def gradients_are_views(config: Config) -> bool:
     )
 
 
-def test_a_bucket_replaces_the_gradients_that_it_was_made_of() -> None:
+def test_a_bucket_replaces_its_gradients() -> None:
     assert all(run_distributed(4, in_small_buckets, gradients_are_views, CONFIG))
 
 
 def error_after_an_aborted_step(config: Config) -> float:
-    """A backward pass that breaks off after some buckets have been sent, then a step as usual."""
+    """A backward pass that fails after some buckets have been sent, then a normal step."""
     results = []
     for aborted in (False, True):
         decoder, mesh = toy.toy_decoder(config)
@@ -140,7 +140,7 @@ def test_sums_in_bf16_send_half_of_the_bytes_and_are_off_by_their_rounding(paral
 
 
 def test_sums_in_bf16_do_not_add_up_micro_batches() -> None:
-    """FSDP adds up in the dtype of its sums what it does not send after each micro-batch."""
+    """FSDP accumulates in the reduction dtype if it does not reduce after each micro-batch."""
     for parallel in ({"shard": "optimizer"}, {"shard": "full", "pp": 2}):
         with pytest.raises(ConfigError, match="would add up micro-batches in bf16 too; set train.reduce_dtype"):
             toy.toy_config(parallel={"layout": "btp", "dp": 2, **parallel}, train={"reduce_dtype": "bfloat16"})
@@ -155,7 +155,7 @@ def parameters_alive(config: Config) -> int:
     return sum(reference() is not None for reference in alive)
 
 
-def test_a_model_that_is_given_up_leaves_no_parameter_in_memory() -> None:
+def test_a_dropped_model_leaves_no_parameter_in_memory() -> None:
     assert run_distributed(4, parameters_alive, CONFIG) == [0] * 4
 
 
@@ -186,7 +186,7 @@ def test_one_process_has_nothing_to_send(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (2.0, 0.0, 1.0)])
 def test_clipping_only_makes_gradients_smaller(norm: float, limit: float, factor: float) -> None:
-    """Down to the limit, never up to it; a limit of 0 is none. What they must be multiplied by anyway comes on top."""
+    """Gradients are scaled down to the limit, never up; a limit of 0 is no limit. `factor` is applied in addition."""
     for scale in (1.0, 4.0):
         weight = torch.nn.Parameter(torch.zeros(3))
         weight.grad = torch.ones(3)

@@ -1,5 +1,5 @@
-"""Everything that trains, on groups as late as NCCL's: no result is used before it is waited for, no buffer written before it is
-sent, and all processes of a group issue the same collectives in one order."""
+"""Training on groups that are as lazy as NCCL: no result is used before it is waited for, no buffer is written before it is
+sent, and all processes of a group issue the same collectives in the same order."""
 
 import os
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.slow
 PROCESSES = 4
 MODELS = {family: load(None, [f"--model.family={family}"]).model for family in ("cola", "lax", "dense")}
 AS_COLA = ("btp, sync", "vanilla, strong", "vanilla, published", "ulysses", "btp-cp", "megatron")
-"""Rows of which other families and rows do the same: every night."""
+"""Rows that other families and rows cover too; run nightly."""
 
 
 def every_row() -> Iterator[Any]:
-    """(family, row): low precision waits for the same things as high."""
+    """(family, row): low precision waits for the same collectives as high precision."""
     for family, model in MODELS.items():
         for row in rows(model, PROCESSES, False, "none"):
             if family == "cola" or "layout" in row.parallel:
@@ -42,8 +42,8 @@ Outcome = tuple[Any, list[str], dict[str, list[tuple[Any, ...]]]]
 
 
 def trained_late(family: str, row: Row) -> Outcome:
-    """What a row found; what nobody waited for; the collectives of each group. Those of torch's fully_shard and pipelines go
-    straight to a group that is written in Python, and nobody can count them."""
+    """Results of a row, collectives that nobody waited for, and the collectives of each group. fully_shard and torch's
+    pipelines call Python process groups directly, so theirs cannot be counted."""
 
     def keeps(config: Config, *rest: Any) -> bool:
         return config.parallel.sharded or config.parallel.pp > 1 or keeps_table(config, *rest)
@@ -55,7 +55,7 @@ def trained_late(family: str, row: Row) -> Outcome:
 
 
 def require_same_order(outcomes: list[Outcome]) -> None:
-    """Every group has the same collectives in the same order on all processes that are in it."""
+    """Every group issues the same collectives in the same order on all of its processes."""
     for name in {name for _, _, orders in outcomes for name in orders}:
         first, *others = (orders[name] for _, _, orders in outcomes if name in orders)
         assert all(other == first for other in others), name
@@ -106,14 +106,14 @@ def shared_gpu(family: str, row: Row) -> Outcome:
 @pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize(("family", "row"), every_row())
 def test_processes_that_share_a_gpu(family: str, row: Row) -> None:
-    """Numbers only: what they send goes through the host."""
+    """Checks results only: communication goes through the host."""
     outcomes = run_distributed(PROCESSES, shared_gpu, family, row)
     found = judged(row.cells, [each for each, _, _ in outcomes])
     assert found.verdict == "ok", found.detail
     require_same_order(outcomes)
 
 
-# The groups find what they are for.
+# The checking groups detect misuse.
 
 
 def used_too_early(axis: Axis) -> str:

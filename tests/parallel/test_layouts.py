@@ -1,5 +1,5 @@
-"""Every layout is one function: loss, every gradient, three optimizer steps and generation against one process; collectives
-counted against the table."""
+"""Every layout computes the same function: loss, every gradient, three optimizer steps and generation match one process, and
+collectives match the table."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ from tests.matrices import (
 from tests.trained import Trained, errors_of, keeps_table
 
 HEADS = ((2, 8), (2, 1), (4, 8), (4, 4), (4, 2), (4, 1))
-"""(TP size, key/value heads) of 8 heads: key/value heads as many as heads, as many as processes, fewer, and one."""
+"""(TP size, key/value heads) with 8 heads: as many key/value heads as heads, as many as processes, fewer, and one."""
 
 
 def is_legal(row: Row) -> bool:
@@ -66,7 +66,7 @@ TP_8 = [
         ("dense", {"layout": "megatron"}),
     )
 ]
-"""One of each way to cut on eight processes, which share two cores: slow, and other than TP 4 only in its number."""
+"""One row per way of sharding, on eight processes that share two cores: slow, and no different from TP 4 except for the size."""
 
 
 def crossing_cell(row: Row) -> tuple[Row, Row]:
@@ -88,7 +88,7 @@ CROSSING = [
         }
     )
 ]
-"""Latents that cross from block to block; vanilla cuts them, and the four rows of a tensor gate of 16 = 4 x 4."""
+"""Latents passed from block to block. vanilla shards them, and also the four rows of a tensor gate of 16 = 4 x 4."""
 RANKS = [
     ({"family": "cola", "ranks": {"attn": 10, "mlp": 12}, "mlp_silu": False}, {"layout": "btp", "tp": 2}),
     (
@@ -105,7 +105,7 @@ EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS]
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
-    """Relative errors of this process against the whole model in one process, and whether the table was kept."""
+    """Relative errors of this process against the whole model on one process, and whether collectives match the table."""
     actual = Trained(config, 3)
     return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
 
@@ -129,7 +129,7 @@ def test_a_layout_in_float32(model: dict[str, Any], parallel: dict[str, Any]) ->
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Config:
-    """Any small model under any layout that can carry it, with any recomputation."""
+    """Any small model under any layout that supports it, with any recomputation policy."""
     tp = draw(st.sampled_from((2, 4)))
     family = draw(st.sampled_from(("svd", "cola", "lax", "dense")))
     parallel = draw(st.sampled_from(DENSE if family == "dense" else LOW_RANK))
@@ -149,7 +149,7 @@ def configurations(draw: st.DrawFn) -> Config:
         "mlp_silu": draw(st.booleans()),
     }
     if family != "dense":
-        # A LayerNorm over two latents is a sign: its gradient is nothing but rounding.
+        # A LayerNorm over two latents is a sign function: its gradient is pure rounding error.
         least = -(-4 // multiple) if family == "lax" else 1
         model["rank"] = multiple * draw(st.integers(least, min(model["dim"], model["ffn_dim"]) // multiple))
     if family == "lax":
@@ -231,7 +231,7 @@ def test_a_layout_with_data_parallelism(model: dict[str, Any], parallel: dict[st
 
 
 def split_errors(config: Config) -> tuple[float, float, bool]:
-    """Relative errors of loss and gradients with split collectives against without, and whether any collective differs."""
+    """Relative errors of loss and gradients with split collectives against unsplit ones, and whether any collective differs."""
     found = []
     for split in (False, True):
         decoder, _ = toy.toy_decoder(config)
@@ -253,7 +253,7 @@ def test_a_layout_that_starts_and_waits_separately_is_the_same(model: dict[str, 
 
 
 def order_of_sums(config: Config) -> list[str]:
-    """Phases of the collectives of a step with small buckets, from the first that is not forward."""
+    """Phases of the collectives of a step with small buckets, starting at the first one after the forward pass."""
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
     try:
         errors = compare_with_single(config)
@@ -263,7 +263,7 @@ def order_of_sums(config: Config) -> list[str]:
         traffic.BUCKET_BYTES = usual
 
 
-def test_sums_of_gradients_travel_while_the_backward_pass_goes_on() -> None:
+def test_gradient_sums_overlap_the_backward_pass() -> None:
     for phases in run_distributed(2, order_of_sums, config_of({"family": "cola"}, {"layout": "btp-sp"}, 2, "float64")):
         last = len(phases) - 1 - phases[::-1].index("backward")
         assert phases[:last].count("step") > 5
@@ -271,7 +271,7 @@ def test_sums_of_gradients_travel_while_the_backward_pass_goes_on() -> None:
 
 
 def test_btp_sends_what_the_paper_says() -> None:
-    """7B at TP 4, batch 4, sequence 4096, bf16: 224 MB of all-reduce payload a block and forward (the paper's Table)."""
+    """7B at TP 4, batch 4, sequence 4096, bf16: 224 MB of all-reduce payload per block and forward pass (the paper's table)."""
     from boost.config import load
 
     config = load("boost-7b")

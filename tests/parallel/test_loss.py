@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against torch's own, and what it does not do when nobody asks for gradients."""
+"""The chunked cross-entropy against torch's own; no gradients are computed unless requested."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from boost.parallel.mesh import Axis
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products."""
+    """Counts GEMMs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Products(TorchDispatchMode):
 
 @pytest.fixture
 def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 7 * 30)  # seven tokens a chunk
+    monkeypatch.setattr(traffic, "CHUNK_ELEMENTS", 7 * 30)  # seven tokens per chunk
     monkeypatch.setattr(traffic, "CHUNK_TOKENS", 1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, dtype=torch.double, generator=generator).requires_grad_()

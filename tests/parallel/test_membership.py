@@ -1,4 +1,4 @@
-"""Agreement on who trains together: threads in place of processes, a store in memory."""
+"""The membership protocol, with threads in place of processes and an in-memory store."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def store() -> dist.Store:
 
 
 def everyone(what: Callable[[int], Any], who: Iterable[int]) -> dict[int, Any]:
-    """Calls it in a thread for each; returns results, or what was raised."""
+    """Calls a function in one thread per argument; returns results or raised exceptions."""
     found: dict[int, Any] = {}
 
     def call(number: int) -> None:
@@ -55,7 +55,7 @@ def everyone(what: Callable[[int], Any], who: Iterable[int]) -> dict[int, Any]:
 def agree(
     store: dist.Store, reports: dict[int, Report], before: Decision = FOUNDED, silent: Any = ()
 ) -> dict[int, Any]:
-    """What members learn that report at the same time."""
+    """Outcomes for members that report at the same time."""
 
     def one(replica: int) -> Decision:
         coordinator = Coordinator(store, 4, 1, lambda member: member.replica in silent)
@@ -91,7 +91,7 @@ def test_a_stop_signal_ends_the_wait() -> None:
         Coordinator(dist.HashStore(), 2, 1).found(MEMBERS[0], 0, 60, stop)
 
 
-def test_a_dead_member_is_left_out_and_who_is_behind_gets_the_result(store: dist.Store) -> None:
+def test_a_dead_member_is_dropped_and_a_late_one_gets_the_result(store: dist.Store) -> None:
     Coordinator(store, 4, 1).put_out("1.0", DEAD, "SIGKILL")
     ahead, behind = Report(8, [1.5, 2.0], (0, 1)), Report(7, "of 6", (2, 3))
     found = agree(store, {0: behind, 2: ahead, 3: behind})
@@ -102,7 +102,7 @@ def test_a_dead_member_is_left_out_and_who_is_behind_gets_the_result(store: dist
     assert decision.lost == {"1.0": "dead: SIGKILL"}
 
 
-def test_nobody_decides_before_all_who_may_live_have_reported(store: dist.Store) -> None:
+def test_no_decision_before_every_possibly_alive_member_reported(store: dist.Store) -> None:
     waiting = threading.Thread(
         target=lambda: Coordinator(store, 4, 1).agree(FOUNDED, MEMBERS[0], 0, Report(3)), daemon=True
     )
@@ -137,11 +137,11 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
         if goes_on:
             assert [member.replica for member in outcome.members] == here
         else:
-            assert isinstance(outcome, TrainingError) and "no majority" in str(outcome)
+            assert isinstance(outcome, TrainingError) and "not a majority" in str(outcome)
 
 
-def test_there_is_one_history_whoever_decides_first(store: dist.Store) -> None:
-    """Each half takes the other one for silent; the store takes one decision, and the other half is out."""
+def test_there_is_one_history_no_matter_who_decides_first(store: dist.Store) -> None:
+    """Each half believes that the other one is silent. The store accepts one decision, and the other half is out."""
     halves = everyone(
         lambda half: agree(store, {2 * half: Report(5), 2 * half + 1: Report(5)}, silent=(2 - 2 * half, 3 - 2 * half)),
         (0, 1),
@@ -153,20 +153,20 @@ def test_there_is_one_history_whoever_decides_first(store: dist.Store) -> None:
     assert all(isinstance(each, PutOutError) for each in outcomes if not isinstance(each, Decision))
 
 
-def test_one_that_was_silent_and_wakes_up_is_out(store: dist.Store) -> None:
+def test_a_silent_member_that_wakes_up_is_out(store: dist.Store) -> None:
     agree(store, {0: Report(5), 1: Report(5), 2: Report(5)}, silent=(3,))
     with pytest.raises(PutOutError, match="silent: does not answer"):
         Coordinator(store, 4, 1).agree(FOUNDED, MEMBERS[3], 0, Report(5))
 
 
-def test_the_last_one_that_has_no_weights_cannot_go_on(store: dist.Store) -> None:
+def test_a_last_member_without_weights_cannot_continue(store: dist.Store) -> None:
     for replica in (0, 1, 2):
         Coordinator(store, 4, 1).put_out(f"{replica}.0", DEAD, "SIGKILL")
     found = agree(store, {3: Report(5, has_state=False)})
     assert "no replica with weights is left" in str(found[3])
 
 
-def test_a_replica_comes_in_when_all_admit_it(store: dist.Store) -> None:
+def test_a_replica_joins_once_all_admit_it(store: dist.Store) -> None:
     Coordinator(store, 4, 1).put_out("1.0", DEAD, "SIGKILL")
     three = agree(store, {replica: Report(5) for replica in (0, 2, 3)})[0]
     back, coordinator = Member(1, "1.1"), Coordinator(store, 4, 1)
@@ -184,7 +184,7 @@ def test_a_replica_comes_in_when_all_admit_it(store: dist.Store) -> None:
     assert coordinator.admitted(back, 0) == every
 
 
-def test_a_membership_of_which_one_dies_before_it_connects_is_over(store: dist.Store) -> None:
+def test_a_membership_ends_if_a_member_dies_before_connecting(store: dist.Store) -> None:
     coordinator = Coordinator(store, 4, 1)
     coordinator.put_out("2.0", DEAD, "SIGKILL")
     with pytest.raises(PeersLostError):
@@ -192,7 +192,7 @@ def test_a_membership_of_which_one_dies_before_it_connects_is_over(store: dist.S
     assert coordinator.is_over(0)
 
 
-def test_a_decision_survives_its_way_through_the_store(store: dist.Store) -> None:
+def test_a_decision_round_trips_through_the_store(store: dist.Store) -> None:
     decision = Decision(1, MEMBERS[:2], 7, [1.0], {"0.0": [1]}, ("1.0",), {"2.0": "dead: x"}, 3)
     coordinator = Coordinator(store, 4, 1)
     coordinator._decide(decision)
@@ -211,5 +211,5 @@ def test_every_micro_batch_is_dealt_once(count: int, members: int, data: st.Data
     assert [list(share(count, place, members)) for place in range(members)] == deal(count, [[]] * members)
 
 
-def test_what_is_lost_goes_to_those_that_have_the_fewest() -> None:
+def test_lost_micro_batches_go_to_the_least_loaded_members() -> None:
     assert deal(8, [[0, 1, 2, 3], [], [4]]) == [[], [5, 6], [7]]

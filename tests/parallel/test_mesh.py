@@ -1,4 +1,4 @@
-"""The mesh: places, devices, time limits."""
+"""The mesh: coordinates, devices, timeouts."""
 
 import datetime
 import json
@@ -37,8 +37,9 @@ def test_tp_is_the_innermost_axis_and_pp_the_outermost() -> None:
     assert [place[4] for place in run_distributed(8, places)] == [True] + [False] * 7
 
 
-def test_every_start_agrees_on_a_name_that_no_earlier_one_had() -> None:
-    """In one store, as after an elastic restart: also after a start of which some processes only got as far as asking."""
+def test_every_start_agrees_on_a_fresh_name() -> None:
+    """All starts use one store, as after an elastic restart, including a start in which some processes only got as far as
+    asking."""
     store = dist.HashStore()
 
     def start() -> str:
@@ -75,7 +76,7 @@ def test_the_number_of_processes_must_be_that_of_the_mesh() -> None:
 
 
 def set_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int = 2, **variables: str) -> None:
-    """This process sees so many GPUs, as one of so many; variables say which."""
+    """Makes this process see `gpus` GPUs, as one of `processes`, with these environment variables."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -96,11 +97,11 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int = 2, **v
         (2, 2, {"LOCAL_RANK": "1"}, "cuda", "cuda:1"),
         (2, 2, {"LOCAL_RANK": "1"}, "cpu", "cpu"),
         (4, 8, {"SLURM_LOCALID": "2"}, "auto", "cuda:2"),
-        (4, 8, {"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, "auto", "cuda:3"),  # torchrun in a task of Slurm
+        (4, 8, {"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, "auto", "cuda:3"),  # torchrun inside a Slurm task
         (8, 1, {}, "auto", "cuda:0"),
     ],
 )
-def test_a_process_takes_its_own_gpu_and_never_the_cpu_where_there_is_one(
+def test_a_process_takes_its_own_gpu_and_the_cpu_only_without_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, variables: dict[str, str], asked: str, expected: str
 ) -> None:
     set_gpus(monkeypatch, gpus, processes, **variables)
@@ -112,7 +113,7 @@ def test_a_process_takes_its_own_gpu_and_never_the_cpu_where_there_is_one(
     [
         (0, {}, "cuda", "torch sees no GPU"),
         (2, {"LOCAL_RANK": "2"}, "auto", "process 3 on a machine with 2 GPUs; start at most 2 processes"),
-        (2, {}, "auto", "sees 2 GPUs and does not know which is its own.* set LOCAL_RANK"),
+        (2, {}, "auto", "sees 2 GPUs but has no local rank to choose one.* set LOCAL_RANK"),
     ],
 )
 def test_a_gpu_that_is_missing_is_named(
@@ -125,13 +126,13 @@ def test_a_gpu_that_is_missing_is_named(
 
 @pytest.mark.parametrize("shown", ["the same", "their own"])
 def test_two_processes_with_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
-    """What each of them sees as number 0 may be another one; its name is the same."""
+    """Device 0 may be a different GPU for each process; its UUID tells."""
     store, gpu = dist.HashStore(), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
 
     def join(rank: int, own: str) -> None:
         monkeypatch.setattr(mesh_module, "_gpu_id", lambda device: own)
-        mesh_module._require_gpu_of_its_own(gpu, store, rank, 2)
+        mesh_module._require_exclusive_gpu(gpu, store, rank, 2)
 
     store.set("gpu/1", json.dumps([socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), 0, "GPU-1"]))
     if shown == "their own":
@@ -142,7 +143,7 @@ def test_two_processes_with_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, s
 
 
 def backends_on(device: str) -> set[str | None]:
-    """Backends that the groups of a mesh are asked for on a kind of device. Asked only: there is no GPU."""
+    """Backends requested for the groups of a mesh on a type of device. Only requested: there is no GPU."""
     asked: list[str | None] = []
     with pytest.MonkeyPatch.context() as patch:
         make, new = mesh_module.init_device_mesh, dist.new_group
@@ -173,5 +174,5 @@ def test_emulation_of_one_rank_has_no_group_of_nccl() -> None:
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "nccl"), ("cpu", None)])
 def test_the_groups_of_a_mesh_have_one_backend(device: str, expected: str | None) -> None:
-    """gloo beside NCCL would take two sockets for each pair of processes of each group."""
+    """With gloo in addition to NCCL, each group would need two sockets per pair of processes."""
     assert run_distributed(8, backends_on, device) == [{expected}] * 8

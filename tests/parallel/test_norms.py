@@ -1,4 +1,4 @@
-"""The statistic that travels with latents keeps all the digits that it had."""
+"""The statistic that is sent with the latents keeps all of its digits."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tests.distributed import run_distributed
 
 
 def summed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """This process's statistic, and the sum over all."""
+    """This process's statistic, and the sum over all processes."""
     axis = toy.mesh(tp=2).tp
     s_T = torch.rand(64, generator=torch.Generator().manual_seed(axis.rank)) * 1000
     partial = measured(torch.ones(64, 3, dtype=dtype), s_T, axis)

@@ -1,4 +1,4 @@
-"""Two halves of a micro-batch, interleaved: the same function, twice as many collectives, and work between start and wait."""
+"""Two interleaved halves of a micro-batch: the same function, twice as many collectives, and work between start and wait."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -70,13 +70,13 @@ CELLS = [
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
-    """As of a layout without overlap."""
+    """Same as for a layout without overlap."""
     actual = Trained(config, 2)
     return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 2)}
 
 
 def compare_compiled_with_single(config: Config) -> dict[str, float]:
-    """The same, and how many graphs were compiled."""
+    """The same, and the number of compiled graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = compare_with_single(config)
@@ -112,7 +112,7 @@ ONE_SEQUENCE = [
 def test_halves_of_one_sequence(model: Row, parallel: Row, recompute: str, sections: dict[str, Any]) -> None:
     parallel = {"tp": 2, **HALVES, **parallel}
     train = {"micro_batch": 1, "global_batch": 2, "recompute": recompute}
-    layers = 4 if parallel.get("schedule") else 2  # two stages of each process
+    layers = 4 if parallel.get("schedule") else 2  # two stages per process
     config = toy.toy_config(model={"layers": layers, **model}, parallel=parallel, train=train, **sections)
     whole = config.parallel.world_size == config.parallel.tp
     for errors in run_distributed(config.parallel.world_size, compare_with_single if whole else compare, config):
@@ -162,13 +162,13 @@ def test_halves_with_everything_else(parallel: Row, model: Row, sections: dict[s
 
 
 class Timeline(TorchDispatchMode):
-    """For each collective, in the order of starts: what it sends, and the matrix products between its start and its wait."""
+    """For each collective, in order of starts: its payload, and the number of GEMMs between its start and its wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.products = 0
         self.started: dict[int, tuple[int, int]] = {}
-        """By the address of the result: (number of the collective, products before it)."""
+        """By address of the result: (index of the collective, number of GEMMs before it)."""
         self.sent: list[int] = []
         self.behind: list[int] = []
         self._results: list[torch.Tensor] = []
@@ -184,13 +184,13 @@ class Timeline(TorchDispatchMode):
             self.behind.append(0)
             whole = 2 * args[0].numel() if KINDS[name] == "all-reduce" else max(args[0].numel(), result.numel())
             self.sent.append(whole)
-            self._results.append(result)  # so that no other one takes its address
+            self._results.append(result)  # keeps the address in use
         self.products += name in ("aten::mm", "aten::addmm", "aten::bmm") or "scaled_dot_product" in name
         return result
 
 
 def hidden_share(config: Config) -> tuple[float, float]:
-    """(forward, backward): the share of what is sent that has matrix products behind it."""
+    """(forward, backward): the fraction of the payload that is overlapped with GEMMs."""
     decoder, _ = toy.toy_decoder(config)
     with Timeline() as forward:
         loss = decoder(*toy.toy_tokens(config, batch=config.train.micro_batch))
@@ -204,19 +204,19 @@ def hidden_share(config: Config) -> tuple[float, float]:
 
 
 WIDE = {"dim": 64, "ffn_dim": 128, "vocab_size": 32, "layers": 6}
-"""So that what the embedding and the loss send is little."""
+"""Makes the payload of the embedding and the loss small."""
 
 
 @pytest.mark.parametrize(("model", "parallel"), ONE_EACH, ids=ids(ONE_EACH))
 def test_work_runs_behind_collectives_in_both_passes(model: Row, parallel: Row) -> None:
-    least = 0.6 if parallel["layout"] == "vanilla" else 0.85  # it has no product between some of its collectives
+    least = 0.6 if parallel["layout"] == "vanilla" else 0.85  # there is no GEMM between some of its collectives
     rank = {} if model["family"] == "dense" else {"rank": 32}
     for overlap in ("none", "halves"):
         config = config_of({**model, **WIDE, **rank}, {**parallel, "overlap": overlap}, 2, "float64")
         for shares in run_distributed(2, hidden_share, config):
             if overlap == "halves":
                 assert min(shares) >= least, shares
-            elif parallel["layout"] == "btp":  # the gradients of B run behind the sums of the latents' gradients
+            elif parallel["layout"] == "btp":  # the weight gradients of B hide the sums of the latents' gradients
                 assert shares[0] == 0 and shares[1] >= 0.8, shares
             else:
                 assert max(shares) == 0, shares
@@ -241,7 +241,7 @@ def test_the_order_of_two_halves() -> None:
 
 
 def halved(layout: Row, policy: str, sequences: int = 2) -> Config:
-    """Two halves of a micro-batch of so many sequences."""
+    """Two halves of a micro-batch of `batch` sequences."""
     config = memory_config(family_of(layout), {**layout, **HALVES}, policy, "bfloat16", kv_heads=2, layers=2)
     train = {} if sequences == 2 else {"micro_batch": sequences, "global_batch": sequences, "seq_len": 24}
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
@@ -269,7 +269,7 @@ def test_memory_of_halves_is_predicted(layout: Row, policy: str, sequences: int)
     assert {c: n for c, n in predicted.by_category.items() if c in seen.activations} == seen.activations
     if not layout_spec(
         layout["layout"]
-    ).has_whole_factors:  # their peak is where gradients are reduced, which is not measured
+    ).has_whole_factors:  # they peak where gradients are reduced, which is not measured
         assert peak(config).total == pytest.approx(sum(seen.peak.values()), rel=0.05)
 
 
@@ -286,7 +286,7 @@ def test_the_trace_sends_what_the_table_says(layout: Row, sequences: int) -> Non
 
 
 def test_attention_of_half_a_sequence_is_predicted() -> None:
-    """The second half's queries see all keys. GPUs compute no score that nobody needs, CPUs a third more."""
+    """The second half's queries attend to all keys. GPUs compute no unnecessary scores, CPUs a third more."""
     config = halved({"layout": "btp"}, "none", sequences=1)
     unsplit = config.parallel.model_copy(update={"overlap": "none"})
     whole = trace_block(config.model_copy(update={"parallel": unsplit}), 1, "none", True)

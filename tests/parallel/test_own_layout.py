@@ -1,4 +1,4 @@
-"""A layout of two files, registered from outside: everything that reads layouts knows it at once."""
+"""A two-file layout registered from outside: everything that reads layouts supports it."""
 
 import json
 import sys
@@ -109,4 +109,4 @@ def test_unknown_names_raise_everywhere() -> None:
         toy.toy_config(parallel={"layout": "btq"})
     with pytest.raises(ValueError, match="already registered"):
         register_layout(layout_spec(NAME))
-    assert ParallelConfig.choices[NAME]().norm == "online"  # an option that it has from btp
+    assert ParallelConfig.choices[NAME]().norm == "online"  # an option inherited from btp

@@ -1,4 +1,5 @@
-"""Every recomputation policy gives the gradients of `none`, bit for bit, and sends what the table says: low-rank nothing."""
+"""Every recomputation policy gives bitwise the gradients of `none` and communicates what the table says; low-rank policies add
+nothing."""
 
 import dataclasses
 import functools
@@ -33,7 +34,7 @@ EVERY_POLICY: tuple[RecomputeName, ...] = (*LOCAL, "low-rank-sharded", "full-blo
 
 
 def is_legal(row: Row) -> bool:
-    """Whether the family has the layout, the layout the policy, and only one process is alone."""
+    """Whether the family supports the layout and the layout the policy; `single` is for one process only."""
     fits = row["layout"] == SINGLE or suits(row["family"], row["layout"])
     return fits and row["policy"] in policies(row["family"], row["layout"]) and (row["tp"] == 1) == (not row["layout"])
 
@@ -49,7 +50,7 @@ CELLS = pairwise(
     },
     is_legal,
 )
-"""Two key/value heads are fewer than four processes."""
+"""Two key/value heads for four processes."""
 
 CROSSING = pairwise(
     {
@@ -73,7 +74,7 @@ def configuration(
 
 @dataclasses.dataclass
 class Backward:
-    """A micro-batch through a toy model, seen from one process."""
+    """A micro-batch through a toy model, on one process."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -92,7 +93,7 @@ def backward(config: Config, documents: bool = False) -> Backward:
 
 @functools.cache
 def without(description: str, documents: bool) -> Backward:
-    """A model that recomputes nothing; run once in each process of a pool."""
+    """A model without recomputation; built once in each process of a pool."""
     return backward(Config.model_validate_json(description), documents)
 
 
@@ -103,7 +104,7 @@ def plain(config: Config) -> Config:
 
 
 def compare(config: Config, documents: bool = False) -> dict[str, bool]:
-    """What is the same as under policy none, bit for bit, and whether the collectives are those of the table."""
+    """What is bitwise the same as under policy none, and whether collectives match the table."""
     actual, expected = backward(config, documents), without(plain(config).model_dump_json(), documents)
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len

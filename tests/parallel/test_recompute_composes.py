@@ -1,4 +1,4 @@
-"""Recomputing blocks inside FSDP units and inside pipeline stages: gradients as without either."""
+"""Blocks with recomputation inside FSDP units and pipeline stages: gradients match those without either."""
 
 from typing import Any
 
@@ -27,14 +27,14 @@ def config_of(policy: RecomputeName = "none") -> Config:
 
 
 def sharded_error(policy: RecomputeName) -> float:
-    """Worst relative error of the gradients of blocks under fully_shard, every process with a batch of its own."""
+    """Worst relative error of the gradients of blocks under fully_shard, with a different batch on every process."""
     reference, _ = toy.toy_decoder(config_of())
     for seed in range(2):
         (reference(*toy.toy_tokens(config_of(), seed)) / 2).backward()
     decoder, _ = toy.toy_decoder(config_of(policy))
     mesh = init_device_mesh("cpu", (2,))
     for unit in (*decoder.blocks, decoder):
-        fully_shard(unit, mesh=mesh).set_force_sum_reduction_for_comms(True)  # gloo knows no average
+        fully_shard(unit, mesh=mesh).set_force_sum_reduction_for_comms(True)  # gloo has no average
     decoder(*toy.toy_tokens(config_of(), torch.distributed.get_rank())).backward()
     expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     actual = {name: p.grad.full_tensor() for name, p in decoder.named_parameters() if isinstance(p.grad, DTensor)}
@@ -62,9 +62,7 @@ class Stage(nn.Module):
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
             (stream,) = block(self.layout.with_options(policy=block.policy), [stream], [context])
-        return stream.x.view(
-            x_BSD.shape
-        ).clone()  # a stage is detached from its output in place, which a view does not allow
+        return stream.x.view(x_BSD.shape).clone()  # detached in place later, which fails on views
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:

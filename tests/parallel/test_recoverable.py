@@ -1,4 +1,4 @@
-"""Groups across replicas that are given up: nobody waits for a process that is gone."""
+"""Groups across replicas that can be abandoned: no process waits for a lost one."""
 
 import threading
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_collectives_are_those_of_any_group(tmp_path: Path) -> None:
 
 
 def one_stays_away(path: Path) -> list[Any]:
-    """Rank 1 does not come to the second sum; the others are told, and go on without it."""
+    """Rank 1 skips the second sum. The others are told and continue without it."""
     rank, said = dist.get_rank(), list[str]()
     membership = Membership(0, said.append)
     group = group_of(path, rank, 3, membership)
@@ -57,7 +57,7 @@ def one_stays_away(path: Path) -> list[Any]:
         timer.start()
         with pytest.raises(PeersLostError):
             all_reduce(torch.ones(1000), axis)
-        with pytest.raises(PeersLostError):  # at once, and it does not start
+        with pytest.raises(PeersLostError):  # raises immediately; nothing starts
             all_reduce(torch.ones(1000), axis)
         membership.leave()
         found.append(has_abandoned())
@@ -82,14 +82,14 @@ def nobody_connects(path: Path) -> str:
     return str(error.value)
 
 
-def test_a_connection_that_does_not_come_about_is_given_up(tmp_path: Path) -> None:
+def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
     assert run_distributed(1, nobody_connects, tmp_path / "store") == [
         "the membership ended while group 'test' connected"
     ]
 
 
 def taken_back(path: Path) -> list[list[float]]:
-    """Sums that were made, taken back and made again, of a bucket of one tensor and of one of two."""
+    """Sums that are computed, discarded and computed again, in a bucket of one tensor and in one of two."""
     rank, membership = dist.get_rank(), Membership(0)
     axis = Axis(rank, 2, group_of(path, rank, 2, membership), recoverable=True)
     mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
@@ -127,7 +127,7 @@ def _add(params: list[FusedParam], more: float) -> None:
         each.parameter.grad += more
 
 
-def test_sums_are_taken_back_and_made_again(tmp_path: Path) -> None:
+def test_sums_are_discarded_and_recomputed(tmp_path: Path) -> None:
     first, second = run_distributed(2, taken_back, tmp_path / "store")
     for found, own in ((first, 11.0), (second, 21.0)):
         assert [each[:2] for each in found[:2]] == [[32.0, 32.0]] * 2, "10 + 1 of one, 20 + 1 of the other"

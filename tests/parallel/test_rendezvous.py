@@ -1,4 +1,4 @@
-"""The start of a run without a launcher: who is told to stop tells the others, also those that start later."""
+"""Start of a run without a launcher: a process that receives a stop signal tells the others, including those that start later."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ def start(rank: int, signal: str | None) -> str:
     return agree_on_attempt(store, rank, 2, LIMIT_S, lambda: signal)
 
 
-def test_a_process_that_is_stopped_before_rank_0_exists_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_stopped_before_rank_0_starts_still_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,7 +28,7 @@ def test_a_process_that_is_stopped_before_rank_0_exists_tells_it(monkeypatch: py
     monkeypatch.setattr(rendezvous, "_LATE_S", LIMIT_S)
     with ThreadPoolExecutor(2) as pool:
         told: Future[str] = pool.submit(start, 1, "SIGTERM")
-        time.sleep(2)  # several attempts fail; whether they do or not, the outcome is the same
+        time.sleep(2)  # several attempts may fail; the outcome is the same either way
         assert not told.done(), "left without a word"
         late = pool.submit(start, 0, None)
         for each in (told, late):

@@ -1,4 +1,4 @@
-"""Digests of weights and what follows from them; whole runs are in tests/train/test_replica_check.py."""
+"""Digests of weights and their comparison. Whole runs are in tests/train/test_replica_check.py."""
 
 import dataclasses
 from typing import Any
@@ -31,10 +31,10 @@ def test_every_bit_counts(dtype: torch.dtype, data: Any) -> None:
     assert number(x) != before
 
 
-def test_places_count_across_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_depends_on_position_across_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_CHUNK", 4)
     x = torch.arange(10.0)
-    for a, b in ((0, 1), (0, 4), (3, 8), (1, 9)):  # in one chunk, in neighbouring ones, in the same place of two
+    for a, b in ((0, 1), (0, 4), (3, 8), (1, 9)):  # one chunk, adjacent chunks, same position of two, other
         swapped = x.clone()
         swapped[[a, b]] = x[[b, a]]
         assert number(swapped) != number(x)
@@ -44,7 +44,7 @@ def test_places_count_across_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch)
 
 
 ALL = 7
-"""The right digest."""
+"""The reference digest."""
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,8 @@ def test_the_minority_is_named(
 
 
 def unseen_flips(config: Any) -> list[str]:
-    """Names of fused parameters of which a flipped bit on the last process is not found; every process flips none else."""
+    """Names of the fused parameters in which a flipped bit on the last process goes undetected; each process flips one bit at a
+    time."""
     model, mesh = toy.toy_model(config)
     params = list(fused_params(model))
     assert check_replicas(params, mesh).mismatches == ()
@@ -98,8 +99,8 @@ def test_a_flip_in_any_weight_of_two_replicas_is_found(layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimizer", "full"])
-def test_of_rows_that_one_process_owns_there_is_no_copy(shard: str) -> None:
-    """Norms are not sharded, factors that TP ranks hold whole have a copy there."""
+def test_rows_owned_by_one_process_have_no_copy(shard: str) -> None:
+    """Norms are not sharded; factors that are replicated over TP have copies there."""
     parallel = {"tp": 2, "dp": 2, "layout": "btp-sp", "shard": shard}
     config = toy.toy_config("float32", model={"layers": 1}, parallel=parallel)
     unseen = run_distributed(4, unseen_flips, config)[0]
@@ -118,8 +119,8 @@ def test_a_number_that_is_not_finite_is_found_and_its_weight_named(value: float)
     assert check_replicas(params, mesh).not_finite == ((0, last.slices[0].parameter.name),)
 
 
-def test_what_is_compared_follows_from_who_updates_it_alike() -> None:
-    """Complete gradients of a whole weight may be summed in another order for each TP rank: over dp only."""
+def test_only_identically_updated_copies_are_compared() -> None:
+    """Each TP rank may sum the complete gradients of a replicated weight in another order, so it is compared over dp only."""
     model, mesh = toy.toy_model(toy.toy_config("float32"))
     fused = next(p for p in fused_params(model) if p.parameter.ndim == 1)
     several = dataclasses.replace(mesh, axes={"dp": Axis(0, 3), "tp": Axis(0, 2)})

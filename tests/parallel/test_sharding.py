@@ -1,4 +1,4 @@
-"""Sharding over replicas: what is reduced, and how, on backends that are not here."""
+"""Sharding over replicas: the reductions that torch would issue on backends that are not available here."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from tests.distributed import run_distributed
 
 
 def reductions_of(device: str, dtype: str) -> list[tuple[bool, object, object]]:
-    """(whether it is a plain sum, factor before, factor after) of the gradients of each unit, as torch would reduce them on a
-    device of this type."""
+    """(whether it is a plain sum, factor before, factor after) of each unit's gradients, as torch would reduce them on this
+    device type."""
     config = toy.toy_config("bfloat16", parallel={"dp": 2, "shard": "full"}, train={"param_dtype": dtype})
     decoder, mesh = toy.toy_decoder(config)
     shard(decoder, decoder, config.parallel, dataclasses.replace(mesh, device=torch.device(device)))

@@ -1,4 +1,4 @@
-"""Working copies: the bits of weights cast at each use, half of the accesses, and nothing left behind."""
+"""Working copies: bitwise the results of weights cast at each use, with half of the memory accesses, and nothing left behind."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ def without(config: Config) -> Config:
 
 
 def differences(config: Config) -> list[str]:
-    """What differs in any bit after two steps from weights that are cast at each use."""
+    """Tensors that differ in any bit after two steps from a run with weights cast at each use."""
     assert has_working_copies(config), "otherwise this compares a thing with itself"
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
     try:
@@ -38,7 +38,7 @@ def differences(config: Config) -> list[str]:
     return found + [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
-# Every layout once, some grouped and some not.
+# Every layout once, some with grouping and some without.
 CELLS: list[tuple[str, Row, str]] = [
     *(("cola", layout, policies("cola", layout)[n % 3] if n % 2 else "none") for n, layout in enumerate(LOW_RANK[::2])),
     *(("dense", layout, "full-block" if n % 2 else "none") for n, layout in enumerate(DENSE[::2])),
@@ -50,8 +50,8 @@ CELLS: list[tuple[str, Row, str]] = [
 
 @pytest.mark.parametrize(("family", "layout", "policy"), CELLS, ids=ids(CELLS))
 @pytest.mark.slow
-def test_every_bit_is_that_of_weights_cast_at_each_use(family: str, layout: Row, policy: str) -> None:
-    """Three micro-batches, fewer key/value heads than processes; a weight is used once in each."""
+def test_bitwise_equal_to_weights_cast_at_each_use(family: str, layout: Row, policy: str) -> None:
+    """Three micro-batches, fewer key/value heads than processes; each weight is used once per micro-batch."""
     train = {**BF16, "global_batch": 6, "recompute": policy}
     model = {"family": family, "kv_heads": 1, **({"gate": "tensor", "rank": 16} if family == "lax" else {})}
     config = toy.toy_config("bfloat16", model=model, parallel={**layout, "tp": 2}, train=train)
@@ -98,7 +98,7 @@ def test_in_pipelines_and_replicas_too(parallel: Row, size: int) -> None:
     ],
     ids=str,
 )
-def test_there_are_none_where_they_are_of_no_use(parallel: Row, train: Row) -> None:
+def test_no_copies_without_a_benefit(parallel: Row, train: Row) -> None:
     config = toy.toy_config(
         "bfloat16", model={"layers": 4}, parallel=parallel, train={**BF16, "global_batch": 8, **train}
     )
@@ -109,7 +109,7 @@ def test_there_are_none_where_they_are_of_no_use(parallel: Row, train: Row) -> N
 
 
 def copied(config: Config) -> set[str]:
-    """First parameters of what modules hold in another dtype while passes run."""
+    """First parameter of each tensor that modules hold in another dtype during forward and backward passes."""
     decoder, _ = toy.toy_decoder(config)
     before = list(fused_params(decoder))
     with WorkingCopies(decoder, config, lambda _: None).in_use():
@@ -121,8 +121,8 @@ def copied(config: Config) -> set[str]:
     return {s.slices[0].parameter.role for s in during if s.parameter.dtype == torch.bfloat16}
 
 
-def test_what_is_scaled_before_it_is_cast_has_none() -> None:
-    """Under btp that is A of norm(x): rounded twice, online norm would be off by more than sync."""
+def test_weights_scaled_before_the_cast_have_no_copy() -> None:
+    """Under btp this is A of norm(x): rounded twice, the online norm would be less accurate than sync."""
     config = toy.toy_config("bfloat16", parallel={"layout": "btp", "tp": 2}, train=BF16)
     others = {"enter.B", "q.B", "kv.B", "o.A", "leave.A", "leave.B", "head"}
     assert run_distributed(2, copied, config) == [others] * 2
@@ -166,7 +166,7 @@ def test_a_frozen_weight_is_copied_and_has_no_gradient() -> None:
 
 
 def launched_during_backward(config: Config) -> tuple[int, int, bool]:
-    """(buckets launched when the last backward pass is done, all buckets, whether the step kept the table of collectives)."""
+    """(buckets launched by the end of the last backward pass, all buckets, whether collectives match the table)."""
     usual, traffic.BUCKET_BYTES = traffic.BUCKET_BYTES, 1024
     try:
         trained = Trained(config, 0)
@@ -195,7 +195,7 @@ def test_buckets_are_launched_while_the_last_backward_pass_runs() -> None:
 
 
 def errors_of_halves(config: Config) -> tuple[float, float]:
-    """(of copies, of weights cast at each use): relative error of the whole gradient in bf16 against fp64."""
+    """(with copies, with weights cast at each use): relative error of the whole gradient in bf16 against fp64."""
     wide = {"param_dtype": "float64", "compute_dtype": "float64"}
     exact = Trained(config.model_copy(update={"train": config.train.model_copy(update=wide)}), 1).gradients[0]
     norm = sum(g.square().sum() for g in exact.values()) ** 0.5
@@ -216,7 +216,7 @@ def test_halves_add_up_in_bf16_what_one_pass_uses_twice() -> None:
 
 
 def compiled_difference(config: Config) -> float:
-    """Largest relative difference of gradients over two micro-batches between copies and casts, blocks compiled."""
+    """Largest relative difference of gradients over two micro-batches between copies and casts, with compiled blocks."""
     results: list[dict[str, torch.Tensor]] = []
     for each in (config, without(config)):
         torch._dynamo.reset()
@@ -231,6 +231,6 @@ def compiled_difference(config: Config) -> float:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_take_them() -> None:
+def test_compiled_blocks_use_copies() -> None:
     config = toy.toy_config("bfloat16", parallel={"layout": "btp-sp", "tp": 2}, train=BF16)
     assert run_distributed(2, compiled_difference, config) == [0.0] * 2

@@ -110,7 +110,7 @@ def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node
     nodes[1].connect(False)
     for agent in agents:
         assert agent.wait(LIMIT_S) != 0, agent.said()
-    assert "1 of 4 replicas answer and are no majority" in agents[0].said(), agents[0].said()
+    assert "1 of 4 replicas respond, which is not a majority" in agents[0].said(), agents[0].said()
     for agent in agents[1:]:
         assert re.search("store of the run at .* has not answered for 6 s", agent.said()), agent.said()
     assert not memberships(config)

@@ -1,4 +1,4 @@
-"""The runtimes of layouts, one file each; their specs are in `boost.config.layouts`. `layout_for` builds the configured one."""
+"""Runtimes of the layouts, one file each; their specs are in `boost.config.layouts`. `layout_for` builds the configured one."""
 
 import importlib
 
@@ -9,7 +9,7 @@ from boost.parallel.mesh import Mesh
 
 
 def layout_for(model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> Layout:
-    """The configured layout on this process's place in the mesh. With one TP process every layout is `single`."""
+    """Builds the configured layout for this process. With one TP process every layout becomes `single`."""
     spec = spec_of(parallel)
     module, _, name = spec.runtime.partition(":")
     layout: Layout = getattr(importlib.import_module(module), name)(spec, model, parallel, mesh)

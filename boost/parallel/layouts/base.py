@@ -1,6 +1,6 @@
-"""What layouts share: facts of every one, and embedding, norm, head and loss of each kind of residual stream.
+"""Shared code of the layouts: common attributes, and embedding, norm, head and loss for each kind of residual stream.
 
-Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary rows held by this process.
+Legend: p TP processes, T tokens, N some of them; D hidden width, V vocabulary rows on this process.
 """
 
 import copy
@@ -28,7 +28,7 @@ from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePoli
 from boost.models.kernels import is_separate
 from boost.models.linear import linear
 from boost.models.sequence_share import SequenceShare
-from boost.models.up_proj import Begin
+from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.context_axis import QKV, ContextAxis
@@ -39,21 +39,21 @@ from boost.parallel.norms import rms_norm
 
 
 class Options(NamedTuple):
-    """How a layout runs; none of them changes the function."""
+    """How a layout runs. No option changes the function that it computes."""
 
     policy: RecomputePolicy = NO_RECOMPUTE
     inference: bool = False
-    """Any number of tokens, without gradients."""
+    """Accepts any number of tokens, without gradients."""
     split: bool = False
-    """Collectives are started and waited for by nodes of their own, so that other work can run in between."""
+    """Start and wait of a collective are separate autograd nodes, so that other work can run in between."""
 
 
 class BaseLayout:
-    """The facts that every layout has."""
+    """Attributes and defaults of every layout."""
 
     lag = 0
-    """Steps by which the second half follows the first. None where one half has as much to compute between any two collectives
-    of the other."""
+    """Steps by which the second half trails the first. 0 if one half has enough compute between any two collectives of the
+    other."""
 
     def __init__(self, spec: LayoutSpec, model: ModelConfig, parallel: ParallelConfig, mesh: Mesh) -> None:
         self.spec, self.model, self.parallel, self.mesh = spec, model, parallel, mesh
@@ -71,7 +71,7 @@ class BaseLayout:
         return self.options.policy
 
     def with_options(self, **changes: Any) -> Any:
-        """The same layout with other `Options`. Cached."""
+        """Returns the same layout with other `Options`. Cached."""
         options = self.options._replace(**changes)
         if options == self.options:
             return self
@@ -81,9 +81,9 @@ class BaseLayout:
             self._variants[options] = variant
         return self._variants[options]
 
-    def start(self, comm: Comm, x: Tensor, begun: bool = False) -> InFlight:
+    def start(self, comm: Comm, x: Tensor, backward_started: bool = False) -> InFlight:
         """Starts a collective over the TP processes (`collectives.start`)."""
-        return (collectives.start if self.options.split else collectives.run)(comm, x, self.axis, begun)
+        return (collectives.start if self.options.split else collectives.run)(comm, x, self.axis, backward_started)
 
     def sequence_share(self) -> SequenceShare | None:
         return self._context_axis.share() if self._context_axis is not None else None
@@ -114,20 +114,20 @@ class BaseLayout:
         return self.spec.latent_shape(self.parallel, tokens, rank)
 
     def norm(self, x_TD: Tensor, gamma_D: Tensor) -> Tensor:
-        """RMSNorm of rows held whole."""
+        """RMSNorm of whole rows."""
         return rms_norm(x_TD, gamma_D, self.model.norm_eps)
 
     def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
         raise NotImplementedError
 
     def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
-        """Each process computes its own part of the vocabulary."""
+        """Each process computes its own shard of the vocabulary."""
         return self.head_input(x, gamma).then(
             lambda normed_TD: cross_entropy(normed_TD, head.to(x.dtype), targets_T, self.axis)
         )
 
     def all_logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Pending[Tensor]:
-        """`loss`'s collectives, and an all-gather of T V/p logits; nothing more in the backward pass."""
+        """The collectives of `loss`, and an all-gather of T V/p logits. Nothing more in the backward pass."""
 
         def finish(normed_TD: Tensor) -> Tensor | Pending[Tensor]:
             logits_TV = linear(normed_TD, head)
@@ -139,40 +139,46 @@ class BaseLayout:
         return self.head_input(x, gamma).then(finish)
 
     def gathered_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, [N, p V], from rows of the head held by each process. One all-gather."""
+        """Logits over the whole vocabulary, [N, p V], from each process's rows of the head. One all-gather."""
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
         return collectives.rows_to_features(rows, self.axis)
 
     def finish_out_proj(
-        self, stream: Stream, latents: InFlight, group: LinearGroup, begin: Begin | None = None
+        self, stream: Stream, latents: InFlight, group: LinearGroup, start_grad_sum: StartCollective | None = None
     ) -> Pending[Stream]:
-        """Waits for the latents of a group that projects back, then its update B act(u) of the residual stream. `begin`: starts
-        the collective of their gradient, which was left to this (`collectives.start`)."""
+        """Waits for the latents of an out-projection, then adds its update B act(u) to the residual stream.
+
+        `start_grad_sum`: starts the collective of the latents' gradient, which is deferred to this function (`collectives.start`).
+        """
 
         def finish() -> Stream:
             prev, rest = group.take_latents(stream, grouped=True)
-            (update,), new = self.up_segment(group, [latents.wait()], prev, begin)
+            (update,), new = self.up_segment(group, [latents.wait()], prev, start_grad_sum)
             return rest.put(new).add(update)
 
         return Pending(finish)
 
     def keeps_latents_only(self, group: LinearGroup) -> bool:
-        """Whether act and B of a group are one node, which keeps nothing but the latents."""
+        """Whether act and B of a group are one autograd node that saves only the latents."""
         return group.has_private_latents and self.has_hand_written_nodes
 
     @property
     def has_hand_written_nodes(self) -> bool:
-        """Whether a node of our own may have weights. Not where a whole block is recomputed: that stops before its last GEMM only
-        if this is a node of its own. Nor under zero bubble: a hand-written node computes all of its gradients in both backward
-        passes, and would send twice."""
+        """Whether a custom autograd node may own weights. False if a whole block is recomputed: recomputation stops before the
+        last GEMM only if that GEMM is a node of its own. Also false under zero bubble: a custom node computes all of its
+        gradients in both backward passes, and would communicate twice."""
         return self.policy.block is call and not self.parallel.splits_backward and not is_separate()
 
     def up_segment(
-        self, group: LinearGroup, latents: Sequence[Tensor], prev: Latents = (), begin: Begin | None = None
+        self,
+        group: LinearGroup,
+        latents: Sequence[Tensor],
+        prev: Latents = (),
+        start_grad_sum: StartCollective | None = None,
     ) -> tuple[list[Tensor], Latents]:
-        """act and B of latents as a segment of its own: (one [T, O] a slot, latents for the next block)."""
+        """act and B of latents as one segment: returns (one [T, O] per slot, latents for the next block)."""
         if self.keeps_latents_only(group):
-            return group.scale_act_and_project(latents, None, begin), ()
+            return group.scale_act_and_project(latents, None, start_grad_sum), ()
         found: tuple[list[Tensor], Latents] = self.policy.local(
             lambda prev, *u: group.activate_and_project(u, prev), prev, *latents
         )
@@ -180,15 +186,15 @@ class BaseLayout:
 
 
 class Replicated(BaseLayout):
-    """Residual stream [T, D] whole on every process. Gradients of it, and of the norms, are complete."""
+    """Residual stream [T, D], replicated. Its gradients and those of the norms are complete."""
 
     to_shards: Comm = SUM_BACKWARD
-    """From the residual stream's rows to what each process uses a different share of."""
+    """Collective from the replicated residual stream to a tensor that feeds a different shard on every process."""
     from_shards: Comm = SUM_FORWARD
-    """From partial sums to the residual stream's rows."""
+    """Collective from partial sums to the residual stream."""
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
-        """Each process looks up its own columns; one all-gather of D forward, nothing backward."""
+        """Each process looks up its own columns. Forward: one all-gather of width D; backward: nothing."""
         rows = self.start(GATHER_REPLICATED, lookup(tokens_T, table, dtype))
         return Pending(lambda: collectives.rows_to_features(rows.wait(), self.axis))
 
@@ -201,19 +207,19 @@ class Replicated(BaseLayout):
 
 
 class TokenSharded(Replicated):
-    """Residual stream [T/p, D], whole rows of consecutive tokens. Gradients of what acts on it are sums over tokens, partial
-    on each process, reduced once per optimizer step.
+    """Residual stream [T/p, D]: whole rows of consecutive tokens. Gradients of parameters that act on it are partial sums over
+    tokens, reduced once per optimizer step.
 
-    One token cannot be shared by p processes: for inference the residual stream is replicated, on the same weights.
+    One token cannot be sharded over p processes, so inference replicates the residual stream, with the same weights.
     """
 
     to_shards = GATHER
     from_shards = SCATTER_SUM
 
-    def start(self, comm: Comm, x: Tensor, begun: bool = False) -> InFlight:
+    def start(self, comm: Comm, x: Tensor, backward_started: bool = False) -> InFlight:
         if self.options.inference:
             comm = {GATHER: SUM_BACKWARD, SCATTER_SUM: SUM_FORWARD}.get(comm, comm)
-        return super().start(comm, x, begun)
+        return super().start(comm, x, backward_started)
 
     def residual_shape(self, tokens: int) -> tuple[int, int]:
         return (tokens, self.model.dim) if self.options.inference else super().residual_shape(tokens)
@@ -222,7 +228,7 @@ class TokenSharded(Replicated):
         return (tokens, rank) if self.options.inference else super().latent_shape(rank, tokens)
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
-        """Each process looks up its own columns of all tokens; one all-to-all of T D/p forward, the same backward."""
+        """Each process looks up its own columns of all tokens. One all-to-all of T D/p in either pass."""
         if self.options.inference:
             return super().embed(tokens_T, table, dtype)
         columns = self.start(EXCHANGE, lookup(tokens_T, table, dtype))

@@ -1,6 +1,6 @@
 """Runtime of `megatron` and, with a token-sharded residual stream, of `megatron-sp`. Shapes: `boost.config.layouts.megatron`.
 
-Legend: T tokens, d hidden width, O outputs held here.
+Legend: T tokens, d hidden width, O outputs on this process.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from boost.parallel.layouts.base import Replicated
 
 
 class Megatron(Replicated):
-    """Columns of W, then rows of W; the residual stream's kind says what stands before and after.
+    """Columns of W, then rows of W. The kind of residual stream determines the collectives before and after.
 
-    Between two groups there are two collectives, at least in one of the two passes, and only a norm between them. Halves hide
-    both: rows of W are a step of their own, and the second half is one step behind, so that it computes in either.
+    In at least one of the two passes, two collectives follow each other between two groups, with only a norm in between. To
+    hide both, rows of W are a separate step and the second half trails by one step, so it has work during either collective.
     """
 
     lag = 1
 
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
-        """norm(x) of all tokens; once if its gradients may meet in one collective, else once a slot."""
+        """norm(x) of all tokens: one collective if the slots' gradients can share one, otherwise one per slot."""
         normed = self.norm(stream.x, gamma)
         copies = [self.start(self.to_shards, normed) for _ in group.shape.slots[: 1 if self.grouping else None]]
         return Pending(lambda: (Saved(tuple(copy.wait() for copy in copies)), stream))
@@ -32,7 +32,7 @@ class Megatron(Replicated):
         return group.dense(saved, self.grouping), ()
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """Rows of W, a term of a sum; of halves, not yet."""
+        """Rows of W: a partial sum. With overlapped halves, deferred to `out_proj_comm`."""
         return hidden if self.options.split else group.dense_out(hidden)
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:

@@ -5,4 +5,4 @@ from boost.parallel.layouts.megatron import Megatron
 
 
 class MegatronSP(TokenSharded, Megatron):
-    """All-gathers into a group, reduce-scatters out of it."""
+    """All-gathers before a group's first linears, reduce-scatters after its last."""

@@ -1,4 +1,4 @@
-"""`single`: every weight in this process. No collective and no copy: what every other layout with p = 1 becomes.
+"""`single`: every weight on one process. No collective and no copy; every other layout becomes `single` at p = 1.
 
 Legend: T tokens, D hidden width, V vocabulary.
 """
@@ -17,13 +17,13 @@ from boost.parallel.lookup import lookup
 
 
 class Single(BaseLayout):
-    """The whole function in one process."""
+    """The whole model on one process."""
 
     def embed(self, tokens_T: Tensor, table: Tensor, dtype: torch.dtype) -> Pending[Tensor]:
         return Pending(lambda: lookup(tokens_T, table, dtype))
 
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
-        """norm(x), and A of it where linears are low-rank."""
+        """norm(x), then A if the linears are low-rank."""
         if not group.low_rank:
             saved = Saved((self.norm(stream.x, gamma),))
             return Pending(lambda: (saved, stream))

@@ -1,9 +1,10 @@
 """Runtime of `vanilla`, the low-rank baseline. Shapes: `boost.config.layouts.vanilla`.
 
-Legend: p TP processes, T tokens, R = r/p latent width of a slot held here, O output width of a slot.
+Legend: p TP processes, T tokens, R = r/p latent width of a slot on this process, O output width of a slot.
 
-The published form computes attention and the gated product of all heads and channels on every process; the strong one,
-against which speed-ups are claimed, shards them. Both send the same bytes. Grouping merges collectives of one input.
+The published form computes attention and the gated product of all heads and channels on every process. The strong form, the
+baseline of speedup claims, shards them. Both send the same bytes. Grouping merges the collectives of linears that share an
+input.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,14 @@ from boost.parallel.layouts.base import Replicated
 
 
 class Vanilla(Replicated):
-    """Replicated residual, latents sharded along the rank, sums of full width."""
+    """Replicated residual stream, latents sharded along the rank, sums of full width."""
 
     lag = 3
-    """Found by trying: two in three bytes are sent behind a matrix product (docs/overlap.md)."""
+    """Found empirically: two thirds of the bytes are hidden behind a GEMM (docs/overlap.md)."""
 
     def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
-        """A's rows of this process, B's columns, and the sum of the whole outputs, onto heads or channels if they are sharded."""
+        """This process's rows of A and columns of B, then the sum of the full outputs, scattered to heads or channels if they
+        are sharded."""
 
         def weights() -> Sequence[Tensor]:
             return group.down_weights(group.A.to(stream.x.dtype), self.grouping)
@@ -39,7 +41,7 @@ class Vanilla(Replicated):
 
         if not self.options.split:
             return self._start_outputs(self.policy.local(down, stream.x), stream, group)
-        # Its gradient's sum needs a node before other work and one after it, so the normed input is kept.
+        # The sum of its gradient needs one node before and one after other work, so the normed input is saved.
         normed_TD = self.norm(stream.x, gamma)
         copies = [self.start(SUM_BACKWARD, normed_TD) for _ in group.shape.slots[: 1 if self.grouping else None]]
 
@@ -51,7 +53,7 @@ class Vanilla(Replicated):
     def _start_outputs(
         self, latents: Sequence[Tensor], stream: Stream, group: LinearGroup
     ) -> Pending[tuple[Saved, Stream]]:
-        """act and B's columns of this process, and the sum of the whole outputs."""
+        """act and this process's columns of B, then the sum of the full outputs."""
         outputs, stream = self._activate_and_project(latents, group, stream, self.grouping)
         if self.num_shards == 1:
             sums = [self.start(SUM_FORWARD, y_TO) for y_TO in outputs]
@@ -65,17 +67,17 @@ class Vanilla(Replicated):
         return Pending(lambda: (Saved(tuple(merged.wait().split(widths, dim=-1))), stream))
 
     def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
-        """Nothing is left to do: the collective stood after B."""
+        """A no-op: the collective already followed B."""
         return saved.tensors, ()
 
     def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
-        """A's rows of this process where all heads or channels are here; nothing where a collective comes first."""
+        """This process's rows of A if it has all heads or channels; a no-op if a collective comes first."""
         if self.num_shards > 1 or self.options.split:
             return hidden
         return linear(collectives.sum_backward(hidden, self.axis), group.A)
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
-        """All heads or channels, through A's rows and B's columns of this process, summed over processes."""
+        """All heads or channels, through this process's rows of A and columns of B, summed over processes."""
 
         def down(whole: Tensor) -> Tensor:
             return linear(whole, group.A)
@@ -90,7 +92,7 @@ class Vanilla(Replicated):
         return self._start_update(partial, stream, group)
 
     def _start_update(self, u_TR: Tensor, stream: Stream, group: LinearGroup) -> Pending[Stream]:
-        """act and B's columns of this process, and the sum of the whole update."""
+        """act and this process's columns of B, then the sum of the full update."""
         (update,), stream = self._activate_and_project([u_TR], group, stream, True)
         summed = self.start(SUM_FORWARD, update)
         return Pending(lambda: stream.add(summed.wait()))
@@ -98,8 +100,8 @@ class Vanilla(Replicated):
     def _activate_and_project(
         self, latents: Sequence[Tensor], group: LinearGroup, stream: Stream, grouped: bool
     ) -> tuple[list[Tensor], Stream]:
-        """act and B. Where latents cross blocks, a gate that mixes them needs all of the previous block's, and LayerNorm sums
-        over all of each."""
+        """act and B. With latent gates, a gate that mixes latents needs all latents of the previous block, and LayerNorm sums
+        over each whole latent."""
         gate = group.latent_gate
         if gate is None:
             outputs, new = self.up_segment(group, latents)
@@ -119,7 +121,7 @@ class Vanilla(Replicated):
         outputs, new = self.policy.local(self._norm_act_and_up, group, gate, found[: len(slots)], sums)
         return outputs, stream.put(new)
 
-    # A method: torch.compile does not trace a nested function that is annotated with a tuple.
+    # A method, because torch.compile does not trace a nested function whose annotation contains a tuple.
     def _norm_act_and_up(
         self, group: LinearGroup, gate: LatentGate, mixed: Sequence[Tensor], sums: Sequence[Tensor]
     ) -> tuple[list[Tensor], Latents]:
@@ -128,12 +130,13 @@ class Vanilla(Replicated):
         return group.up_proj(h), new
 
     def _by_slot(self, h: Tensor, gate: LatentGate, slots: range) -> Sequence[Tensor]:
-        """Latents of the previous block as a gate takes them: its own part of each, or each whole."""
+        """Latents of the previous block as the gate needs them: this process's shard of each, or each whole."""
         parts = h.split([gate.ranks[slot] for slot in slots], dim=-1)
         return [collectives.rows_to_features(part, self.axis) for part in parts] if gate.mixes else parts
 
     def _by_process(self, y_TO: Tensor, slot: Slot) -> Tensor:
-        """[T, O] -> [p, T, O/p]: what each process continues with. Key/value heads fewer than p are sent to several."""
+        """[T, O] -> [p, T, O/p]: the part that each process continues with. If there are fewer key/value heads than p, several
+        processes get the same one."""
         if slot.kv:
             y_TO = collectives.heads_for_each(y_TO, self.model.kv_heads, self.size)
         return y_TO.view(y_TO.shape[0], self.size, -1).transpose(0, 1)
