@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hardware is not None and not args.measure:
         raise ConfigError(f"--hardware = '{args.hardware}' is used only with --measure; add it")
     if (args.measure or args.write) and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+        raise ConfigError("the plot needs matplotlib, which is not installed: pip install matplotlib")
 
     if args.record:
         return _record(args)
