@@ -1,10 +1,11 @@
 """Draws the pictures of docs/concepts into docs/pictures: `python docs/draw.py`. The same code gives the same bytes.
 
-Everything is derived: rows, shards and collectives from the layouts (`boost.plan.picture`), bytes from the collective table and from
-the planner's trace of the decoder.
+Everything is derived: rows, shards and collectives from the layouts (`boost.plan.picture`), bytes from the collective table and
+from the planner's trace of the decoder.
 """
 
 import itertools
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from boost.plan.svg import BAR, COLORS, INK, LINE, MARGIN, MUTED, PAPER, WIDTH, 
 from boost.plan.tape import Held
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
+GAIN = "\N{GREEK SMALL LETTER GAMMA}"
 DARK, LIGHT, LIGHT_INK = "#344054", "#dde3ec", "#344054"
 TP, RANK, TOKENS = 4, 1, 16384
 """TP size, the TP rank that is shown, tokens of one micro-batch (four sequences of 4,096)."""
@@ -45,8 +47,6 @@ class Sheet(Page):
 
     def finish(self, name: str) -> None:
         """Writes the picture, one element per line."""
-        import xml.etree.ElementTree as ET
-
         self.svg.text = "\n"
         for element in self.svg:
             element.tail = "\n"
@@ -77,7 +77,8 @@ def layouts_picture() -> None:
     heights = [max(sum(row_height(row) + 8 for row in part) for part in parts) for parts in zip(*columns, strict=True)]
     sheet = Sheet(
         "one block", "under four layouts: what one of 4 TP ranks holds, and what it sends",
-        "7B shape: d = 4096, f = 11008, r = 1024; T = 16,384 tokens, bf16. Filled: the shard of this rank. Outlined: the whole tensor.",
+        "7B shape: d = 4096, f = 11008, r = 1024; T = 16,384 tokens, bf16. "
+        "Filled: the shard of this rank. Outlined: the whole tensor.",
         "One transformer block under megatron, vanilla, btp and btp-sp, side by side: weights, activations and collectives.",
     )  # fmt: skip
     top = 120.0
@@ -85,7 +86,16 @@ def layouts_picture() -> None:
     sheet._paper(bottom + 172)
     for index, ((words, _, _), parts) in enumerate(zip(SIDE_BY_SIDE, columns, strict=True)):
         x, color = MARGIN + index * COLUMN, COLORS[index]
-        sheet._add("rect", x=x + 3, y=top - 34, width=COLUMN - 6, height=bottom - top + 40, rx=8, fill=color, fill_opacity=0.055)
+        sheet._add(
+            "rect",
+            x=x + 3,
+            y=top - 34,
+            width=COLUMN - 6,
+            height=bottom - top + 40,
+            rx=8,
+            fill=color,
+            fill_opacity=0.055,
+        )
         sheet._text(words, x + COLUMN / 2, top - 15, 13, color, "middle", bold=True)
         y = top
         for part, height in zip(parts, heights, strict=True):
@@ -166,7 +176,7 @@ def bytes_chart(sheet: Sheet, inspections: Sequence[Inspection], y: float) -> No
         width = 560 * number / max(sent)
         sheet._add("rect", x=MARGIN + 86, y=top, width=width, height=13, rx=2, fill=COLORS[index])
         sheet.text(f"{number / 1000:.1f} kB", MARGIN + 94 + width, top + 11, 12)
-    sheet.text("↓ collective of the forward pass · ↑ of the backward pass · hatched: replicated, its gradient is summed once per step",
+    sheet.text("↓ collective of the forward pass · ↑ of the backward pass · hatched: replicated, gradient summed once per step",
                MARGIN, y + 112, 11.5, MUTED)  # fmt: skip
 
 
@@ -177,17 +187,18 @@ def online_norm_picture() -> None:
     """The same group of linears with both norms, from left to right, forward."""
     sheet = Sheet(
         "RMSNorm", "of a hidden-sharded residual stream: sync and online",
-        "Forward pass of q, k and v on one of p TP ranks; residual x: [T, d/p], A [3r, d/p], B [3d/p, r]. Dark: a collective, for which every rank waits.",
+        "Forward pass of q, k and v on one of p TP ranks; residual x: [T, d/p], A [3r, d/p], B [3d/p, r]. "
+        "Dark: a collective, for which every rank waits.",
         "Two chains of operations. Sync: all-reduce of the statistic, norm, GEMM with A, all-reduce of latents, activation, B. "
         "Online: GEMM with A and local statistic, one all-reduce of both, scaling, activation, B.",
     )  # fmt: skip
     sheet._paper(330)
     counts = {norm: forward_collectives(norm) for norm in ("sync", "online")}
     rows = (
-        ("sync", [("s = Σ x²", "[T, 1]", 0), ("all-reduce", "s: T numbers", 1), ("x γ / rms", "[T, d/p]", 0),
+        ("sync", [("s = Σ x²", "[T, 1]", 0), ("all-reduce", "s: T numbers", 1), (f"x {GAIN} / rms", "[T, d/p]", 0),
                   ("u = A x", "[T, 3r] partial", 0), ("all-reduce", "u: 3r T numbers", 1), ("act(u)", "[T, 3r]", 0),
                   ("y = B h", "[T, 3d/p]", 0)]),
-        ("online", [("s = Σ x²", "[T, 1] partial", 0), ("u = A (γ x)", "[T, 3r] partial", 0),
+        ("online", [("s = Σ x²", "[T, 1] partial", 0), (f"u = A ({GAIN} x)", "[T, 3r] partial", 0),
                     ("all-reduce", "u, s: (3r + 1) T numbers", 1), ("act(u / rms)", "[T, 3r]", 0), ("y = B h", "[T, 3d/p]", 0)]),
     )  # fmt: skip
     for index, (norm, steps) in enumerate(rows):
@@ -196,7 +207,8 @@ def online_norm_picture() -> None:
         sheet.text(f"{counts[norm]} collectives", MARGIN, y + 35, 11, MUTED)
         sheet.text("a block, forward", MARGIN, y + 48, 11, MUTED)
         chain(sheet, steps, y, COLORS[index * 2])
-    sheet.text("Both compute the same function: the norm scales a whole token by 1 / rms, so it commutes with A. The gain γ scales the columns of A.",
+    sheet.text("Both compute the same function: the norm scales a whole token by 1 / rms, so it commutes with A. "
+               f"The gain {GAIN} scales the columns of A.",
                MARGIN, 300, 12, INK, room=WIDTH - 2 * MARGIN)  # fmt: skip
     sheet.finish("online-norm.svg")
 
@@ -237,7 +249,7 @@ def recomputation_picture() -> None:
                   ("gate, up, their product", WIDE), ("latents of down", LATENTS)]  # fmt: skip
     sheet = Sheet(
         "train.recompute", "what a block saves for its backward pass, under btp",
-        "Filled: saved. Striped: recomputed. Tensors from the input of the block to its output; 7B shape, TP 4, 16,384 tokens, bf16.",
+        "Filled: saved. Striped: recomputed. Tensors from the block's input to its output; 7B shape, TP 4, 16,384 tokens, bf16.",
         "A table of the tensors of a block by recomputation policy: saved or recomputed, and the bytes saved.",
     )  # fmt: skip
     top, line, first, width = 128.0, 27.0, MARGIN + 236, 152.0
@@ -259,7 +271,11 @@ def recomputation_picture() -> None:
     sheet.text("saved by a block and rank", MARGIN, y, 12.5, bold=True)
     sheet.text("re-communicated", MARGIN, y + 24, 12.5, bold=True)
     key = MARGIN
-    for words, color in (("residual stream", COLORS[0]), ("latents, width r", COLORS[1]), ("wide activations, d or f", COLORS[2])):
+    for words, color in (
+        ("residual stream", COLORS[0]),
+        ("latents, width r", COLORS[1]),
+        ("wide activations, d or f", COLORS[2]),
+    ):
         sheet._add("rect", x=key, y=y + 52, width=14, height=14, rx=2, fill=color)
         sheet.text(words, key + 20, y + 63, 12)
         key += 190
@@ -309,7 +325,12 @@ def cell(sheet: Sheet, x: float, y: float, width: float, color: str, saved: bool
             sheet._add("path", d=f"M{left} {y + 17:g}l8 -14", stroke=color, stroke_width=1, stroke_opacity=0.55)
 
 
-if __name__ == "__main__":
+def draw() -> None:
+    """Writes all pictures."""
     layouts_picture()
     online_norm_picture()
     recomputation_picture()
+
+
+if __name__ == "__main__":
+    draw()

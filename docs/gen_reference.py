@@ -4,13 +4,13 @@
 """
 
 import argparse
+import html
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Iterator
 
-MARKUP = re.compile(r"([\\`*_<>\[\]#|])")
+MARKUP = re.compile(r"([\\`*_\[\]#])")
 
 
 def pages() -> dict[str, str]:
@@ -25,7 +25,7 @@ def pages() -> dict[str, str]:
 
 def escaped(text: str) -> str:
     """Plain text as Markdown that shows it unchanged."""
-    return MARKUP.sub(r"\\\1", text)
+    return MARKUP.sub(r"\\\1", html.escape(text, quote=False).replace("|", "\0")).replace("\0", "&#124;")
 
 
 def configuration() -> str:
@@ -37,12 +37,12 @@ def configuration() -> str:
         "# Configuration keys",
         "",
         "A configuration is a TOML file of these keys. `boost config --fields` prints this list, and every command that takes a "
-        "configuration takes each key as a flag: `--train.steps 500`. An unknown key or an invalid value is an error that names the "
-        "nearest valid one.",
+        "configuration takes each key as a flag: `--train.steps 500`. An unknown key or an invalid value is an error that names "
+        "the nearest valid one.",
     ]
     section = ""
     for key, info in fields():
-        first, _, name = key.partition(".")
+        first = key.partition(".")[0]
         if first != section:
             section = first
             what = inspect.getdoc(Config.model_fields[first].annotation) or ""
@@ -97,7 +97,6 @@ def presets_page() -> str:
 
 def commands() -> str:
     """Every command: usage, description, arguments and examples, from its parser."""
-    os.environ["COLUMNS"] = "100"  # argparse wraps usage lines at the terminal's width
     from boost.cli.main import build_parser
 
     parser = build_parser()
@@ -107,8 +106,8 @@ def commands() -> str:
         lines.append(
             f"| [`boost {choice.dest}`](#boost-{choice.dest.replace(' ', '-')}) | {escaped(choice.help or '')} |"
         )
-    lines += ["", "Errors are one line on stderr. Exit codes: 0 done, 2 a mistake in the input, 3 training or a check failed, 75 try again "
-              "([details](../clusters.md#starting-again))."]  # fmt: skip
+    codes = "0 done, 2 a mistake in the input, 3 training or a check failed, 75 try again"
+    lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#starting-again))."]
     for name, command in group.choices.items():
         lines += ["", *command_section(f"boost {name}", command, 2)]
     return "\n".join(lines) + "\n"
@@ -118,32 +117,42 @@ def command_section(title: str, parser: argparse.ArgumentParser, level: int) -> 
     """One command, and the commands below it."""
     yield f"{'#' * level} `{title}` {{ #{title.replace(' ', '-')} }}"
     yield from ["", escaped(" ".join((parser.description or "").split()))]
-    yield from ["", "```text", parser.format_usage().strip(), "```"]
+    yield from ["", "```text", usage(parser), "```"]
     formatter, rows, below = parser._get_formatter(), [], []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             below = list(action.choices.items())
         elif action.help != argparse.SUPPRESS and "--help" not in action.option_strings:
-            metavar = (
-                formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
-                if action.option_strings
-                else ""
-            )
-            names = ", ".join(action.option_strings) or formatter._metavar_formatter(action, action.dest)(1)[0]
             words = " ".join(formatter._expand_help(action).split()) if action.help else ""
-            rows.append(f"| `{f'{names} {metavar}'.strip()}` | {escaped(words)} |".replace("`|`", "`\\|`"))
+            rows.append(f"| {code(invocation(action, formatter))} | {escaped(words)} |")
     if rows:
-        yield from ["", "| argument | |", "|---|---|", *(row_of(row) for row in rows)]
+        yield from ["", "| argument | |", "|---|---|", *rows]
     if parser.epilog:
         yield from ["", "```text", inspect.cleandoc(parser.epilog), "```"]
     for name, child in below:
         yield from ["", *command_section(f"{title} {name}", child, level + 1)]
 
 
-def row_of(row: str) -> str:
-    """A table row whose first cell may have pipes in code, as in `auto|PATH`."""
-    first, second = row[2:-2].split("` | ", 1)
-    return f"| {first.replace('|', '&#124;').replace('`', '<code>')}</code> | {second} |" if "|" in first else row
+def usage(parser: argparse.ArgumentParser) -> str:
+    """The usage line, wrapped for the page, not for this terminal."""
+    if parser.usage is None:
+        formatter = argparse.HelpFormatter(parser.prog, width=88)
+        formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups)
+        return formatter.format_help().strip()
+    return parser.format_usage().strip()
+
+
+def invocation(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
+    """An argument as its parser writes it: '--resume auto|PATH'."""
+    if not action.option_strings:
+        return formatter._metavar_formatter(action, action.dest)(1)[0]
+    values = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+    return f"{', '.join(action.option_strings)} {values}".strip()
+
+
+def code(text: str) -> str:
+    """Code in a table's cell, which may hold a pipe."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
 
 
 PUBLIC = ("boost", "boost.nn")

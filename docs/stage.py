@@ -2,7 +2,7 @@
 
 Pages of docs/ are read on GitHub too, so they link to files outside docs/ by relative paths. The site has a copy of each such
 file under `repo/`: Markdown and source code become pages, anything else is copied as it is. Reference pages are generated from the
-code (`gen_reference.py`). Staging needs no plugin of the site's builder, so that another builder of `mkdocs.yml` takes the result too.
+code (`gen_reference.py`). Staging needs no plugin of the site's builder, so that another builder of `mkdocs.yml` takes the result.
 """
 
 import posixpath
