@@ -6,6 +6,7 @@
 #   make quick    quick tests during development: every layout once, no subprocesses (two and a half minutes)
 #   make nightly  tests that are too slow for every commit
 #   make check    lint, format and types
+#   make docs     the documentation site, into build/site (strict: a broken link is an error)
 #   make curves   loss curves of all layouts in one figure, into benchmarks/results/ (five to ten minutes)
 #   make perplexity  final perplexity of all layouts, three seeds each, into benchmarks/results/ (four minutes)
 #   make recompute, make fit   activation checkpointing: bytes saved and time added; what fits into 80 GB (15 minutes each)
@@ -32,7 +33,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak recovery check verify curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute fit families validate bench report clean
 
 setup: $(READY)
 
@@ -91,6 +92,11 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# NO_MKDOCS_2_WARNING silences a notice about another program.
+docs: setup
+	$(BIN)/python docs/stage.py build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # A small model: the curves must coincide; their values do not matter.
 CURVES := --model.dim 128 --model.ffn_dim 352 --model.rank 32 --model.layers 2 --train.seq_len 64

@@ -246,4 +246,4 @@ def require_parquet() -> Any:
 
 def missing_package(what: str, package: str) -> DataError:
     """The error for an optional dependency that is not installed."""
-    return DataError(f"reading {what} needs the package {package!r}: pip install 'boost-llm[data]'")
+    return DataError(f"reading {what} needs the package {package!r}: pip install {package}")

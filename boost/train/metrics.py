@@ -250,9 +250,7 @@ def tracker_modules(config: Config) -> list[ModuleType]:
         except ModuleNotFoundError as error:
             if error.name != name:
                 raise
-            raise ConfigError(
-                f"run.{name} = true needs the package '{name}': pip install 'boost-llm[{name}]'"
-            ) from None
+            raise ConfigError(f"run.{name} = true needs the package '{name}': pip install {name}") from None
     return modules
 
 

@@ -237,10 +237,10 @@ def test_damaged_parquet_keeps_what_came_before(tmp_path):
 def test_a_missing_package_names_its_install(monkeypatch, tmp_path):
     write_parquet(tmp_path / "x.parquet", text=["a"])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r"needs the package 'pyarrow': pip install 'boost-llm\[data\]'"):
+    with pytest.raises(DataError, match=r"needs the package 'pyarrow': pip install pyarrow"):
         read(FilesSource(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the package 'datasets': pip install 'boost-llm\[data\]'"):
+    with pytest.raises(DataError, match=r"needs the package 'datasets': pip install datasets"):
         read(hub.HubSource("someone/something"))
 
 

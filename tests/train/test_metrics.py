@@ -175,7 +175,5 @@ def test_a_missing_package_is_one_line_and_costs_nothing(
     _, config = start(tmp_path, f"--run.{package}", "true")
     with pytest.raises(ConfigError) as caught:
         MetricsWriter(run, config, resumed_step=1)
-    assert (
-        str(caught.value) == f"run.{package} = true needs the package '{package}': pip install 'boost-llm[{package}]'"
-    )
+    assert str(caught.value) == f"run.{package} = true needs the package '{package}': pip install {package}"
     assert run.metrics.read_bytes() == before

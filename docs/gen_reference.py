@@ -1,0 +1,178 @@
+"""Reference pages that are generated from the code when the site is built: configuration keys, commands, Python API.
+
+`stage.py` writes them where the site is built from.
+"""
+
+import argparse
+import html
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+
+MARKUP = re.compile(r"([\\`*_\[\]#])")
+
+
+def pages() -> dict[str, str]:
+    """Markdown of every generated page by its path in the site."""
+    return {
+        "reference/configuration.md": configuration(),
+        "reference/presets.md": presets_page(),
+        "reference/commands.md": commands(),
+        "reference/python.md": python_api(),
+    }
+
+
+def escaped(text: str) -> str:
+    """Plain text as Markdown that shows it unchanged."""
+    return MARKUP.sub(r"\\\1", html.escape(text, quote=False).replace("|", "\0")).replace("\0", "&#124;")
+
+
+def configuration() -> str:
+    """Every key of a configuration file with its type, default and documentation."""
+    from boost.config.load import fields, type_name
+    from boost.config.schema import Config
+
+    lines = [
+        "# Configuration keys",
+        "",
+        "A configuration is a TOML file of these keys. `boost config --fields` prints this list, and every command that takes a "
+        "configuration takes each key as a flag: `--train.steps 500`. An unknown key or an invalid value is an error that names "
+        "the nearest valid one.",
+    ]
+    section = ""
+    for key, info in fields():
+        first = key.partition(".")[0]
+        if first != section:
+            section = first
+            what = inspect.getdoc(Config.model_fields[first].annotation) or ""
+            lines += ["", f"## `[{first}]`", "", escaped(paragraph(what))]
+        default = "required" if info.is_required() else f"default `{shown(info.default)}`"
+        lines += ["", f"### `{key}` {{ #{key} }}", "", f"`{type_name(info)}`, {default}", ""]
+        lines += [escaped(" ".join((info.description or "").split()))]
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: object) -> str:
+    """A default as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return "none" if value is None else str(value)
+
+
+def paragraph(text: str) -> str:
+    """The first paragraph of a docstring on one line."""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def presets_page() -> str:
+    """Every preset with its sizes."""
+    from boost.config import load, presets
+    from boost.config.architecture import parameter_count
+    from boost.config.load import summary
+
+    lines = [
+        "# Presets",
+        "",
+        "A preset is a configuration file that ships with the package. `boost config NAME` prints it with every default resolved.",
+        "",
+        "| preset | family | parameters | d | layers | heads | r | TP, PP | |",
+        "|---|---|--:|--:|--:|--:|--:|---|---|",
+    ]
+    loaded = {name: load(name) for name in presets()}
+    for name in sorted(
+        loaded, key=lambda name: (name != "demo", name.partition("-")[0], parameter_count(loaded[name].model))
+    ):
+        model, parallel = loaded[name].model, loaded[name].parallel
+        lines.append(
+            f"| `{name}` | `{model.family}` | {parameter_count(model) / 1e6:,.0f} M | {model.dim} | {model.layers} | "
+            f"{model.heads} | {model.rank or ''} | {parallel.tp}, {parallel.pp} | {escaped(summary(name))} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """Every command: usage, description, arguments and examples, from its parser."""
+    from boost.cli.main import build_parser
+
+    parser = build_parser()
+    lines = ["# Commands", "", escaped(parser.description or ""), "", "| command | what it does |", "|---|---|"]
+    group = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for choice in group._choices_actions:
+        lines.append(
+            f"| [`boost {choice.dest}`](#boost-{choice.dest.replace(' ', '-')}) | {escaped(choice.help or '')} |"
+        )
+    codes = "0 done, 2 a mistake in the input, 3 training or a check failed, 75 try again"
+    lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#starting-again))."]
+    for name, command in group.choices.items():
+        lines += ["", *command_section(f"boost {name}", command, 2)]
+    return "\n".join(lines) + "\n"
+
+
+def command_section(title: str, parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+    """One command, and the commands below it."""
+    yield f"{'#' * level} `{title}` {{ #{title.replace(' ', '-')} }}"
+    yield from ["", escaped(" ".join((parser.description or "").split()))]
+    yield from ["", "```text", usage(parser), "```"]
+    formatter, rows, below = parser._get_formatter(), [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            below = list(action.choices.items())
+        elif action.help != argparse.SUPPRESS and "--help" not in action.option_strings:
+            words = " ".join(formatter._expand_help(action).split()) if action.help else ""
+            rows.append(f"| {code(invocation(action, formatter))} | {escaped(words)} |")
+    if rows:
+        yield from ["", "| argument | |", "|---|---|", *rows]
+    if parser.epilog:
+        yield from ["", "```text", inspect.cleandoc(parser.epilog), "```"]
+    for name, child in below:
+        yield from ["", *command_section(f"{title} {name}", child, level + 1)]
+
+
+def usage(parser: argparse.ArgumentParser) -> str:
+    """The usage line, wrapped for the page, not for this terminal."""
+    if parser.usage is None:
+        formatter = argparse.HelpFormatter(parser.prog, width=88)
+        formatter.add_usage(None, parser._actions, parser._mutually_exclusive_groups)
+        return formatter.format_help().strip()
+    return parser.format_usage().strip()
+
+
+def invocation(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
+    """An argument as its parser writes it: '--resume auto|PATH'."""
+    if not action.option_strings:
+        return formatter._metavar_formatter(action, action.dest)(1)[0]
+    values = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+    return f"{', '.join(action.option_strings)} {values}".strip()
+
+
+def code(text: str) -> str:
+    """Code in a table's cell, which may hold a pipe."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+
+
+PUBLIC = ("boost", "boost.nn")
+
+
+def python_api() -> str:
+    """Every name of the public modules, for mkdocstrings to document."""
+    lines = ["# Python API"]
+    for module_name in PUBLIC:
+        module = importlib.import_module(module_name)
+        lines += ["", f"## `{module_name}` {{ #module-{module_name} }}", "", *module_text(module)]
+        for name in module.__all__:
+            found = getattr(module, name)
+            if (full := f"{module_name}.{name}") in PUBLIC:
+                continue
+            source = found.__name__ if inspect.ismodule(found) else f"{found.__module__}.{found.__qualname__}"
+            lines += ["", f"::: {source}", "    options:", f'      heading: "{full}"', f'      toc_label: "{name}"']
+    return "\n".join(lines) + "\n"
+
+
+def module_text(module: object) -> list[str]:
+    """A module's docstring; indented examples are code in Markdown too."""
+    return (inspect.getdoc(module) or "").splitlines()
