@@ -28,7 +28,7 @@ from boost.parallel.layouts import layout_for
 from boost.train.rundir import environment
 
 RESULT = Path(__file__).parent / "library.json"
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "d 512": {"dim": 512, "ffn_dim": 1376, "heads": 8, "layers": 4},
     "d 1024": {"dim": 1024, "ffn_dim": 2752, "heads": 16, "layers": 2},
 }
@@ -61,7 +61,7 @@ def _process(rank: int, processes: int, folder: str, rounds: int) -> None:
         dist.destroy_process_group()
 
 
-def measure(sizes: dict[str, int], rounds: int) -> dict[str, Any]:
+def measure(sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Milliseconds of a pass of each, and the ratio."""
     mesh = dist.group.WORLD if dist.is_initialized() else None
     spec = Spec(family="cola", vocab_size=VOCABULARY, layout="btp", mesh=mesh, **sizes)

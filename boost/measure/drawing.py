@@ -21,7 +21,7 @@ def pyplot() -> Any:
 def needs_matplotlib() -> None:
     """Raises ConfigError if matplotlib is missing, before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the plot needs matplotlib, which is not installed: pip install 'boost-llm[plots]'")
+        raise ConfigError("the plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def tidy(axis: Any) -> None:

@@ -27,11 +27,7 @@ class _Sum(torch.autograd.Function):
 
 
 class RSAG(BTP):
-<<<<<<< HEAD:examples/own_layout/btp_rsag/runtime.py
     """btp, except for one sum."""
-=======
-    """btp with a different sum."""
->>>>>>> refs/heads/e2:tests/parallel/rsag_runtime.py
 
     def out_proj_comm(self, stream: Stream, partial: Tensor, group: LinearGroup) -> Pending[Stream]:
         return self.finish_out_proj(stream, InFlight(lambda: _Sum.apply(partial, self.axis)), group)

@@ -1,8 +1,4 @@
-<<<<<<< HEAD:examples/own_layout/btp_rsag/spec.py
 """The spec of `btp-rsag`: `btp` whose out-projections are summed by a reduce-scatter and an all-gather. No torch here."""
-=======
-"""A layout from another package: `btp` with out-projections summed by a reduce-scatter and an all-gather. The torch-free spec."""
->>>>>>> refs/heads/e2:tests/parallel/rsag_spec.py
 
 from collections.abc import Iterator
 from typing import Literal
@@ -13,21 +9,13 @@ from boost.config.traffic import ALL_GATHER, REDUCE_SCATTER
 
 
 class RSAGConfig(BTPConfig):
-<<<<<<< HEAD:examples/own_layout/btp_rsag/spec.py
     """btp whose out-projections are summed by a reduce-scatter and an all-gather."""
-=======
-    """btp with out-projections summed by a reduce-scatter and an all-gather."""
->>>>>>> refs/heads/e2:tests/parallel/rsag_spec.py
 
     layout: Literal["btp-rsag"] = "btp-rsag"
 
 
 class RSAGSpec(BTPSpec):
-<<<<<<< HEAD:examples/own_layout/btp_rsag/spec.py
     """btp, except for one sum."""
-=======
-    """Same as btp except for one sum."""
->>>>>>> refs/heads/e2:tests/parallel/rsag_spec.py
 
     config = RSAGConfig
     runtime = "btp_rsag.runtime:RSAG"
