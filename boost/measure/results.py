@@ -8,8 +8,8 @@ Timings may appear anywhere in the numbers, with the seconds of every round, in 
     {"batch": 4, "seconds": {"btp": [0.31, ...], "btp-sp": [0.30, ...]}}
 
 Each of these is a row: `seconds` is a list of numbers, or lists by name. Strings, booleans and integers next to `seconds` and in
-the enclosing objects identify the row. Floats, and integers whose key ends in a unit (`benchmarks.experiments.compare.COUNTED`), are
-results. `python -m benchmarks compare` finds all rows, and pairs those of two results that have the same identity.
+the enclosing objects identify the row. Floats, and integers whose key ends in a unit (`benchmarks.experiments.compare.COUNTED`),
+are results. `python -m benchmarks compare` finds all rows, and pairs those of two results that have the same identity.
 """
 
 import json
