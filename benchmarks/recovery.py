@@ -51,7 +51,7 @@ MODEL = (
 MODEL += "--model.rank 32 --train.seq_len 128 --train.global_batch 32 --train.micro_batch 1 --train.log_every 50"
 MESHES = {
     "dp 4": "--parallel.tp 1 --parallel.dp 4",
-    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2",
+    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 128",  # longer: only one replica may be lost at a time
     "dp 4, ZeRO-1": "--parallel.tp 1 --parallel.dp 4 --parallel.shard optimizer",
 }
 DTYPES = {
@@ -167,8 +167,10 @@ class Run:
         """Kills, `args.kills` times, and yields what it did."""
         for _ in progress(self.args.kills, f"kills of {self.folder.parent.name}"):
             time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
+            # Drawn once: a returning replica that starts slowly must not attract all kills.
+            wants_outside = chance.random() < 0.3
             while self.process.poll() is None:
-                if victims := self.victims(chance):
+                if victims := self.victims(chance, wants_outside):
                     for beat in victims:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(beat.pid, signal.SIGKILL)
@@ -185,8 +187,9 @@ class Run:
         beats = read_beats(launch) if launch is not None else []
         return [beat for beat in beats if alive(beat.pid)] if all(beat.step for beat in beats) else []
 
-    def victims(self, chance: random.Random) -> list[Beat]:
-        """Processes to kill now; none if that would leave no replica with weights."""
+    def victims(self, chance: random.Random, wants_outside: bool) -> list[Beat]:
+        """Processes to kill now: `wants_outside`, one of a replica that is coming back, if there is one. None if that would leave no
+        replica with weights."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
         if launch is None or (latest := membership(launch)) is None:
             return []
@@ -206,7 +209,7 @@ class Run:
         inside = [member.incarnation for member in decision.members if member.incarnation in whole]
         outside = [name for name in beats if name not in inside and name not in gone]
         size = 2 if chance.random() < 0.2 and not self.spares_pairs else 1
-        if outside and chance.random() < 0.3:
+        if outside and wants_outside:
             return [chance.choice(by_member[chance.choice(outside)])]
         chosen = chance.sample(inside, min(size, len(inside)))
         # One that has just come in may not have the weights yet.
