@@ -188,8 +188,8 @@ class Run:
         return [beat for beat in beats if alive(beat.pid)] if all(beat.step for beat in beats) else []
 
     def victims(self, chance: random.Random, wants_outside: bool) -> list[Beat]:
-        """Processes to kill now: `wants_outside`, one of a replica that is coming back, if there is one. None if that would leave no
-        replica with weights."""
+        """Processes to kill now: `wants_outside`, one of a replica that is coming back, if there is one. None if that would leave
+        no replica with weights."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
         if launch is None or (latest := membership(launch)) is None:
             return []
