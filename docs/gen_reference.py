@@ -25,7 +25,7 @@ def pages() -> dict[str, str]:
 
 def escaped(text: str) -> str:
     """Plain text as Markdown that shows it unchanged."""
-    return MARKUP.sub(r"\\\1", html.escape(text, quote=False).replace("|", "\0")).replace("\0", "&#124;")
+    return MARKUP.sub(r"\\\1", html.escape(text, quote=False)).replace("|", "&#124;")
 
 
 def configuration() -> str:
