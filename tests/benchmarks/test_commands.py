@@ -52,7 +52,7 @@ BAD = [
     (["perplexity", "--seeds", "3"], ["--seeds = 3", "two distinct seeds"]),
     (["perplexity", "--seeds", "0", "1", "1"], ["--seeds = 0 1 1", "two distinct seeds"]),
     (["perplexity", "--tp", "3"], ["parallel.tp = 3", "nearest valid value"]),
-    (["compare", "none.json", "other.json"], ["none.json", "No such file", "name a result"]),
+    (["compare", "none.json", "other.json"], ["none.json", "No such file", "expected a result"]),
     (["single", "--rounds", "6"], ["--rounds = 6", "smallest valid value: 7"]),
     (["single", "--model.dim", "1000"], ["model.heads = 8", "nearest valid value: 10"]),
     (["ideal", "--tp", "1"], ["--tp = 1", "smallest valid value: 2"]),
