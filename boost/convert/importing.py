@@ -17,7 +17,7 @@ from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.convert.export import require_free
 from boost.convert.formats import read_folder
-from boost.convert.names import entries
+from boost.convert.names import entries, stored_form
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, dtype_name
 from boost.convert.vocabulary import Vocabulary, read_vocabulary
@@ -61,7 +61,8 @@ class FolderWeights:
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
             )
-        self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, folder.form)}
+        form = stored_form(folder.form, self._tensors.shapes)
+        self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
         self._tied = folder.tied
         self._tensors.check(self._entries.values(), frozenset({self._entries["head"].name} if folder.tied else ()))
         names = {entry.name for entry in self._entries.values()}
