@@ -462,6 +462,6 @@ if CONVERTS:
     for _model in (ColaModel, ColaForCausalLM):
         register_checkpoint_conversion_mapping(
             _model.__name__,
-            [WeightConverter(f"cola_{name.lower()}$", f"{name}.weight", operations=[Transpose()]) for name in "AB"],
+            [WeightConverter(f"_proj.cola_{x.lower()}", f"_proj.{x}.weight", operations=[Transpose()]) for x in "AB"],
             overwrite=True,
         )
