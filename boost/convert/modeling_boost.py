@@ -111,6 +111,8 @@ class ColaConfig(BoostConfig):
     """The official CoLA fields: one rank, silu in every bottleneck; `only_lr_act`: without SwiGLU's own silu."""
 
     model_type = "cola"
+    # transformers shards a tensor as it reads it, along the dims that it has before it is transposed.
+    base_model_tp_plan = None
 
     def __init__(self, only_lr_act: bool = True, lr_act_type: str = "silu", **kwargs: Any) -> None:
         if lr_act_type != "silu":
@@ -136,8 +138,9 @@ class BoostRMSNorm(nn.Module):
 class BoostBottleneck(nn.Module):
     """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
-    Files in CoLA's own format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them while loading and
-    saving; under transformers 4 they are the parameters. With latent gates, every block but the first adds the gated latents h of the same linear of the previous block.
+    Files in CoLA's own format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them while it loads
+    and saves; under transformers 4 they are the parameters. With latent gates, every block but the first adds the gated latents h
+    of the same linear of the previous block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -456,6 +459,7 @@ class ColaForCausalLM(BoostForCausalLM):
     """BoostForCausalLM for checkpoints in the format of the official CoLA class."""
 
     config_class = ColaConfig
+    _tp_plan = None
 
 
 if CONVERTS:

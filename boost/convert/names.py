@@ -50,8 +50,9 @@ class Entry:
     transposed: bool = False
 
 
-def form_of(model: ModelConfig, merge: bool) -> Form:
-    """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix.
+def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
+    """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix;
+    `official`: the official CoLA format where it supports the model, rather than our own.
 
     The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as heads (it reads a head's width
     from hidden_size / num_attention_heads for all of them) and plain rotary positions; other models use our own modeling file.
@@ -61,7 +62,7 @@ def form_of(model: ModelConfig, merge: bool) -> Form:
     if model.family == "svd" and model.latent_act == "none" and merge:
         return "merged"
     plain = model.kv_heads == model.heads and model.rope_factor == 1
-    if model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
+    if official and model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
         return "cola"
     return "boost"
 

@@ -140,6 +140,10 @@ class Trainer:
         """
         begin(self, resume_from, start_from)
 
+    def inherit(self, data: dict[str, Any]) -> None:
+        """Adds to what the checkpoints of this run record of their data."""
+        self._saver.add_data(data)
+
     def load(self, found: Checkpoint) -> None:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
         position = ckpt.load_training_state(found, self.model, self.optimizer, self.mesh)
