@@ -99,7 +99,8 @@ def test_the_folder_is_uploaded_as_it_is(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pushed"] == f"{hub[1]}/me/toy"
     (created,) = hub[0].created
-    assert (created["organization"], created["name"], bool(created.get("private"))) == ("me", "toy", private)
+    assert (created["organization"], created["name"]) == ("me", "toy")
+    assert (created.get("private") or created.get("visibility") == "private") is private
     assert hub[0].files == {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
     assert "model.safetensors" in hub[0].files
     assert hub[0].tokens == {"Bearer hf_secret"}
