@@ -15,7 +15,7 @@ from boost.config.architecture import Parameter, parameters
 from boost.config.families import ModelConfig
 from boost.config.load import change, from_tree, read_source
 from boost.convert.export import export, require_free
-from boost.convert.importing import CheckpointWeights, FolderWeights, weights_config
+from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, dtype_name
 from boost.convert.vocabulary import read_vocabulary
 from boost.data.tokenizer import load_tokenizer
@@ -84,13 +84,7 @@ class Model(nn.Module):
         if weights.tokenizer is not None:
             folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
             vocabulary = read_vocabulary(weights.tokenizer, folder)
-        data = {
-            "tokenizer": vocabulary.fingerprint if vocabulary else None,
-            "content": None,
-            "eos": weights.eos if weights.eos is not None or vocabulary is None else vocabulary.eos,
-            "bos": weights.bos if weights.bos != weights.eos else None,
-            "context": weights.context,
-        }
+        data = tokenizer_data(weights, vocabulary)
         config = weights_config(weights.model.model_dump(), dtype_name(dtype), weights.context)
         return cls(decoder, config, data, vocabulary.json if vocabulary else "")
 

@@ -17,7 +17,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
-        "  boost export runs/svd --out exported/svd --no-merge      keep the factors, with our modeling file",
+        "  boost export runs/svd --out exported/svd --no-merge      keep the factors, with our modeling file\n"
+        "  boost export runs/demo --out exported/demo --push me/demo --private",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -28,7 +29,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
     )
     parser.add_argument("--no-merge", action="store_true", help="svd: keep A and B instead of W = B A")
+    parser.add_argument(
+        "--own-format",
+        action="store_true",
+        help="cola: BoostForCausalLM rather than the official CoLA format, which transformers cannot shard (TP)",
+    )
     add_file_size(parser)
+    parser.add_argument(
+        "--push", metavar="USER/NAME", help="also upload the folder to the Hugging Face Hub (login: hf auth login)"
+    )
+    parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -53,12 +63,18 @@ def file_bytes(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     limit = file_bytes(args)
+    if args.private and not args.push:
+        raise ConfigError("--private requires --push USER/NAME; add it, or remove --private")
 
     from boost.cli.inference import dump
     from boost.convert.export import export
+    from boost.convert.push import push, require_pushable
     from boost.train.checkpoint import open_checkpoint
 
-    done = export(open_checkpoint(Path(args.checkpoint)), Path(args.out), args.dtype, not args.no_merge, limit)
+    if args.push:
+        require_pushable(args.push)
+    checkpoint, out = open_checkpoint(Path(args.checkpoint)), Path(args.out)
+    done = export(checkpoint, out, args.dtype, not args.no_merge, limit, not args.own_format)
     facts = {
         "folder": str(done.path),
         "format": {"llama": "LlamaForCausalLM", "merged": "LlamaForCausalLM", "cola": "ColaForCausalLM"}.get(
@@ -71,5 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "dtype": done.dtype,
         "tokenizer": done.tokenizer,
     }
+    if args.push:
+        facts["pushed"] = push(done.path, args.push, args.private)
     dump(facts, args.json)
     return 0

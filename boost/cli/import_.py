@@ -1,6 +1,7 @@
 """`boost import`: converts Hugging Face weights to a checkpoint."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,23 @@ def run(args: argparse.Namespace) -> int:
     elif done.report:
         _print_report(done.report)
     dump(facts, args.json)
+    if not done.tokenizer:
+        print(f"warning: {_missing_tokenizer(Path(args.source))}", file=sys.stderr)
     return 0
+
+
+def _missing_tokenizer(source: Path) -> str:
+    """What to do about a folder without tokenizer.json, such as one where only the model was saved again."""
+    slow = [name for name in ("tokenizer.model", "vocab.json") if (source / name).is_file()]
+    if slow:
+        return (
+            f"'{source}' has {slow[0]} but no tokenizer.json, so the checkpoint has no tokenizer; convert it with "
+            f"AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}') and import again"
+        )
+    return (
+        f"'{source}' has no tokenizer.json, so the checkpoint has no tokenizer; import again with --tokenizer PATH, such as the "
+        "folder that the model was loaded from"
+    )
 
 
 def _truncation(args: argparse.Namespace) -> "Truncation | None":

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from boost.config.architecture import parameter_count
 from boost.convert.card import card
+from boost.convert.chat import merged_generation_config, template_files
 from boost.convert.formats import MODELING_FILE, config_json
 from boost.convert.names import Entry, Form, entries, form_of
 from boost.convert.tensors import INDEX, TensorWriter, dtype_name
 from boost.convert.vocabulary import generation_config, tokenizer_files
 from boost.errors import ConfigError, StorageError
-from boost.train.checkpoint import Checkpoint
+from boost.train.checkpoint import HUB, Checkpoint
 from boost.train.console import progress
 from boost.train.weights import WeightReader
 
@@ -36,14 +37,16 @@ class Exported:
     tokenizer: bool
 
 
-def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, file_bytes: int) -> Exported:
-    """Writes `out`, which must not exist or be empty. `dtype`: None keeps the stored one. `merge`: see `form_of`.
+def export(
+    checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, file_bytes: int, official: bool = True
+) -> Exported:
+    """Writes `out`, which must not exist or be empty. `dtype`: None keeps the stored one. `merge`, `official`: see `form_of`.
 
     The folder gets its name once it is complete. Raises ConfigError, CheckpointError, StorageError.
     """
     require_free(out, "--out")
     model = checkpoint.config.model
-    form = form_of(model, merge)
+    form = form_of(model, merge, official)
     reader = WeightReader(checkpoint)
     target = getattr(torch, dtype) if dtype else None
     temporary = out.resolve().with_name(f".{out.resolve().name}.tmp")
@@ -62,6 +65,7 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, fi
         weight_map = writer.close()
         stored = dtype or dtype_name(reader.dtype("embed"))
         for name, text in _texts(checkpoint, form, stored, writer, weight_map):
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_text(text, encoding="utf-8")
         temporary.rename(out)
     except OSError as error:
@@ -98,14 +102,16 @@ def _texts(
     if len(set(weight_map.values())) > 1:
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
     yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))
-    yield "generation_config.json", _json(generation_config(eos, bos))
+    hub = data.get(HUB) or {}
+    yield "generation_config.json", _json(merged_generation_config(generation_config(eos, bos), hub))
     if form in ("cola", "boost"):
         yield MODELING_FILE, resources.files("boost.convert").joinpath(MODELING_FILE).read_text(encoding="utf-8")
     if checkpoint.tokenizer.is_file():
         text = checkpoint.tokenizer.read_text(encoding="utf-8")
-        text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context)
+        text, tokenizer_config = tokenizer_files(text, eos, bos, data.get("bos"), context, hub)
         yield "tokenizer.json", text
         yield "tokenizer_config.json", _json(tokenizer_config)
+        yield from template_files(hub).items()
     assert form == "merged" or writer.parameters == parameter_count(model)
     yield "README.md", card(checkpoint, form, writer.parameters, dtype, context)
 

@@ -15,14 +15,15 @@ from boost.config import Config
 from boost.config.architecture import Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
+from boost.convert.chat import read_generation_settings
 from boost.convert.export import require_free
 from boost.convert.formats import read_folder
-from boost.convert.names import entries
+from boost.convert.names import entries, stored_form
 from boost.convert.spectrum import Factorizer, Truncation
 from boost.convert.tensors import TensorFolder, TensorWriter, dtype_name
 from boost.convert.vocabulary import Vocabulary, read_vocabulary
 from boost.errors import ConfigError, StorageError
-from boost.train.checkpoint import find_checkpoint, open_checkpoint
+from boost.train.checkpoint import HUB, find_checkpoint, open_checkpoint
 from boost.train.console import progress
 from boost.train.weights import PREFIX, WeightReader, begin_weights, finish_weights, weights_state
 
@@ -38,6 +39,8 @@ class Weights(Protocol):
     eos: int | None
     bos: int | None
     tokenizer: Path | None
+    hub: dict[str, Any]
+    """What a checkpoint keeps of the folder it came from (`boost.convert.chat`)."""
 
     def dtype(self) -> torch.dtype:
         """The dtype of the weights: the widest of them."""
@@ -61,12 +64,14 @@ class FolderWeights:
             raise ConfigError(
                 f"num_hidden_layers = {folder.model.layers} in '{path}/config.json', but the weights have {stored}"
             )
-        self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, folder.form)}
+        form = stored_form(folder.form, self._tensors.shapes)
+        self._entries = {entry.parameters[0].name: entry for entry in entries(folder.model, form)}
         self._tied = folder.tied
         self._tensors.check(self._entries.values(), frozenset({self._entries["head"].name} if folder.tied else ()))
         names = {entry.name for entry in self._entries.values()}
         self._dtype = self._tensors.dtype(name for name in self._tensors.shapes if name in names)
         self.tokenizer = path if (path / "tokenizer.json").is_file() else None
+        self.hub = read_generation_settings(path)
 
     def dtype(self) -> torch.dtype:
         return self._dtype
@@ -86,6 +91,7 @@ class CheckpointWeights:
         self.context = int(checkpoint.data.get("context") or checkpoint.config.train.seq_len)
         self.eos, self.bos = checkpoint.data.get("eos"), checkpoint.data.get("bos")
         self.tokenizer = checkpoint.tokenizer if checkpoint.tokenizer.is_file() else None
+        self.hub = checkpoint.data.get(HUB) or {}
         self._reader = WeightReader(checkpoint)
 
     def dtype(self) -> torch.dtype:
@@ -133,7 +139,7 @@ def import_weights(
         report = factorizer.report() if factorizer else None
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
-        finish_weights(temporary, out, weights_state(config, _data(weights, vocabulary)), texts)
+        finish_weights(temporary, out, weights_state(config, tokenizer_data(weights, vocabulary)), texts)
     except OSError as error:
         raise StorageError(f"--out = '{out}' cannot be written: {error.strerror or error}") from None
     finally:
@@ -198,7 +204,7 @@ def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
     return read_vocabulary(path, path if path.is_dir() else path.parent)
 
 
-def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
+def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
     """What generation, evaluation and runs that start from a checkpoint need to know of its tokenizer."""
     eos = weights.eos
     if eos is None and vocabulary is not None:
@@ -210,6 +216,7 @@ def _data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
         # With bos = eos a document begins after the eos of the previous one, as ours do.
         "bos": weights.bos if weights.bos != eos else None,
         "context": weights.context,
+        HUB: {**weights.hub, **(vocabulary.hub if vocabulary else {})},
     }
 
 

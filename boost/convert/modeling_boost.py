@@ -24,6 +24,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+try:
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+except ImportError:  # transformers 4 cannot transpose weights while it loads them
+    CONVERTS = False
+else:
+    CONVERTS = True
+
 LATENT_EPS = 1e-6
 """Epsilon of the LayerNorm of latents."""
 
@@ -38,6 +46,14 @@ class BoostConfig(PretrainedConfig):
 
     model_type = "boost"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers reads a plain list)
+    # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
+    # two all-reduces of r numbers per token, after A of o and A of down. Act and latent gates see complete latents.
+    base_model_tp_plan: Any = {  # noqa: RUF012
+        **{f"layers.*.self_attn.{name}_proj.B": "colwise" for name in "qkv"},
+        "layers.*.self_attn.o_proj.A": "rowwise",
+        **{f"layers.*.mlp.{name}_proj.B": "colwise" for name in ("gate", "up")},
+        "layers.*.mlp.down_proj.A": "rowwise",
+    }
 
     def __init__(
         self,
@@ -95,6 +111,8 @@ class ColaConfig(BoostConfig):
     """The official CoLA fields: one rank, silu in every bottleneck; `only_lr_act`: without SwiGLU's own silu."""
 
     model_type = "cola"
+    # transformers shards a tensor as it reads it, along the dims that it has before it is transposed.
+    base_model_tp_plan = None
 
     def __init__(self, only_lr_act: bool = True, lr_act_type: str = "silu", **kwargs: Any) -> None:
         if lr_act_type != "silu":
@@ -118,9 +136,11 @@ class BoostRMSNorm(nn.Module):
 
 
 class BoostBottleneck(nn.Module):
-    """y = B act(A x), with A [r, I] and B [O, r]; in CoLA's own format the transposes cola_a [I, r] and cola_b [r, O].
+    """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
-    With latent gates, every block but the first adds the gated latents h of the same linear of the previous block.
+    Files in CoLA's own format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them while it loads
+    and saves; under transformers 4 they are the parameters. With latent gates, every block but the first adds the gated latents h
+    of the same linear of the previous block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -128,13 +148,13 @@ class BoostBottleneck(nn.Module):
         rank = config.rank_of(layer, slot)
         self.silu = config.latent_act == "silu"
         self.gate = config.gate if layer > 0 else "none"
-        self.transposed = config.model_type == "cola"
+        self.transposed = config.model_type == "cola" and not CONVERTS
         if self.transposed:
             self.cola_a = nn.Parameter(torch.empty(d_in, rank))
             self.cola_b = nn.Parameter(torch.empty(rank, d_out))
         else:
-            self.A = nn.Parameter(torch.empty(rank, d_in))
-            self.B = nn.Parameter(torch.empty(d_out, rank))
+            self.A = nn.Linear(d_in, rank, bias=False)
+            self.B = nn.Linear(rank, d_out, bias=False)
         if self.gate != "none":
             self.norm_weight = nn.Parameter(torch.ones(rank))
             self.norm_bias = nn.Parameter(torch.zeros(rank))
@@ -148,12 +168,12 @@ class BoostBottleneck(nn.Module):
 
     def forward(self, x_BSI: Tensor, prev_latents_BSr: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns y [B, S, O], and the latents h [B, S, r] for the next block."""
-        u_BSr = x_BSI @ self.cola_a if self.transposed else F.linear(x_BSI, self.A)
+        u_BSr = x_BSI @ self.cola_a if self.transposed else self.A(x_BSI)
         if self.gate != "none":
             u_BSr = u_BSr + self._gated(prev_latents_BSr)
             u_BSr = F.layer_norm(u_BSr, u_BSr.shape[-1:], self.norm_weight, self.norm_bias, LATENT_EPS)
         h_BSr = F.silu(u_BSr) if self.silu else u_BSr
-        return h_BSr @ self.cola_b if self.transposed else F.linear(h_BSr, self.B), h_BSr
+        return h_BSr @ self.cola_b if self.transposed else self.B(h_BSr), h_BSr
 
     def _gated(self, h_BSr: Any) -> Tensor:
         if self.gate == "dense":
@@ -278,9 +298,9 @@ class BoostPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initializes a model that is created from a configuration; weights in a checkpoint are not initialized."""
         if isinstance(module, BoostBottleneck):
-            a, b = (module.cola_a, module.cola_b) if module.transposed else (module.A.T, module.B.T)
-            std = a.shape[1] ** -0.25 * (a.shape[0] + b.shape[1]) ** -0.25
-            for name, weight in module.named_parameters(recurse=False):
+            a, b = (module.cola_a.T, module.cola_b.T) if module.transposed else (module.A.weight, module.B.weight)
+            std = a.shape[0] ** -0.25 * (a.shape[1] + b.shape[0]) ** -0.25
+            for name, weight in module.named_parameters():
                 if name.startswith("norm_"):
                     nn.init.constant_(weight, float(name == "norm_weight"))
                 elif name.startswith("gate_"):
@@ -386,6 +406,8 @@ def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) ->
 class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
     """The decoder with an untied head."""
 
+    _tp_plan: Any = {"lm_head": "colwise_rep"}  # noqa: RUF012
+
     def __init__(self, config: BoostConfig) -> None:
         super().__init__(config)
         self.model = BoostModel(config)
@@ -437,3 +459,13 @@ class ColaForCausalLM(BoostForCausalLM):
     """BoostForCausalLM for checkpoints in the format of the official CoLA class."""
 
     config_class = ColaConfig
+    _tp_plan = None
+
+
+if CONVERTS:
+    for _model in (ColaModel, ColaForCausalLM):
+        register_checkpoint_conversion_mapping(
+            _model.__name__,
+            [WeightConverter(f"_proj.cola_{x.lower()}", f"_proj.{x}.weight", operations=[Transpose()]) for x in "AB"],
+            overwrite=True,
+        )

@@ -1,20 +1,21 @@
-"""Maps parameters to the tensor names of Hugging Face folders, in four forms.
+"""Maps parameters to the tensor names of Hugging Face folders, in these forms.
 
 llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
 cola-m  the official class of CoLA-M, the same function and shapes: each factor stands in the part of a block that is checkpointed
         with it, so that B of down is in the block after its own. Read only
-boost   our own modeling file: factors and latent gates unchanged, inside LLaMA's module names
+boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
+boost-bare  the same as earlier releases wrote it: factors are parameters (A, B), not linears. Read only
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from boost.config.architecture import SLOTS, Parameter, embedding, final_norm, groups, head, parameters
 from boost.config.schema import ModelConfig
 
-Form = Literal["llama", "merged", "cola", "cola-m", "boost"]
+Form = Literal["llama", "merged", "cola", "cola-m", "boost", "boost-bare"]
 
 _ENDS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _NORMS = {"attn_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
@@ -22,6 +23,7 @@ _MODULES = {
     slot: f"{'self_attn' if slot.startswith('attn') else 'mlp'}.{slot.partition('.')[2]}_proj" for slot in SLOTS
 }
 _LLAMA, _COLA = {"W": "weight"}, {"A": "cola_a", "B": "cola_b"}
+_BOOST = {"A": "A.weight", "B": "B.weight"}
 
 
 _COLA_M = {
@@ -48,8 +50,9 @@ class Entry:
     transposed: bool = False
 
 
-def form_of(model: ModelConfig, merge: bool) -> Form:
-    """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix.
+def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
+    """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix;
+    `official`: the official CoLA format where it supports the model, rather than our own.
 
     The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as heads (it reads a head's width
     from hidden_size / num_attention_heads for all of them) and plain rotary positions; other models use our own modeling file.
@@ -59,9 +62,17 @@ def form_of(model: ModelConfig, merge: bool) -> Form:
     if model.family == "svd" and model.latent_act == "none" and merge:
         return "merged"
     plain = model.kv_heads == model.heads and model.rope_factor == 1
-    if model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
+    if official and model.family == "cola" and model.latent_act == "silu" and not model.ranks and plain:
         return "cola"
     return "boost"
+
+
+def stored_form(form: Form, names: Collection[str]) -> Form:
+    """The form whose names the tensors of a folder have, where config.json alone does not say: transformers and peft may save
+    the factors of a CoLA model under the names of its modules."""
+    by_factor: dict[str, Form] = {"q_proj.A": "boost-bare", "q_proj.A.weight": "boost"}
+    found = (of for end, of in by_factor.items() if f"model.layers.0.self_attn.{end}" in names)
+    return next(found, form)
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
@@ -113,5 +124,5 @@ def _name(name: str, form: Form) -> str:
     if rest in _NORMS:
         return f"model.layers.{layer}.{_NORMS[rest]}"
     slot, _, kind = rest.rpartition(".")
-    kinds = {"llama": _LLAMA, "cola": _COLA}.get(form, {})
+    kinds = {"llama": _LLAMA, "cola": _COLA, "boost": _BOOST}.get(form, {})
     return f"model.layers.{layer}.{_MODULES[slot]}.{kinds.get(kind, kind)}"

@@ -1,10 +1,11 @@
 """Exports tokenizers to transformers, and imports them."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.convert.chat import merged_tokenizer_config, read_tokenizer_settings
 from boost.convert.formats import read_json
 from boost.data.tokenizer import find_eos, load_tokenizer, parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
@@ -25,6 +26,8 @@ class Vocabulary:
     fingerprint: str
     eos: int | None
     """Its end-of-document token, if known."""
+    hub: dict[str, Any] = field(default_factory=dict)
+    """What its folder says beyond tokenizer.json (`boost.convert.chat`)."""
 
 
 def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
@@ -44,23 +47,36 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
         eos: int | None = find_eos(tokenizer, folder=folder)[1]
     except DataError:
         eos = None
-    return Vocabulary(text, tokenizer_fingerprint(text), eos)
+    _require_added_tokens(tokenizer, config, folder)
+    return Vocabulary(text, tokenizer_fingerprint(text), eos, read_tokenizer_settings(folder))
+
+
+def _require_added_tokens(tokenizer: "Tokenizer", config: dict[str, Any], folder: Path) -> None:
+    """Raises DataError if tokenizer_config.json adds a token that tokenizer.json, which everything else reads, does not have."""
+    added = config.get("added_tokens_decoder")
+    for number, token in (added if isinstance(added, dict) else {}).items():
+        text = token.get("content") if isinstance(token, dict) else None
+        if isinstance(text, str) and tokenizer.token_to_id(text) is None:
+            raise DataError(
+                f"'{folder}/tokenizer_config.json' adds token {number} = {text!r}, which tokenizer.json does not have; save the "
+                "tokenizer again: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)"
+            )
 
 
 def tokenizer_files(
-    text: str, eos: int | None, bos: int | None, start: int | None, context: int
+    text: str, eos: int | None, bos: int | None, start: int | None, context: int, hub: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """`tokenizer.json` and `tokenizer_config.json` with which transformers encodes a prompt as `boost generate` does.
 
     `text`: the tokenizer of a checkpoint; `start`: the token that generation prepends to a prompt. Nothing else is added, and
-    text that spells a special token is encoded as ordinary text, as in training.
+    text that spells a special token is encoded as ordinary text, as in training. `hub`: of an imported folder.
     """
     tokenizer = parse_tokenizer(text)
     content = json.loads(text)
     original = content.get("post_processor")
     name = None if start is None else tokenizer.id_to_token(start) or f"<{start}>"
     content["post_processor"] = exported = _post_processor(original, name, start)
-    config = tokenizer_config(tokenizer, eos, bos, context)
+    config = merged_tokenizer_config(tokenizer_config(tokenizer, eos, bos, context), hub)
     if exported == original:
         return text, config
     return json.dumps(content, indent=2, ensure_ascii=False), {**config, _ORIGINAL_KEY: original}

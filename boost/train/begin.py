@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from boost.errors import DamagedCheckpointError
+from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.train import checkpoint as ckpt
 from boost.train.model import initialize_model
 from boost.train.resume import check_resumable, check_start, resume_warnings
@@ -41,6 +41,18 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
         log.warning(warning)
     for folder in trainer.checkpoint_folders:
         ckpt.supersede(folder, trainer.position.step, trainer.mesh)
+
+
+def inherited_data(resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
+    """What this run's checkpoints keep of the Hugging Face folder that its weights came from, such as a chat template: as in the
+    checkpoint that it resumes or starts from. Also for a process that joins later and loads none."""
+    for path in (*resume_from, *([Path(start_from)] if start_from else [])):
+        try:
+            data = ckpt.open_checkpoint(path).data
+        except CheckpointError:  # `begin` says so, or uses the one before it
+            continue
+        return {ckpt.HUB: data[ckpt.HUB]} if ckpt.HUB in data else {}
+    return {}
 
 
 def _load_initial_weights(trainer: "Trainer", start_from: str | None) -> None:

@@ -131,6 +131,8 @@ class Trainer:
         # Read once: the store on disk may be replaced or deleted while the run trains.
         tokenizer, data = self.store.tokenizer_json.encode(), data_identity(self.store)
         self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
+        self.add_data = self._saver.add_data
+        """Adds to what the checkpoints of this run record of their data."""
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
         """Loads the first intact checkpoint of `resume_from`; without one, starts at step 0 from the weights of `start_from`

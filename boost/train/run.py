@@ -15,6 +15,7 @@ from boost.data.store import TokenStore
 from boost.errors import HangError, StoppedError, TrainingError
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.rendezvous import launch_dir
+from boost.train.begin import inherited_data
 from boost.train.checkpoint import checkpoint_path, fallback_folder
 from boost.train.console import ConsoleHook
 from boost.train.failures import (
@@ -148,6 +149,7 @@ def _train(
     if recovery is not None:
         hooks = [TakesOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.put_out_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
+    trainer.add_data(inherited_data(candidates, start_from))
     if recovery is None:
         trainer.start(candidates, start_from)
     elif recovery.comes_back:

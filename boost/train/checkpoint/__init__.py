@@ -44,12 +44,12 @@ from boost.train.checkpoint.last_save import save_with_retries
 from boost.train.checkpoint.read import load_training_state, load_weights, require_fits, verify
 from boost.train.checkpoint.saver import CheckpointSaver
 from boost.train.checkpoint.snapshot import Snapshot, take_snapshot
-from boost.train.checkpoint.state import FORMAT, Checkpoint, Position, open_checkpoint
+from boost.train.checkpoint.state import FORMAT, HUB, Checkpoint, Position, open_checkpoint
 from boost.train.checkpoint.write import SavedCheckpoint, finalize
 
 __all__ = [
-    "BestCheckpoint", "Checkpoint", "CheckpointSaver", "FORMAT", "Position", "SavedCheckpoint", "Snapshot", "checkpoint_path",
-    "complete_checkpoints", "fallback_folder", "finalize", "find_checkpoint", "incomplete_checkpoints",
+    "BestCheckpoint", "Checkpoint", "CheckpointSaver", "FORMAT", "HUB", "Position", "SavedCheckpoint", "Snapshot",
+    "checkpoint_path", "complete_checkpoints", "fallback_folder", "finalize", "find_checkpoint", "incomplete_checkpoints",
     "incomplete_warnings", "load_training_state", "load_weights", "open_checkpoint", "read_best", "require_fits",
     "rotate", "run_on_all", "save_with_retries", "step_of", "supersede", "take_snapshot", "trouble_of",
     "verify", "write_best",

@@ -52,6 +52,10 @@ class CheckpointSaver:
         self._step = 0
         self._outcome: SavedCheckpoint | Exception | None = None
 
+    def add_data(self, data: dict[str, Any]) -> None:
+        """Adds to what the following checkpoints record of their data."""
+        self._data = {**self._data, **data}
+
     @property
     def in_flight(self) -> int | None:
         """The step of the save in the background whose outcome was not taken up yet."""

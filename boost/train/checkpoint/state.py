@@ -15,6 +15,8 @@ from boost.train.checkpoint.folders import STATE_FILE, TOKENIZER_FILE, find_chec
 from boost.train.checkpoint.manifest import first_problem, read_json, read_manifest, verify_file
 
 FORMAT: Literal[1] = 1
+HUB = "hub"
+"""Key of a checkpoint's data: what the Hugging Face folder that the weights came from says beyond weights and tokenizer.json."""
 
 Counted = Annotated[int, Field(ge=0, lt=2**63)]
 

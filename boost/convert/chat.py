@@ -1,0 +1,94 @@
+"""What a Hugging Face folder says of its tokenizer and of generation beyond tokenizer.json: kept by import, written by export."""
+
+from pathlib import Path
+from typing import Any
+
+from boost.convert.formats import read_json
+from boost.errors import DataError
+
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_TOKENIZER_KEYS = (
+    *(f"{name}_token" for name in _SPECIAL),
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "padding_side",
+    "truncation_side",
+    "split_special_tokens",
+)
+"""Fields of tokenizer_config.json that are kept. The others name files, classes, or what tokenizer.json contains."""
+
+
+def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """{"tokenizer": ..., "chat_templates": ...}, each only if the folder has it. Raises ConfigError or DataError."""
+    config = read_json(folder / "tokenizer_config.json", "fix or remove it")
+    legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
+    tokenizer = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
+    found = {"tokenizer": tokenizer, "chat_templates": _templates(folder, config)}
+    return {key: value for key, value in found.items() if value}
+
+
+def read_generation_settings(folder: Path) -> dict[str, Any]:
+    """{"generation": ...}, empty if the folder has none. Raises ConfigError if the file is damaged."""
+    generation = read_json(folder / "generation_config.json", "fix or remove it")
+    generation = {key: value for key, value in generation.items() if key != "transformers_version"}
+    eos = read_json(folder / "config.json", "fix it").get("eos_token_id")
+    if isinstance(eos, list) and eos:  # a checkpoint has one end of a document; chat models also list the end of a turn
+        generation = {"eos_token_id": eos, **generation}
+    return {"generation": generation} if generation else {}
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name. A folder has them in tokenizer_config.json (one, or a list of several) or in files of their own,
+    which transformers 5 writes and which take precedence."""
+    value = config.get("chat_template")
+    try:
+        if isinstance(value, list):
+            templates = {entry["name"]: entry["template"] for entry in value}
+        else:
+            templates = {} if value is None else dict(value) if isinstance(value, dict) else {"default": value}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair):
+            raise TypeError
+    except (KeyError, TypeError, ValueError):
+        raise DataError(
+            f"chat_template in '{folder}/tokenizer_config.json' is not a template; fix or remove it"
+        ) from None
+    files = {file.stem: file for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files["default"] = folder / TEMPLATE_FILE
+    for name, file in files.items():
+        try:
+            templates[name] = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"'{file}' cannot be read ({error}); fix or remove it") from None
+    return templates
+
+
+def template_files(hub: dict[str, Any]) -> dict[str, str]:
+    """File name -> content of the chat templates, as transformers 5 saves them."""
+    templates: dict[str, str] = hub.get("chat_templates", {})
+    return {TEMPLATE_FILE if n == "default" else f"{TEMPLATE_FOLDER}/{n}.jinja": text for n, text in templates.items()}
+
+
+def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
+    """`tokenizer_config.json`: ours, with the folder's special tokens and sides.
+
+    Text that spells a special token stays ordinary text, as in training, except for models with a chat template: templates spell
+    special tokens.
+    """
+    kept = dict(hub.get("tokenizer", {}))
+    split = kept.pop("split_special_tokens", False)
+    merged = {**ours, **kept}
+    if hub.get("chat_templates"):
+        merged["split_special_tokens"] = split
+    return merged
+
+
+def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
+    """`generation_config.json`: the folder's, and ours where it says nothing. The run's own end of a document always ends."""
+    merged = {**ours, **hub.get("generation", {})}
+    eos, ends = ours.get("eos_token_id"), merged.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if eos is not None and eos not in ends:
+        merged["eos_token_id"] = [eos, *ends] if ends else eos
+    return merged
