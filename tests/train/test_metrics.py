@@ -132,8 +132,10 @@ class FakeTracker(types.ModuleType):
         super().__init__(name)
         self.calls: list[tuple[Any, ...]] = []
 
-    def init(self, *, project: str, name: str, config: dict[str, Any]) -> None:
-        self.calls.append(("init", project, name, config["model"]["family"]))
+    def init(
+        self, *, project: str, name: str, config: dict[str, Any], resume: str, id: str = "", dir: str = ""
+    ) -> None:
+        self.calls.append(("init", project, name, config["model"]["family"], resume, id, dir))
 
     def log(self, values: dict[str, Any], *, step: int) -> None:
         self.calls.append(("log", values, step))
@@ -152,7 +154,14 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     writer.step(step(7))
     writer.evaluation(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
     writer.close()
-    assert fake.calls[0] == ("init", "mine", "first", "cola")
+    (recorded,) = json.loads((tmp_path / "first/trackers.json").read_text()).items()
+    assert recorded == (package, recorded[1]) and len(recorded[1]) == 8
+    own = (
+        ("first", "allow", recorded[1], str(run.path))
+        if package == "wandb"
+        else (f"first-{recorded[1]}", "allow", "", "")
+    )
+    assert fake.calls[0] == ("init", "mine", own[0], "cola", *own[1:])
     assert fake.calls[1][1]["train/loss"] == 4.5
     assert fake.calls[1][2] == 7
     assert fake.calls[2][1] == {
