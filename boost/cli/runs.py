@@ -204,7 +204,8 @@ def _print(
     width = shutil.get_terminal_size().columns
     for letter, record in zip(LETTERS, runs, strict=False):
         because = f" ({record.reason})" if record.reason else ""
-        skipped = f", {record.damaged} damaged lines of metrics.jsonl skipped" if record.damaged else ""
+        lines = "1 damaged line" if record.damaged == 1 else f"{record.damaged} damaged lines"
+        skipped = f", {lines} of metrics.jsonl skipped" if record.damaged else ""
         print(f"{letter}  {record.path}: {record.state}{because}{skipped}")
     print()
     _print_table(_numbers(runs), len(runs), width)

@@ -62,7 +62,7 @@ def averaged(points: Points, bins: int, end: float) -> Points:
 
 def text_plot(found: Sequence[Curve], width: int, height: int = 12) -> list[str]:
     """Lines of at most `width` columns: curves as their letters, `*` where several meet, on a plain grid."""
-    margin = 9
+    margin = 10
     columns = max(width - margin - 2, 10)
     end = max(x for curve in found for x, _ in curve.points)
     shown = [(curve.letter, averaged(curve.points, columns, end)) for curve in found]

@@ -57,7 +57,7 @@ def test_compare(
     assert rows["tokens"] == ["1,280", "640", "448"]
     assert rows["optim.lr"][1] == "0.5" and rows["model.family"] == ["svd", "cola", "cola"]
     assert "['[red]x']" in out and "train.steps" not in out
-    assert f"B  {runs[1]}: stopped (SIGTERM)" in out and "1 damaged lines" in out
+    assert f"B  {runs[1]}: stopped (SIGTERM)" in out and "1 damaged line of" in out
     assert "loss by step" in out and "heldout loss by step" in out and out.count("| ") > 0
 
 

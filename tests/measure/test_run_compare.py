@@ -1,7 +1,7 @@
 import math
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from boost.measure.run_compare import Curve, averaged, config_difference, curves, text_plot
@@ -37,12 +37,13 @@ def test_a_plot_is_high_where_the_curve_is(tmp_path: Path) -> None:
     falling = Curve("A", "a", [(float(x), 10.0 - x) for x in range(1, 10)])
     level = Curve("B", "b", [(1.0, 9.0), (9.0, 9.0)])
     lines = text_plot([falling, level], 40, 9)
-    assert lines[0].startswith("        9 |") and "B" in lines[0] and "*" in lines[0], "both start at 9"
-    assert lines[8].rstrip().endswith("A") and lines[8].startswith("        1 |")
+    assert lines[0].startswith("         9 |") and "B" in lines[0] and "*" in lines[0], "both start at 9"
+    assert lines[8].rstrip().endswith("A") and lines[8].startswith("         1 |")
     columns = [line.index("A") for line in lines[1:9]]
     assert columns == sorted(columns)
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0, 1e9), st.floats(-1e6, 1e6)), min_size=1, max_size=50).map(sorted),
     st.integers(20, 120),
@@ -50,7 +51,7 @@ def test_a_plot_is_high_where_the_curve_is(tmp_path: Path) -> None:
 )
 def test_any_curve_fits_in_its_plot(points: list[tuple[float, float]], width: int, height: int) -> None:
     lines = text_plot([Curve("A", "a", points)], width, height)
-    assert len(lines) == height + 2 and max(map(len, lines)) <= max(width, 21) and "A" in "".join(lines[:height])
+    assert len(lines) == height + 2 and max(map(len, lines)) <= max(width, 22) and "A" in "".join(lines[:height])
     means = averaged(points, 7, max(x for x, _ in points))
     assert len(means) <= 7 and all(math.isfinite(y) for _, y in means)
     assert min(y for _, y in points) - 1e-3 <= means[0][1] <= max(y for _, y in points) + 1e-3
