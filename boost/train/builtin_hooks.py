@@ -112,7 +112,7 @@ class EarlyStopping(Hook):
         self.threshold = threshold
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
-        if trainer.at_end or trainer.rolling_back:
+        if trainer.at_end or trainer.rolling_back or not _comparable(event, trainer.config.train):
             return
         loss, best = event.metrics.heldout_loss, trainer.position.best_heldout_loss
         improved = math.isfinite(loss) and (best is None or loss < best - self.threshold)
@@ -174,17 +174,16 @@ class PeriodicCheckpoint(Hook):
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         found = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
-        comparable = event.complete == (
-            not self.train.eval_tokens
-        )  # losses of other tokens are higher or lower for all weights
         lowest = self._best is None or found.heldout_loss < self._best.heldout_loss
-        if comparable and lowest and math.isfinite(found.heldout_loss):
+        if _comparable(event, self.train) and lowest and math.isfinite(found.heldout_loss):
             self._candidate = found
             if trainer.at_end and self._saved_step == found.step:  # the final evaluation follows the last save
                 self._record_best(trainer)
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
-        self._best, self._candidate = read_best(trainer.run.checkpoints), None  # none if it is of an abandoned branch
+        self._candidate = None
+        if self._best and self._best.step > event.step:  # of the abandoned branch
+            self._best = None
 
     def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
         if trainer.abandoned_save:  # those that are left write it again
@@ -224,6 +223,11 @@ class PeriodicCheckpoint(Hook):
         self._best, self._candidate = self._candidate, None
         if self.train.keep_best and self._best:
             write_best(trainer.run.checkpoints, self._best, trainer.mesh)
+
+
+def _comparable(event: EvaluationEnd, train: TrainConfig) -> bool:
+    """Whether an evaluation is over the same tokens as periodic ones: those of others are easier or harder for any weights."""
+    return event.complete == (not train.eval_tokens)
 
 
 def _due(step: int, every: int) -> bool:

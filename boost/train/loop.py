@@ -221,7 +221,7 @@ class Trainer:
             if self._rollback:
                 reason, self._rollback = self._rollback, None
                 self.rollbacks.roll_back(self, reason)
-            if StepFlags.JOIN in stats.flags and not last and self.recovery is not None:
+            if StepFlags.JOIN in stats.flags and not self.at_end and self.recovery is not None:
                 self.recovery.admit()
                 self._signals_to_reduce = True  # as on those that came in
         return StepFlags.NONE
