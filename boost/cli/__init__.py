@@ -18,6 +18,7 @@ COMMANDS = (
     "plan validate",
     "verify",
     "bench",
+    "runs",
     "checkpoint",
     "timeline",
     "export",

@@ -53,11 +53,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from boost.train.checkpoint import checkpoint_path, read_best
     from boost.train.checkpoint.inspect import checkpoint_folders, inspect
 
     found = [inspect(path) for path in checkpoint_folders(Path(args.path))]
-    losses = _heldout_losses(found[0].path)
-    rows = [_row(info, losses) for info in found]
+    losses, best = _heldout_losses(found[0].path), read_best(found[0].path.parent)
+    best_path = checkpoint_path(found[0].path.parent, best.step) if best else None
+    rows = [_row(info, losses) | {"best": info.path == best_path} for info in found]
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -71,7 +73,8 @@ def _list(args: argparse.Namespace) -> int:
     for info, row in zip(found, rows, strict=True):
         loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
         saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(str(info.step), saved, f"{info.bytes / 1e6:.1f} MB", loss, info.status)
+        state = f"{info.status}, best" if row["best"] else info.status
+        table.add_row(str(info.step), saved, f"{info.bytes / 1e6:.1f} MB", loss, state)
     Console().print(table)
     for info in found:
         if info.problem:

@@ -17,6 +17,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
+        "  boost eval runs/demo@best                             the lowest held-out loss (train.keep_best)\n"
         "  boost eval runs/demo --store data/other --split train --max-tokens 100000",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -22,7 +22,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="run directory (its newest checkpoint) or step-... folder"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="run directory (its newest checkpoint; RUN@best: its best one) or step-... folder",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
     parser.add_argument(

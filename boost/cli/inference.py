@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """CHECKPOINT, --tp and --device."""
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="run directory (its newest checkpoint) or step-... folder"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="run directory (its newest checkpoint; RUN@best: its best one) or step-... folder",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="TP processes, started here (default 1)")
     parser.add_argument(

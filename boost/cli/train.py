@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--resume",
         metavar="auto|PATH",
         help="auto: resume from the latest complete checkpoint in run.dir, or start if there is none; "
-        "PATH: from that checkpoint or run directory",
+        "PATH: from that checkpoint or run directory (RUN@best: its best checkpoint)",
     )
     parser.add_argument(
         "--restart",

@@ -345,8 +345,25 @@ def _train_problems(config: Config) -> Iterator[str]:
     if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
         first, last = min(train.profile), max(train.profile)
         yield f"train.profile = {list(train.profile)} must be a first and a last step; nearest valid value: [{first}, {last}]"
-    if train.keep_best and not train.eval_every:
-        yield "train.keep_best = true needs periodic evaluations, and train.eval_every = 0; set train.eval_every, such as to 100"
+    for field in ("keep_best", "early_stopping_patience"):
+        if (value := getattr(train, field)) and not train.eval_every:
+            shown = str(value).lower()
+            yield (
+                f"train.{field} = {shown} needs periodic evaluations, and train.eval_every = 0; "
+                "set train.eval_every, such as to 100"
+            )
+    if train.early_stopping_threshold and not train.early_stopping_patience:
+        yield (
+            f"train.early_stopping_threshold = {train.early_stopping_threshold} has no effect with "
+            "train.early_stopping_patience = 0; set train.early_stopping_patience, such as to 5"
+        )
+    if train.sample_prompts and not train.sample_tokens:
+        yield (
+            f"train.sample_prompts = {list(train.sample_prompts)!r} has no effect with train.sample_tokens = 0; "
+            "set train.sample_tokens, such as to 100"
+        )
+    if "" in train.sample_prompts:
+        yield f"train.sample_prompts = {list(train.sample_prompts)!r} has an empty prompt; remove it"
     yield from _recompute_problems(config)
     parallel = config.parallel
     gathers_once = parallel.shard == "optimizer" or (parallel.sharded and parallel.pp > 1)

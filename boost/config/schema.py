@@ -177,6 +177,12 @@ class TrainConfig(Section):
     eval_tokens: Natural = 0
     """Held-out tokens per periodic evaluation; 0: all of them. The final evaluation always uses all."""
 
+    sample_tokens: Natural = 0
+    """Tokens to generate for each prompt at each evaluation; the text goes to TensorBoard and metrics.jsonl. 0: no samples."""
+
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Prompts of the samples, such as ["Once upon a time"]. Empty: the start of the held-out text."""
+
     save_every: Natural = 0
     """Steps between checkpoints; 0: by wall clock only (save_minutes). There is always one at the end and on a stop signal."""
 
@@ -196,7 +202,15 @@ class TrainConfig(Section):
     """Checkpoints of every so many steps are never removed; 0: of none."""
 
     keep_best: bool = False
-    """True: also save whenever the held-out loss of a periodic evaluation is the lowest so far, and keep that checkpoint."""
+    """True: also save whenever the held-out loss of a periodic evaluation is the lowest so far, and keep that checkpoint.
+    Commands that take a checkpoint find it as RUN@best, such as runs/demo@best."""
+
+    early_stopping_patience: Natural = 0
+    """Stop after this many periodic evaluations in a row without an improvement of the held-out loss, with a final evaluation and
+    checkpoint as after the last step. 0: never."""
+
+    early_stopping_threshold: NonNegative = 0.0
+    """Nats per token by which the held-out loss must fall below the lowest so far to count as an improvement."""
 
     spike_sigma: NonNegative = 6.0
     """A loss or gradient norm that is more than this many standard deviations above the mean of the last 128 healthy steps is a
@@ -297,10 +311,10 @@ class RunConfig(Section):
     """Peak TFLOP/s of one device in compute_dtype, for MFU; 0: from a table of GPUs, or a measured GEMM on a CPU."""
 
     wandb: bool = False
-    """Also report to Weights & Biases (package wandb, its own login)."""
+    """Also report to Weights & Biases (package wandb, its own login). A resumed run continues the same W&B run."""
 
     trackio: bool = False
-    """Also report to trackio (package trackio)."""
+    """Also report to trackio (package trackio). A resumed run continues the same trackio run."""
 
     project: str = "boost"
     """Project name for W&B and trackio."""

@@ -1,10 +1,11 @@
-"""Built-in hooks of every run: limit of bad steps, replica and token store checks, periodic evaluation and checkpoints."""
+"""Built-in hooks of every run: limit of bad steps, replica and token store checks, early stopping, periodic evaluation and
+checkpoints."""
 
 import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from boost.config.schema import Config, TrainConfig
@@ -13,8 +14,20 @@ from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.train import checkpoint as ckpt
 from boost.train.checkpoint import BestCheckpoint, read_best, write_best
 from boost.train.health import HealthMonitor, SpikeDetector
-from boost.train.hooks import BadStep, EvaluationEnd, Hook, MembershipChange, SaveEnd, StepEnd, StepStart, TrainStart
+from boost.train.hooks import (
+    BadStep,
+    EvaluationEnd,
+    Hook,
+    MembershipChange,
+    Rollback,
+    SaveEnd,
+    StepEnd,
+    StepStart,
+    TrainStart,
+)
+from boost.train.outcome import early_stop
 from boost.train.profile import ProfileHook
+from boost.train.samples import TextSamples
 
 if TYPE_CHECKING:
     from boost.train.loop import Trainer
@@ -33,8 +46,10 @@ def builtin_hooks(config: Config) -> list[Hook]:
         ReplicaCheck(train.check_replicas_every),
         StoreCheck(config.data.recheck_every),
         HealthMonitor(SpikeDetector(train.spike_sigma, config.model.vocab_size), train.on_spike == "rollback"),
-        PeriodicEvaluation(train.eval_every, train.eval_tokens or None),
+        *([EarlyStopping(train.early_stopping_threshold)] if train.early_stopping_patience else []),
+        PeriodicEvaluation(train.eval_every, train.eval_tokens or None, at_last_step=train.keep_best),
         PeriodicCheckpoint(train),
+        *([TextSamples(train.sample_tokens, train.sample_prompts)] if train.sample_tokens else []),
         *([ProfileHook(*train.profile)] if train.profile else []),
     ]
 
@@ -86,14 +101,38 @@ class StoreCheck(Hook):
             recheck(trainer.store, trainer.batches.split, f"{event.metrics.step}/{trainer.mesh.rank}")
 
 
-class PeriodicEvaluation(Hook):
-    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer does the final evaluation."""
+class EarlyStopping(Hook):
+    """Counts evaluations that do not lower the held-out loss by more than `threshold` nats per token. The trainer ends at the
+    patience (`Trainer.at_end`): after the step of that evaluation, on all processes, since all have the same numbers.
 
-    def __init__(self, every: int, max_tokens: int | None) -> None:
+    The count is part of the position, and so of every checkpoint: a rollback or a resumed run is back at that of its checkpoint.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        if trainer.at_end or trainer.rolling_back or not _comparable(event, trainer.config.train):
+            return
+        loss, best = event.metrics.heldout_loss, trainer.position.best_heldout_loss
+        improved = math.isfinite(loss) and (best is None or loss < best - self.threshold)
+        counted = (loss, 0) if improved else (best, trainer.position.stale_evaluations + 1)
+        trainer.position = replace(trainer.position, best_heldout_loss=counted[0], stale_evaluations=counted[1])
+        if reason := early_stop(trainer.position, trainer.config.train):
+            log.info("stopping early at step %d: %s", event.metrics.step, reason)
+
+
+class PeriodicEvaluation(Hook):
+    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer does the final evaluation, on all of
+    them; with `at_last_step` there is one on `max_tokens` too, to be compared with earlier ones."""
+
+    def __init__(self, every: int, max_tokens: int | None, at_last_step: bool = False) -> None:
         self.every, self.max_tokens = every, max_tokens
+        self.at_last_step = at_last_step and max_tokens is not None
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        if _due(event.metrics.step, self.every) and not (event.last or event.stopping):
+        left_out = event.stopping or (event.last and not self.at_last_step)
+        if _due(event.metrics.step, self.every) and not left_out:
             trainer.evaluate(self.max_tokens)
 
 
@@ -106,6 +145,7 @@ class PeriodicCheckpoint(Hook):
         self._best: BestCheckpoint | None = None
         self._candidate: BestCheckpoint | None = None
         """The evaluated step of the next save, if it is the best one so far."""
+        self._saved_step: int | None = None
 
     def state(self) -> dict[str, Any]:
         found = {"best": self._best, "candidate": self._candidate}
@@ -119,6 +159,8 @@ class PeriodicCheckpoint(Hook):
     def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
         self._saved_at = self._clock()
         self._best = self._best or read_best(trainer.run.checkpoints)
+        if trainer.resumed_from and trainer.resumed_from.parent == trainer.run.checkpoints:
+            self._saved_step = event.step
         train = self.train
         if train.async_save and (train.save_every or train.save_minutes):
             trainer.prepare_saves()
@@ -132,15 +174,23 @@ class PeriodicCheckpoint(Hook):
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         found = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
-        if math.isfinite(found.heldout_loss) and (self._best is None or found.heldout_loss < self._best.heldout_loss):
+        lowest = self._best is None or found.heldout_loss < self._best.heldout_loss
+        if _comparable(event, self.train) and lowest and math.isfinite(found.heldout_loss):
             self._candidate = found
+            if trainer.at_end and self._saved_step == found.step:  # the final evaluation follows the last save
+                self._record_best(trainer)
+
+    def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
+        self._candidate = None
+        if self._best and self._best.step > event.step:  # of the abandoned branch
+            self._best = None
 
     def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
         if trainer.abandoned_save:  # those that are left write it again
             trainer.request_save()
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        if event.stopping or (event.last and not trainer.rolling_back):
+        if event.stopping or (trainer.at_end and not trainer.rolling_back):
             # A failure here fails the run: no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
         elif not trainer.rolling_back and (event.save_requested or self._is_due(event.metrics.step)):
@@ -160,13 +210,24 @@ class PeriodicCheckpoint(Hook):
                 trainer.run.record_saved(event.step)
             except StorageError as error:  # the checkpoint may have filled the disk
                 trainer.warn(str(error))
-        if self.train.keep_best and self._candidate and self._candidate.step == event.step:
-            self._best, self._candidate = self._candidate, None
-            write_best(trainer.run.checkpoints, self._best, trainer.mesh)
+        self._saved_step = event.step
+        if self._candidate and self._candidate.step == event.step:
+            self._record_best(trainer)
         protected = {self._best.step} if self.train.keep_best and self._best else set()
         if (proven := trainer.proven_checkpoint()) and (step := ckpt.step_of(proven)) is not None:
             protected.add(step)
         ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
+
+    def _record_best(self, trainer: "Trainer") -> None:
+        """The candidate, which is saved, becomes the best checkpoint."""
+        self._best, self._candidate = self._candidate, None
+        if self.train.keep_best and self._best:
+            write_best(trainer.run.checkpoints, self._best, trainer.mesh)
+
+
+def _comparable(event: EvaluationEnd, train: TrainConfig) -> bool:
+    """Whether an evaluation is over the same tokens as periodic ones: those of others are easier or harder for any weights."""
+    return event.complete == (not train.eval_tokens)
 
 
 def _due(step: int, every: int) -> bool:

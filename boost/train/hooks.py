@@ -12,8 +12,8 @@ A hook is a class with a method per event. Subclass `Hook`, override what you ne
 **Order of events.** `Trainer.fit` calls `setup`, `on_train_start`, then for each step `before_step`, `after_backward`,
 `on_bad_step` (only if the loss or gradient norm is not finite; no weight changed), `after_step`; at the end `on_train_end` and
 `teardown`. `Trainer.save` calls `before_save` and, once the checkpoint is complete, `after_save`: with train.async_save that is in
-a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` unless a signal ended it early. Both may be called
-from anywhere.
+a later step, before its `after_step`. `Trainer.evaluate` calls `on_evaluation` unless a signal ended it early, and then `on_sample`
+for each prompt (train.sample_tokens). Both may be called from anywhere.
 
 A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
 
@@ -30,8 +30,8 @@ CPUs: its weights, optimizer state and position; only gradients are already thos
 Optimizers that need the numbers for their step (`Optimizer.takes_tensors`) keep the order of CPUs.
 
 **Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
-`StoreCheck`, `HealthMonitor`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `ProfileHook`. A given hook therefore sees a step before
-that step is evaluated and saved.
+`StoreCheck`, `HealthMonitor`, `EarlyStopping`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given
+hook therefore sees a step before that step is evaluated and saved.
 
 **Processes.** Hooks run on every process; those with `main_only = True` run on the main process only. Hooks on all processes may
 call the collective methods `trainer.save` and `trainer.evaluate`, as long as all processes do so at the same event. If there are
@@ -171,8 +171,19 @@ class EvaluationEnd:
 
 
 @dataclass(frozen=True)
+class SampleEnd:
+    """Text was generated (train.sample_tokens)."""
+
+    step: int
+    """Steps done before it."""
+    prompt: str
+    text: str
+    """What the model continues the prompt with."""
+
+
+@dataclass(frozen=True)
 class TrainEnd:
-    """Training reached its last step and the final evaluation, or was stopped and saved."""
+    """Training reached its end and the final evaluation, or was stopped and saved."""
 
     result: "TrainResult"
 
@@ -226,6 +237,9 @@ class Hook:
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         """Called after each evaluation."""
+
+    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
+        """Called for each prompt of which an evaluation has generated a continuation."""
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:
         """Called for each `trainer.warn(text)` of this process."""

@@ -47,7 +47,7 @@ from boost.train.hooks import (
 )
 from boost.train.metrics import EvalMetrics, StepMetrics, step_metrics
 from boost.train.model import Model, build_model
-from boost.train.outcome import RunTrouble, TrainResult
+from boost.train.outcome import RunTrouble, TrainResult, early_stop
 from boost.train.recoverable_step import stepper_of
 from boost.train.recovery import Recovery
 from boost.train.replica_check import require_sound
@@ -154,8 +154,14 @@ class Trainer:
         fallback = ckpt.fallback_folder(self.config)
         return [self.run.checkpoints, *([fallback] if fallback else [])]
 
+    @property
+    def at_end(self) -> bool:
+        """Whether training is over: after the last step, or because of early stopping. The same on all processes."""
+        train = self.config.train
+        return self.position.step >= train.steps or early_stop(self.position, train) is not None
+
     def fit(self) -> TrainResult:
-        """Trains from the current position to the last step and evaluates, or stops early on a signal or a hook's request.
+        """Trains from the current position to the end and evaluates, or stops before on a signal or a hook's request.
 
         Hooks save: after the last step, when the run stops, and periodically.
         """
@@ -186,11 +192,11 @@ class Trainer:
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
-        """Steps until the last one, or until any process asks to stop. Returns the flags that stopped the run, if any."""
+        """Steps until the end, or until any process asks to stop. Returns the flags that stopped the run, if any."""
         train, stepper, clock = self.config.train, self._stepper, StepClock(self._stepper.timed_on)
         self._signals_to_reduce = True
         passes: Passes | None = None
-        while self.position.step < train.steps:
+        while not self.at_end:
             if self._signals_to_reduce and self._signal_anywhere():
                 self.finish_save()  # the save in flight may be of this position
                 if not self._is_saved():
@@ -217,7 +223,7 @@ class Trainer:
             if self._rollback:
                 reason, self._rollback = self._rollback, None
                 self.rollbacks.roll_back(self, reason)
-            if StepFlags.JOIN in stats.flags and not last and self.recovery is not None:
+            if StepFlags.JOIN in stats.flags and not self.at_end and self.recovery is not None:
                 self.recovery.admit()
                 self._signals_to_reduce = True  # as on those that came in
         return StepFlags.NONE
@@ -277,13 +283,8 @@ class Trainer:
             return None
         finally:
             self._signals_to_reduce = True
-        metrics = EvalMetrics(
-            step=self.position.step,
-            heldout_loss=result.loss,
-            perplexity=result.perplexity,
-            bits_per_byte=result.bits_per_byte,
-            tokens=result.tokens,
-        )
+        losses = result.loss, result.perplexity, result.bits_per_byte
+        metrics = EvalMetrics(self.position.step, *losses, result.tokens, final=self.at_end and max_tokens is None)
         self.recent.append(metrics)
         event = EvaluationEnd(metrics, complete=max_tokens is None)
         self.notify(Hook.on_evaluation, event)
@@ -470,7 +471,8 @@ class Trainer:
         complete = ckpt.complete_checkpoints(self.run.checkpoints)
         latest = self._saved or (complete[-1] if complete else None)
         if not stopped:
-            return TrainResult(self.position, evaluation, latest)
+            early = early_stop(self.position, self.config.train)
+            return TrainResult(self.position, evaluation, latest, early=early)
         # A signal takes precedence over a hook: it determines the exit code, which schedulers rely on.
         by_signal = StepFlags.SIGNAL in stopped
         name = self._signals.name or "a signal to another process"

@@ -1,8 +1,7 @@
 """Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
 
-A line of metrics.jsonl is one JSON object, `{"kind": "step", "step": 120, "loss": 4.3, ...}` or `{"kind": "eval", ...}`
-with the fields of the two classes below, or `{"kind": "membership", ...}` with those of
-`boost.train.hooks.MembershipChange`. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
+A line of metrics.jsonl is one JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`, with the fields of the
+class that `KINDS` has for its kind. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
 (pandas.to_numeric accepts them too); `read_metrics` converts them back to floats.
 """
 
@@ -12,20 +11,23 @@ import importlib
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from boost.config import Config
+from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError, StorageError
 from boost.parallel.gradients import StepStats
 from boost.train.hardware import memory_bytes, mfu
-from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, Rollback, StepEnd
+from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, Rollback, SampleEnd, StepEnd, TrainEnd
 from boost.train.rundir import RunDirectory, storage_errors
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from boost.train.loop import Trainer
 
 Metrics = TypeVar("Metrics")
@@ -71,6 +73,26 @@ class EvalMetrics:
     """Cross-entropy in bits per byte of the text: comparable across tokenizers."""
     tokens: int
     """Held-out tokens evaluated."""
+    final: bool = False
+    """Whether it is the last one of the run, over the whole held-out split."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended. A run that failed or was killed has none, and one that is resumed loses it."""
+
+    step: int
+    """Steps done."""
+    state: str
+    """done: the run is complete; stopped: a signal or a hook stopped it, and it can be resumed."""
+    reason: str
+    """Name of the signal, or why it was stopped, perhaps by early stopping; empty after the last step."""
+
+
+KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "membership": MembershipChange, "end": RunEnd}
+"""The class whose fields a line of metrics.jsonl has, by its kind."""
+TEXTS = ("kind", "prompt", "text", "state", "reason")
+"""Fields that are text: in others, text is a number that is not finite."""
 
 
 def step_metrics(trainer: "Trainer", stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
@@ -99,9 +121,15 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run: RunDirectory, config: Config, resumed_step: int | None = None, takes_over: bool = False
+        self,
+        run: RunDirectory,
+        config: Config,
+        resumed_step: int | None = None,
+        takes_over: bool = False,
+        at_end: bool = False,
     ) -> None:
-        """`takes_over`: the main process before is gone, and the step after `resumed_step` is going on."""
+        """`takes_over`: the main process before is gone, and the step after `resumed_step` is going on. `at_end`: no step is left
+        after `resumed_step`, so that the final evaluation is repeated."""
         self._run = run
         self.damaged = 0
         """Lines of an earlier run that could not be read and were set aside."""
@@ -109,12 +137,14 @@ class MetricsWriter:
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
-                self.damaged = truncate_metrics(run.metrics, resumed_step, config.train.steps, takes_over)
+                at_end = at_end or resumed_step == config.train.steps
+                self.damaged = truncate_metrics(run.metrics, resumed_step, at_end, takes_over)
             self._file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
             from torch.utils.tensorboard import SummaryWriter
 
             purge = None if resumed_step is None else resumed_step + 1
             self._board = SummaryWriter(str(run.tensorboard), purge_step=purge)
+            _describe_run(self._board, run, config, resumed_step or 0)
         self._trackers = [_Tracker(module, run, config) for module in modules]
 
     def step(self, metrics: StepMetrics) -> None:
@@ -140,6 +170,24 @@ class MetricsWriter:
             self._board.add_scalar("run/replicas", event.replicas, event.step)
             self._board.add_text("run/membership", event.line(), event.step)
 
+    def sample(self, event: SampleEnd, number: int = 1) -> None:
+        """Writes the text that the model generated for the prompt of this number. Raises StorageError."""
+        with storage_errors(self._run.path):
+            self._file.write(_to_line({"kind": "sample", **dataclasses.asdict(event)}))
+            self._file.flush()
+            self._board.add_text(f"sample/{number}", _preformatted(f"{event.prompt}[...]{event.text}"), event.step)
+
+    def end(self, event: RunEnd) -> None:
+        """Writes how the run ended. Raises StorageError."""
+        with storage_errors(self._run.path):
+            self._file.write(_to_line({"kind": "end", **dataclasses.asdict(event)}))
+            self._file.flush()
+            if event.state == "done":
+                from torch.utils.tensorboard.summary import hparams
+
+                *_, success = hparams({}, {})
+                self._board.file_writer.add_summary(success, event.step)
+
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which will be trained again. Raises StorageError."""
         with storage_errors(self._run.path):
@@ -162,7 +210,7 @@ class MetricsWriter:
         with storage_errors(self._run.path):
             self._file.write(_to_line({"kind": kind, **values}))
             self._file.flush()
-            named = {f"{prefix}/{name}": value for name, value in values.items() if name != "step"}
+            named = {f"{prefix}/{name}": value for name, value in values.items() if name not in ("step", "final")}
             for name, value in named.items():
                 self._board.add_scalar(name, value, metrics.step)
         for tracker in self._trackers:
@@ -177,12 +225,14 @@ class MetricsHook(Hook):
     def __init__(self) -> None:
         self._writer: MetricsWriter | None = None
         self._failing = False
+        self._sampled = (0, 0)
+        """The step of the last sample, and its number among those of that step."""
 
     def setup(self, trainer: "Trainer") -> None:
         if trainer.resumed_from is None and not trainer.position.step:
             trainer.run.set_aside_metrics()
         takes_over = trainer.recovery is not None and trainer.recovery.decision.number > 0
-        self._writer = MetricsWriter(trainer.run, trainer.config, trainer.position.step, takes_over)
+        self._writer = MetricsWriter(trainer.run, trainer.config, trainer.position.step, takes_over, trainer.at_end)
         if self._writer.damaged:
             name = trainer.run.metrics.name
             trainer.warn(f"{self._writer.damaged} lines of {name} could not be read; moved to {name}.damaged")
@@ -201,6 +251,21 @@ class MetricsHook(Hook):
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         if self._writer:
             self._write(trainer, self._writer.evaluation, event.metrics)
+
+    def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
+        step, number = self._sampled
+        self._sampled = event.step, (number + 1 if step == event.step else 1)
+        if self._writer:
+            writer, number = self._writer, self._sampled[1]
+            self._write(trainer, lambda sample: writer.sample(sample, number), event)
+
+    def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
+        result = event.result
+        end = RunEnd(
+            result.position.step, "stopped" if result.stopped_by else "done", result.stopped_by or result.early or ""
+        )
+        if self._writer:
+            self._write(trainer, self._writer.end, end)
 
     def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
         if self._writer:
@@ -225,12 +290,47 @@ class MetricsHook(Hook):
             self._failing = True
 
 
+def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
+    """The configuration, as text and for the HPARAMS tab: every key but those of [run].
+
+    There is no list of hyperparameters for all runs of a folder: TensorBoard makes it of what the runs have, which differs by
+    family, and takes their scalars as metrics.
+    """
+    from torch.utils.tensorboard.summary import hparams
+
+    board.add_text("config", _preformatted(to_toml(config)), step)
+    values = {key: value for key, value in flat_config(config.model_dump()).items() if not key.startswith("run.")}
+    for key, value in values.items():
+        values[key] = value if isinstance(value, bool | int | float | str) else str(value)
+    # `SummaryWriter.add_hparams` would write them into a folder of their own, and a list for all runs (the first part).
+    _, start, _ = hparams(values, {})
+    board.file_writer.add_summary(start, step)
+
+
+def _preformatted(text: str) -> str:
+    """As TensorBoard's Markdown."""
+    return "".join(f"    {line}\n" for line in text.split("\n"))
+
+
+def flat_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree by dotted keys: {"train": {"steps": 3}} is {"train.steps": 3}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flat_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 class _Tracker:
-    """wandb or trackio, which have the same API for these calls."""
+    """wandb or trackio, which have the same API for these calls. The run keeps its id: a resumed run continues it."""
 
     def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
         self._module = module
-        module.init(project=config.run.project, name=run.path.resolve().name, config=config.model_dump())
+        name, package = run.path.resolve().name, module.__name__
+        given = os.environ.get("WANDB_RUN_ID") if package == "wandb" else None  # set by an agent of a sweep
+        run_id = run.tracker_id(package, given or uuid.uuid4().hex[:8])
+        by_name = {"name": f"{name}-{run_id}"}  # as trackio resumes them
+        own = {"name": name, "id": run_id, "dir": str(run.path)} if package == "wandb" else by_name
+        module.init(project=config.run.project, config=config.model_dump(), resume="allow", **own)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._module.log(values, step=step)
@@ -254,21 +354,29 @@ def tracker_modules(config: Config) -> list[ModuleType]:
     return modules
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
     """All lines of a metrics.jsonl, except an incomplete last one (a crash, or a live run).
 
-    Raises DataError if any other line is not a JSON object, FileNotFoundError if there is no such file.
+    Raises DataError if any other line is not a JSON object, unless there is a list `damaged`, which gets the numbers of such lines.
+    Raises FileNotFoundError if there is no such file.
     """
-    lines = Path(path).read_bytes().split(b"\n")[:-1]
-    return [_from_line(line, path, number) for number, line in enumerate(lines, start=1)]
+    found = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            found.append(_from_line(line, path, number))
+        except DataError:
+            if damaged is None:
+                raise
+            damaged.append(number)
+    return found
 
 
-def truncate_metrics(path: Path, last_step: int, final_step: int | None = None, goes_on: bool = False) -> int:
+def truncate_metrics(path: Path, last_step: int, at_end: bool = False, goes_on: bool = False) -> int:
     """Drops the lines of steps > `last_step`, atomically: at any time the file is the old one or the new one. If that step
     `goes_on`, what became of replicas in it is kept.
 
-    Also drops the evaluation of `final_step`: a run that is resumed at its end repeats it. Lines that are not JSON objects are
-    moved to <name>.damaged, so that they do not stop a run. Returns their number.
+    Also drops how the run ended and, `at_end`, the final evaluation: a run that is resumed at its end repeats it. Lines that are
+    not JSON objects are moved to <name>.damaged, so that they do not stop a run. Returns their number.
     """
     damaged = []
     temporary = path.with_name(f"{path.name}.tmp")
@@ -281,8 +389,10 @@ def truncate_metrics(path: Path, last_step: int, final_step: int | None = None, 
             except DataError:
                 damaged.append(line)
                 continue
-            repeated = values.get("kind") == "eval" and values.get("step") == final_step
-            last = last_step + (goes_on and values.get("kind") == "membership")
+            kind = values.get("kind")
+            final = kind == "sample" or (kind == "eval" and values.get("final", True))
+            repeated = kind == "end" or (at_end and final and values.get("step") == last_step)
+            last = last_step + (goes_on and kind == "membership")
             if values.get("step", 0) <= last and not repeated:
                 new.write(line)
         new.flush()
@@ -310,6 +420,6 @@ def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
     return {
-        name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name != "kind" else value
+        name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name not in TEXTS else value
         for name, value in values.items()
     }

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from boost.config.schema import TrainConfig
 from boost.train.checkpoint import Position
 from boost.train.evaluate import Evaluation
 
@@ -22,7 +23,7 @@ class TrainResult:
 
     position: Position
     evaluation: Evaluation | None
-    """On the whole held-out split; None if the run was stopped before its last step."""
+    """On the whole held-out split; None if a signal or a hook stopped the run."""
     checkpoint: Path | None
     """The latest complete checkpoint."""
     stopped_by: str | None = None
@@ -31,3 +32,15 @@ class TrainResult:
     """Whether a signal to any process stopped it."""
     received_signal: bool = False
     """Whether this process received that signal."""
+    early: str | None = None
+    """Why the run ended before its last step, evaluated and saved (early stopping); None if it did not."""
+
+
+def early_stop(position: Position, train: TrainConfig) -> str | None:
+    """Why early stopping ends a run at this position; None if it does not. A function of what a checkpoint holds, so that a
+    resumed run decides the same, unless it has another patience."""
+    stale, patience = position.stale_evaluations, train.early_stopping_patience
+    if not patience or stale < patience or position.step >= train.steps:
+        return None
+    lowest = "never finite" if position.best_heldout_loss is None else f"lowest {position.best_heldout_loss:.4f}"
+    return f"no improvement of the held-out loss in {stale} evaluations ({lowest})"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from boost.config import Config
-from boost.data.store import TokenStore
 from boost.errors import HangError, StoppedError, TrainingError
 from boost.parallel.mesh import Mesh, close_mesh, open_mesh
 from boost.parallel.rendezvous import launch_dir
@@ -27,17 +26,16 @@ from boost.train.failures import (
     out_of_memory,
 )
 from boost.train.faults import Fault, FaultInjection
-from boost.train.generate import Sampling, generate
 from boost.train.heartbeat import Heartbeat, process_name, remember_collectives
 from boost.train.hooks import Hook
 from boost.train.loop import Trainer
 from boost.train.metrics import MetricsHook
-from boost.train.model import Model
 from boost.train.outcome import TrainResult
 from boost.train.recovery import Recovery
 from boost.train.resume import require_nothing_lost, resume_candidates
 from boost.train.run_lock import RunLock
 from boost.train.rundir import RunDirectory, configure_logging
+from boost.train.samples import heldout_prompt, sample_text
 from boost.train.signals import StopRequest
 from boost.train.slow import SlowReplicas
 from boost.train.take_over import TakesOver
@@ -47,7 +45,7 @@ from boost.train.worker import leave
 log = logging.getLogger("boost")
 
 SAMPLE_TOKENS = 120
-PROMPT_TOKENS = 24
+"""Of the text at the end of a run."""
 
 STOPPED_ELSEWHERE = 75
 """Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, try again."""
@@ -208,9 +206,12 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     """Prints how the run ended, on the main process. All processes take part in the sample."""
     sample = ""
     if result.evaluation:
-        sample = sample_text(trainer.model, trainer.store)
+        prompt = heldout_prompt(trainer.store)
+        sample = f"{prompt.text}[...]{sample_text(trainer.model, trainer.store, prompt.ids, SAMPLE_TOKENS)}"
     if not trainer.mesh.is_main:
         return
+    if result.early:
+        print(f"\nstopped early at step {result.position.step} of {config.train.steps}: {result.early}")
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
@@ -228,17 +229,3 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     print(f"\nrun directory       {trainer.run.path}")
     if result.checkpoint:
         print(f"checkpoint          {result.checkpoint}", flush=True)
-
-
-def sample_text(model: Model, store: TokenStore, sampling: Sampling | None = None) -> str:
-    """A held-out prompt, [...], and the model's continuation. Collective over the mesh.
-
-    Generates all tokens and truncates at the end of a document afterwards: replicas with sharded weights gather them for each
-    token, and a replica that stopped earlier because of rounding would leave the others waiting.
-    """
-    tokenizer, heldout = store.tokenizer(), store.split("heldout")
-    prompt = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()
-    new = list(generate(model, prompt, SAMPLE_TOKENS, sampling or Sampling(temperature=0.8, top_p=0.95)))
-    if store.eos in new:
-        new = new[: new.index(store.eos) + 1]
-    return f"{tokenizer.decode(prompt)}[...]{tokenizer.decode(new)}"

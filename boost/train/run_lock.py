@@ -128,6 +128,18 @@ def require_unlocked(folder: Path | str) -> None:
         raise in_use_error(path.parent, owner)
 
 
+def is_held(folder: Path | str) -> bool:
+    """Whether a run holds the lock, without waiting: of one on another host, whether it has touched the file lately by the clocks
+    of both hosts."""
+    path = Path(folder) / LOCK_FILE
+    owner = _read(path)
+    alive = _is_alive(owner) if owner else False
+    if alive is None:
+        touched = _touched(path)
+        return touched is not None and time.time() - touched / 1e9 < STALE_S
+    return alive
+
+
 def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
     """The error that names the owner."""
     return ConfigError(

@@ -3,9 +3,11 @@
 config.toml        the fully resolved configuration; config.2.toml, ... of each later start
 environment.json   versions, hardware, commit and command line; environment.2.json, ... of each later start
 last-saved.json    step of the newest checkpoint, stored apart from the checkpoints, to detect that they are missing
+trackers.json      ids of this run at W&B and trackio, which a resumed run continues
 run.lock           names the process that trains here (boost.train.run_lock)
 metrics.jsonl      one JSON object per line for every step and every evaluation (boost.train.metrics)
-tensorboard/       the same numbers as TensorBoard events
+tensorboard/       the same numbers as TensorBoard events, with the configuration, hyperparameters and samples of text
+wandb/             what wandb itself keeps, such as a run that was offline
 logs/rank{r}.log   log of process r, with timestamps; rank{r}.out: its stdout and stderr if it has no terminal
 checkpoints/       complete checkpoints (boost.train.checkpoint)
 """
@@ -26,6 +28,9 @@ from boost import __version__
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, StorageError
 
+BEST = "@best"
+"""At the end of a path: the checkpoint of that run with the lowest held-out loss (train.keep_best)."""
+
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -39,6 +44,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.last_saved = self.path / "last-saved.json"
+        self.trackers = self.path / "trackers.json"
 
     @classmethod
     def create(cls, config: Config, resume: bool) -> "RunDirectory":
@@ -58,7 +64,9 @@ class RunDirectory:
 
     def continued_by(self, resume: str | None) -> bool:
         """Whether `--resume` refers to this run: 'auto', or a path inside this folder. Another run's path starts a new run."""
-        return resume == "auto" or (resume is not None and Path(resume).resolve().is_relative_to(self.path.resolve()))
+        if resume is None or resume == "auto":
+            return resume == "auto"
+        return Path(resume.removesuffix(BEST)).resolve().is_relative_to(self.path.resolve())
 
     def record_saved(self, step: int) -> None:
         """Records, atomically, that there is a checkpoint of `step`. Raises StorageError."""
@@ -74,9 +82,26 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
+    def tracker_id(self, tracker: str, proposed: str) -> str:
+        """The id of this run at an experiment tracker: the recorded one, else `proposed`, which is then recorded.
+
+        Raises StorageError."""
+        ids: dict[str, str] = {}
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            ids = json.loads(self.trackers.read_text(encoding="utf-8"))
+        if not isinstance(ids, dict) or not isinstance(ids.get(tracker, ""), str):
+            ids = {}
+        if tracker not in ids:
+            ids[tracker] = proposed
+            with storage_errors(self.path):
+                draft = self.trackers.with_name(f".{self.trackers.name}.tmp")
+                draft.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+                draft.replace(self.trackers)
+        return ids[tracker]
+
     def set_aside_metrics(self) -> None:
         """Renames the metrics of an earlier run to metrics.1.jsonl, metrics.2.jsonl, ...: a run that starts over does not
-        overwrite them. Raises StorageError."""
+        overwrite them, and is another run for trackers too. Raises StorageError."""
         if not (self.metrics.is_file() and self.metrics.stat().st_size):
             return
         with storage_errors(self.path):
@@ -84,6 +109,8 @@ class RunDirectory:
             while (aside := self.path / f"metrics.{number}.jsonl").exists():
                 number += 1
             self.metrics.rename(aside)
+            if self.trackers.exists():
+                self.trackers.rename(self.path / f"trackers.{number}.json")
 
     def require_empty(self) -> None:
         """Raises ConfigError if a new run would mix with files of an earlier one."""

@@ -254,7 +254,7 @@ def test_a_hook_that_raises_ends_the_run(store: Path, tmp_path: Path, event: str
     broken, after = Hook(), Recorder()
     setattr(broken, event, fail)
     # getattr(hook, name) finds the instance's attribute, as a method of a subclass would be found.
-    trainer = make_trainer(make_config(store, tmp_path, train={"steps": 1}), broken, after)
+    trainer = make_trainer(make_config(store, tmp_path, train={"steps": 1, "sample_tokens": 2}), broken, after)
     trainer.start([])
     with pytest.raises(ZeroDivisionError, match=event):
         trainer.fit()

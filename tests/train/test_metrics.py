@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import sys
@@ -9,7 +10,8 @@ import pytest
 
 from boost.config import Config, load
 from boost.errors import ConfigError, DataError, StorageError
-from boost.train.metrics import EvalMetrics, MetricsWriter, StepMetrics, read_metrics
+from boost.train.hooks import SampleEnd
+from boost.train.metrics import KINDS, EvalMetrics, MetricsWriter, RunEnd, StepMetrics, read_metrics
 from boost.train.rundir import RunDirectory
 
 
@@ -132,8 +134,10 @@ class FakeTracker(types.ModuleType):
         super().__init__(name)
         self.calls: list[tuple[Any, ...]] = []
 
-    def init(self, *, project: str, name: str, config: dict[str, Any]) -> None:
-        self.calls.append(("init", project, name, config["model"]["family"]))
+    def init(
+        self, *, project: str, name: str, config: dict[str, Any], resume: str, id: str = "", dir: str = ""
+    ) -> None:
+        self.calls.append(("init", project, name, config["model"]["family"], resume, id, dir))
 
     def log(self, values: dict[str, Any], *, step: int) -> None:
         self.calls.append(("log", values, step))
@@ -152,7 +156,14 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     writer.step(step(7))
     writer.evaluation(EvalMetrics(7, 4.0, 54.6, 1.5, 512))
     writer.close()
-    assert fake.calls[0] == ("init", "mine", "first", "cola")
+    (recorded,) = json.loads((tmp_path / "first/trackers.json").read_text()).items()
+    assert recorded == (package, recorded[1]) and len(recorded[1]) == 8
+    own = (
+        ("first", "allow", recorded[1], str(run.path))
+        if package == "wandb"
+        else (f"first-{recorded[1]}", "allow", "", "")
+    )
+    assert fake.calls[0] == ("init", "mine", own[0], "cola", *own[1:])
     assert fake.calls[1][1]["train/loss"] == 4.5
     assert fake.calls[1][2] == 7
     assert fake.calls[2][1] == {
@@ -177,3 +188,99 @@ def test_a_missing_package_is_one_line_and_costs_nothing(
         MetricsWriter(run, config, resumed_step=1)
     assert str(caught.value) == f"run.{package} = true needs the package '{package}': pip install {package}"
     assert run.metrics.read_bytes() == before
+
+
+def test_a_resumed_run_is_the_same_run_for_trackers_and_one_that_starts_over_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeTracker("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run, config = start(tmp_path, "--run.wandb", "true")
+    for resumed_step in (None, 0):
+        writer = MetricsWriter(run, config, resumed_step)
+        writer.step(step(1))
+        writer.close()
+    run.set_aside_metrics()
+    MetricsWriter(run, config).close()
+    monkeypatch.setenv("WANDB_RUN_ID", "by-agent")
+    other, other_config = start(tmp_path / "other", "--run.wandb", "true")
+    MetricsWriter(other, other_config).close()
+    first, again, over, agent = (call[5] for call in fake.calls if call[0] == "init")
+    assert first == again != over and agent == "by-agent"
+    assert json.loads((tmp_path / "trackers.1.json").read_text()) == {"wandb": first}
+
+
+def test_wandb_offline_keeps_one_run_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run, config = start(tmp_path / "run", "--run.wandb", "true", "--run.project", "mine")
+    for number in (1, 2):
+        writer = MetricsWriter(run, config, number - 1)
+        writer.step(step(number))
+        writer.evaluation(EvalMetrics(number, 4.0, 54.6, 1.5, 512))
+        writer.close()
+    (run_id,) = json.loads(run.trackers.read_text()).values()
+    files = sorted((run.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
+    assert len(files) == 2
+    keys, ids, settings = set(), set(), set()
+    for file in files:
+        data = DataStore()
+        data.open_for_scan(str(file))
+        while (raw := data.scan_data()) is not None:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(raw)
+            keys |= {item.key or ".".join(item.nested_key) for item in record.history.item}
+            if record.run.run_id:
+                ids.add((record.run.run_id, record.run.project, record.run.display_name))
+                settings |= {item.key for item in record.run.config.update}
+    assert ids == {(run_id, "mine", "run")}
+    assert {"train/loss", "eval/heldout_loss"} <= keys and {"model", "train", "optim"} <= settings
+
+
+def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_of_a_folder(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    found = {}
+    for name, flags in (("svd", ("--model.family", "svd")), ("cola", ("--optim.lr", "0.5"))):
+        run, config = start(tmp_path / name, *flags)
+        writer = MetricsWriter(run, config, 0)
+        for number in (1, 2):
+            writer.evaluation(EvalMetrics(number, 4.0 / number, 54.6, 1.5, 512))
+        writer.sample(SampleEnd(2, "Once", " upon\n  a # time"), 1)
+        writer.sample(SampleEnd(2, "def", " f()"), 2)
+        writer.end(RunEnd(2, "done", ""))
+        writer.close()
+        events = EventAccumulator(str(run.tensorboard))
+        events.Reload()
+        assert [event.value for event in events.Scalars("eval/heldout_loss")] == [4.0, 2.0]
+        text = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+        assert "    [model]\n" in text["config/text_summary"] and f'family = "{name}"' in text["config/text_summary"]
+        assert text["sample/1/text_summary"] == "    Once[...] upon\n      a # time\n"
+        assert "sample/2/text_summary" in text
+        content = events.PluginTagToContent("hparams")
+        data = {tag: HParamsPluginData.FromString(content[tag]) for tag in content}
+        assert set(data) == {"_hparams_/session_start_info", "_hparams_/session_end_info"}, "no list for all runs"
+        hparams = data["_hparams_/session_start_info"].session_start_info.hparams
+        found[name] = hparams["optim.lr"].number_value, hparams["model.family"].string_value
+        assert "run.dir" not in hparams and hparams["train.eval_every"].number_value == 0
+    assert found == {"svd": (found["svd"][0], "svd"), "cola": (0.5, "cola")}
+
+
+def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    run, config = start(tmp_path)
+    writer = MetricsWriter(run, config)
+    writer.sample(SampleEnd(1, "inf", "nan"))
+    writer.close()
+    assert read_metrics(run.metrics) == [{"kind": "sample", "step": 1, "prompt": "inf", "text": "nan"}]
+
+
+def test_the_page_names_every_kind_and_field() -> None:
+    page = (Path(__file__).parents[2] / "docs/run-directory.md").read_text()
+    for kind, fields in KINDS.items():
+        section = page.partition(f"### `{kind}`")[2].partition("\n### ")[0].partition("\n## ")[0]
+        listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+        assert listed == [field.name for field in dataclasses.fields(fields)], kind

@@ -81,8 +81,8 @@ def test_a_signal_in_start_up_saves_where_the_run_starts_and_a_resume_loses_noth
     assert (result.position.step, result.stopped_by, saved_steps(tmp_path)) == (0, "SIGTERM", [0])
     run_with(store, tmp_path, Hook(), complete_checkpoints(tmp_path / "checkpoints"))
     run_with(store, tmp_path / "whole", Hook())
-    ended = [read_metrics(run / "metrics.jsonl")[-1] for run in (tmp_path, tmp_path / "whole")]
-    assert ended[0]["heldout_loss"] == ended[1]["heldout_loss"]
+    ended = [read_metrics(run / "metrics.jsonl")[-2:] for run in (tmp_path, tmp_path / "whole")]
+    assert ended[0][0]["heldout_loss"] == ended[1][0]["heldout_loss"] and ended[0][1] == ended[1][1]
 
 
 def test_a_signal_in_the_start_up_of_a_resume_saves_nothing_twice(store: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_signal_during_an_evaluation_ends_it_within_a_few_batches(
     result = run_with(store, tmp_path, Hook(), eval_every=1, eval_tokens=0)
     assert len(seen) <= 6 + evaluating.STOP_CHECK_EVERY
     assert (result.position.step, saved_steps(tmp_path)) == (1, [1])
-    assert [line["kind"] for line in read_metrics(tmp_path / "metrics.jsonl")] == ["step"]
+    assert [line["kind"] for line in read_metrics(tmp_path / "metrics.jsonl")] == ["step", "end"]
 
 
 def test_a_signal_during_the_last_evaluation_ends_a_run_that_is_saved(

@@ -23,6 +23,7 @@ from boost.config import Config
 from boost.errors import CheckpointError, StorageError
 from boost.parallel.mesh import Mesh
 from boost.train.checkpoint.agreement import run_on_main
+from boost.train.rundir import BEST
 
 log = logging.getLogger("boost")
 
@@ -70,10 +71,13 @@ def incomplete_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: itself, or the newest one in a run directory or checkpoints folder.
+    """The checkpoint at a path: itself, or of a run directory or checkpoints folder the newest one, or with `@best` at the end of
+    the path the one with the lowest held-out loss.
 
     Raises CheckpointError if there is none.
     """
+    if path.name.endswith(BEST) and not path.exists():
+        return _find_best(Path(str(path).removesuffix(BEST)))
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file():
         return path
     for folder in (path / "checkpoints", path):
@@ -82,6 +86,17 @@ def find_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
     raise CheckpointError(f"no complete checkpoint in '{path}'; name a run directory or a step-... folder")
+
+
+def _find_best(run: Path) -> Path:
+    for folder in (run / "checkpoints", run):
+        if best := read_best(folder):
+            return checkpoint_path(folder, best.step)
+    newest = find_checkpoint(run)
+    raise CheckpointError(
+        f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has come yet; "
+        f"use '{newest}', the newest"
+    )
 
 
 def fallback_folder(config: Config) -> Path | None:

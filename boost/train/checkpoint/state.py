@@ -1,6 +1,6 @@
 """The model of state.json, and opening a checkpoint: everything except its tensors is read and checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -33,6 +33,11 @@ class Position:
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
     trouble: str = ""
     """Why the weights are ruined; '' if they are not. Such a checkpoint is only resumed from if given by its path."""
+    # What early stopping knows of past evaluations. It says nothing of the weights, so equal positions may differ in it.
+    best_heldout_loss: float | None = field(default=None, compare=False)
+    """Lowest held-out loss of periodic evaluations so far, nats per token; None before the first, and without early stopping."""
+    stale_evaluations: int = field(default=0, compare=False)
+    """Periodic evaluations since then."""
 
 
 class CheckpointState(BaseModel):
@@ -52,6 +57,8 @@ class CheckpointState(BaseModel):
     processes: Annotated[int, Field(ge=1, le=2**31)]
     skipped_steps: Counted = 0
     trouble: str = ""
+    best_heldout_loss: float | None = None
+    stale_evaluations: Counted = 0
     data: dict[str, Any]
     config: dict[str, Any]
 
@@ -91,7 +98,8 @@ class Checkpoint:
 
 
 def _position(state: CheckpointState) -> Position:
-    return Position(state.step, state.tokens, state.skipped_steps, state.trouble)
+    evaluations = state.best_heldout_loss, state.stale_evaluations
+    return Position(state.step, state.tokens, state.skipped_steps, state.trouble, *evaluations)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

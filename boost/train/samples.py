@@ -1,0 +1,71 @@
+"""Samples of text from the model in training."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from boost.data.store import TokenStore
+from boost.train.generate import Sampling, generate
+from boost.train.heartbeat import Phase, in_phase
+from boost.train.hooks import EvaluationEnd, Hook, SampleEnd
+from boost.train.model import Model
+
+if TYPE_CHECKING:
+    from boost.train.loop import Trainer
+
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)
+"""The same seed for every sample: they differ because the weights do."""
+PROMPT_TOKENS = 24
+"""Held-out tokens that a sample begins with, if no prompt is given."""
+
+
+class TextSamples(Hook):
+    """Generates `tokens` tokens for each prompt at each evaluation, on all processes (`Hook.on_sample`)."""
+
+    def __init__(self, tokens: int, prompts: Sequence[str] = ()) -> None:
+        """Without `prompts`: the start of the held-out text."""
+        self.tokens, self.prompts = tokens, tuple(prompts)
+        self._sampled: int | None = None
+
+    def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
+        if self._sampled == event.metrics.step:  # the final evaluation may follow a periodic one of the same weights
+            return
+        self._sampled = event.metrics.step
+        model, store = trainer.model, trainer.store
+        prompts = [encode(store, text) for text in self.prompts] or [heldout_prompt(store)]
+        with in_phase(Phase.EVALUATION):
+            texts = trainer.mesh.together(
+                lambda: [sample_text(model, store, each.ids, self.tokens) for each in prompts]
+            )
+        for prompt, text in zip(prompts, texts, strict=True):
+            trainer.notify(Hook.on_sample, SampleEnd(event.metrics.step, prompt.text, text))
+
+
+class Prompt(NamedTuple):
+    """What a text begins with, and its tokens: at least one."""
+
+    text: str
+    ids: list[int]
+
+
+def encode(store: TokenStore, text: str) -> Prompt:
+    """A prompt in the tokens of a store."""
+    return Prompt(text, store.tokenizer().encode(text, add_special_tokens=False).ids or [store.eos or 0])
+
+
+def heldout_prompt(store: TokenStore) -> Prompt:
+    """The start of the held-out text."""
+    heldout = store.split("heldout")
+    ids = heldout.window(0, min(PROMPT_TOKENS, heldout.n_tokens)).tolist()
+    return Prompt(store.tokenizer().decode(ids), ids)
+
+
+def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int, sampling: Sampling = SAMPLING) -> str:
+    """The model's continuation of the tokens of a prompt, up to the end of a document. Collective over the mesh.
+
+    Generates all tokens and truncates at the end of a document afterwards: replicas with sharded weights gather them for each
+    token, and a replica that stopped earlier because of rounding would leave the others waiting.
+    """
+    new = list(generate(model, prompt, tokens, sampling))
+    if store.eos in new:
+        new = new[: new.index(store.eos) + 1]
+    return str(store.tokenizer().decode(new))

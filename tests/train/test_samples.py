@@ -1,0 +1,56 @@
+"""Samples of text at evaluations: on every mesh, and without an effect on training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.train.metrics import MetricsHook, read_metrics
+from boost.train.samples import heldout_prompt
+from tests.distributed import run_distributed
+from tests.train.runs import make_config, make_trainer
+
+PROMPTS = ("import ", "def ")
+
+
+def fit(store: Path, folder: Path, tokens: int, prompts: tuple[str, ...] = PROMPTS, **parallel: Any) -> list[Any]:
+    """Losses of the steps, and (step, prompt, text) of samples: those of the main process."""
+    samples = {"sample_tokens": tokens, "sample_prompts": prompts if tokens else ()}
+    config = make_config(
+        store, folder, train={"steps": 4, "eval_every": 2, "eval_tokens": 640, **samples}, parallel=parallel
+    )
+    folder.mkdir(exist_ok=True)
+    trainer = make_trainer(config, MetricsHook())
+    trainer.start([])
+    trainer.fit()
+    if not trainer.mesh.is_main:
+        return []
+    lines = read_metrics(folder / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if line["kind"] == "step"]
+    return [losses, [(line["step"], line["prompt"], line["text"]) for line in lines if line["kind"] == "sample"]]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"tp": 2, "layout": "btp-sp"}, {"dp": 2, "shard": "full"}, {"pp": 2}])
+def test_samples_do_not_depend_on_the_mesh_and_change_no_step(
+    store: Path, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    losses, samples = fit(store, tmp_path / "one", 8)
+    assert [(step, prompt) for step, prompt, _ in samples] == [(step, prompt) for step in (2, 4) for prompt in PROMPTS]
+    assert all(text for *_, text in samples)
+    (found, seen), _ = run_distributed(2, fit_with, store, tmp_path / "two", 8, parallel)
+    (plain, none), _ = run_distributed(2, fit_with, store, tmp_path / "plain", 0, parallel)
+    assert found == plain and none == [] and seen == samples
+    assert found == pytest.approx(losses, rel=1e-9)
+
+
+def fit_with(store: Path, folder: Path, tokens: int, parallel: dict[str, Any]) -> list[Any]:
+    return fit(store, folder, tokens, **parallel)
+
+
+def test_without_prompts_held_out_text_is_continued(store: Path, tmp_path: Path) -> None:
+    from boost.data.store import TokenStore
+
+    _, samples = fit(store, tmp_path / "run", 4, ())
+    prompt = heldout_prompt(TokenStore.open(store))
+    assert [(step, text) for step, text, _ in samples] == [(2, prompt.text), (4, prompt.text)]
+    assert len(prompt.ids) == 24
