@@ -59,7 +59,7 @@ def main() -> int:
 def is_noticed(guard: Guard) -> str | None:
     """The first test that fails without the guard, or what ended the tests; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="boost-guards-") as folder:
-        for name in ("boost", "tests", "examples", "pyproject.toml"):
+        for name in ("boost", "benchmarks", "tests", "examples", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(folder, name))
         file = Path(folder, "boost", guard.file)

@@ -3,10 +3,10 @@
 from functools import cache
 from pathlib import Path
 
+from benchmarks import modeled as modeled_command
 from benchmarks.experiments import modeled
 from benchmarks.experiments.computed import MFU, goals
 from benchmarks.experiments.goals import target_of
-from boost.cli import bench_modeled
 from boost.measure.document import Table
 from boost.measure.results import Facts, figures
 from boost.plan.hardware import load_hardware
@@ -70,4 +70,4 @@ def test_the_figures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_the_command_line_knows_the_usual_hardware() -> None:
-    assert bench_modeled.HARDWARE == modeled.HARDWARE
+    assert modeled_command.HARDWARE == modeled.HARDWARE
