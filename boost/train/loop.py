@@ -131,8 +131,6 @@ class Trainer:
         # Read once: the store on disk may be replaced or deleted while the run trains.
         tokenizer, data = self.store.tokenizer_json.encode(), data_identity(self.store)
         self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
-        self.add_data = self._saver.add_data
-        """Adds to what the checkpoints of this run record of their data."""
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
         """Loads the first intact checkpoint of `resume_from`; without one, starts at step 0 from the weights of `start_from`
@@ -141,6 +139,10 @@ class Trainer:
         Raises CheckpointError if the checkpoint has another model or other data, or if all are damaged.
         """
         begin(self, resume_from, start_from)
+
+    def add_data(self, data: dict[str, Any]) -> None:
+        """Adds to what the checkpoints of this run record of their data."""
+        self._saver.add_data(data)
 
     def load(self, found: Checkpoint) -> None:
         """Loads weights, optimizer state, RNG states and position of a checkpoint. Collective. Raises CheckpointError."""
@@ -165,13 +167,11 @@ class Trainer:
 
         Hooks save: after the last step, when the run stops, and periodically.
         """
-        peak = peak_flops(
-            self.mesh.device, getattr(torch, self.config.train.compute_dtype), self.config.run.peak_tflops
-        )
+        dtype = getattr(torch, self.config.train.compute_dtype)
+        peak = peak_flops(self.mesh.device, dtype, self.config.run.peak_tflops)
         try:
             self.notify(Hook.setup)
-            start = TrainStart(self.position.step, self.config.train.steps)
-            self.notify(Hook.on_train_start, start)
+            self.notify(Hook.on_train_start, TrainStart(self.position.step, self.config.train.steps))
             self._is_fitting = True
             for event in self._early:
                 self.notify(Hook.on_membership, event)
