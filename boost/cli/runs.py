@@ -18,8 +18,8 @@ METRICS = ("loss", "heldout_loss")
 MOST_RUNS = 10
 LABEL, COLUMN = 16, 10
 """Widths of the head and of the other columns of a comparison."""
-HELDOUT_FROM, PAIRS_FROM = 72, 100
-"""Columns of a terminal from which the list has the held-out loss, and the time in full."""
+HELDOUT_FROM, YEAR_FROM = 72, 100
+"""Columns of a terminal from which the list has the held-out loss, and dates have a year."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ def _list(args: argparse.Namespace) -> int:
     for heading in ("step", "loss", *heldout):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("updated", no_wrap=True)
-    form = "%Y-%m-%d %H:%M" if width >= PAIRS_FROM else "%m-%d %H:%M"
+    form = "%Y-%m-%d %H:%M" if width >= YEAR_FROM else "%m-%d %H:%M"
     for record in runs:
         done = record.summary()
         name = str(record.path) if record.path == top else str(record.path.relative_to(top))

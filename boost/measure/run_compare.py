@@ -15,8 +15,8 @@ LETTERS = "ABCDEFGHIJ"
 """Short names of runs, in the order of the command line."""
 BINS = 200
 """Points of a curve in a picture: each is a mean over equal parts of the x axis."""
-WHERE_ONLY = ("run.dir",)
-"""Keys that differ between any two runs and say nothing."""
+IGNORED_KEYS = ("run.dir",)
+"""Keys that differ between any two runs."""
 
 Axis = Literal["step", "tokens"]
 Points = list[tuple[float, float]]
@@ -35,7 +35,7 @@ class Curve:
 def config_difference(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Values by key, one per run, of keys that are not equal in all; None where a run does not have the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
-    values = {key: [run.config.get(key) for run in runs] for key in keys if key not in WHERE_ONLY}
+    values = {key: [run.config.get(key) for run in runs] for key in keys if key not in IGNORED_KEYS}
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
 
 

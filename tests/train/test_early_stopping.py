@@ -97,7 +97,7 @@ def test_a_resumed_run_counts_on_and_one_that_has_ended_only_evaluates_again(sto
     more = {**train, "early_stopping_patience": 4}
     assert (tmp_path / "metrics.jsonl").read_text() == before, "the final evaluation is there once"
     trainer, result, steps = fit(store, tmp_path, {**losses, 16: 2.9, **dict.fromkeys(range(18, 30), 2.9)}, end, **more)
-    assert ended(trainer, result) == (20, 20, 2.9, 2) and steps == list(range(9, 21)), "more patience: it goes on"
+    assert ended(trainer, result) == (20, 20, 2.9, 1) and steps == list(range(9, 21)), "more patience: it goes on"
     assert result.early is None
 
 

@@ -212,9 +212,6 @@ def test_a_resumed_run_is_the_same_run_for_trackers_and_one_that_starts_over_is_
 
 def test_wandb_offline_keeps_one_run_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
     monkeypatch.setenv("WANDB_MODE", "offline")
     run, config = start(tmp_path / "run", "--run.wandb", "true", "--run.project", "mine")
     for number in (1, 2):
@@ -225,19 +222,10 @@ def test_wandb_offline_keeps_one_run_in_the_run_directory(tmp_path: Path, monkey
     (run_id,) = json.loads(run.trackers.read_text()).values()
     files = sorted((run.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2
-    keys, ids, settings = set(), set(), set()
-    for file in files:
-        data = DataStore()
-        data.open_for_scan(str(file))
-        while (raw := data.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(raw)
-            keys |= {item.key or ".".join(item.nested_key) for item in record.history.item}
-            if record.run.run_id:
-                ids.add((record.run.run_id, record.run.project, record.run.display_name))
-                settings |= {item.key for item in record.run.config.update}
-    assert ids == {(run_id, "mine", "run")}
-    assert {"train/loss", "eval/heldout_loss"} <= keys and {"model", "train", "optim"} <= settings
+    for file in files:  # uncompressed records
+        content = file.read_bytes()
+        for word in (run_id, "mine", "train/loss", "eval/heldout_loss", '"family":"cola"'):
+            assert word.encode() in content, word
 
 
 def test_tensorboard_has_configuration_samples_and_hyperparameters_of_all_runs_of_a_folder(tmp_path: Path) -> None:
