@@ -6,7 +6,7 @@
 #   docker run --rm --gpus all --shm-size 16g --volume "$PWD/work:/work" boost:0.1.0 train demo
 #
 # The slim image has no CUDA: torch's wheels bring CUDA and NCCL, and the host's container toolkit brings the driver.
-# constraints.txt was resolved with Python 3.11.
+# constraints.txt was resolved with Python 3.11. Never built so far: there was no container runtime to build it with.
 FROM python:3.11-slim
 
 # Triton compiles its launchers with the system's C compiler (train.compile, the default on GPUs).

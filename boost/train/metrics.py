@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from boost.config import Config, to_toml
 from boost.errors import ConfigError, DataError, StorageError
@@ -186,7 +186,7 @@ class MetricsWriter:
                 from torch.utils.tensorboard.summary import hparams
 
                 *_, success = hparams({}, {})
-                self._board._get_file_writer().add_summary(success, event.step)
+                cast(Any, self._board._get_file_writer()).add_summary(success, event.step)
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which will be trained again. Raises StorageError."""
@@ -304,7 +304,7 @@ def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, ste
         values[key] = value if isinstance(value, bool | int | float | str) else str(value)
     # `SummaryWriter.add_hparams` would write them into a folder of their own, and a list for all runs (the first part).
     _, start, _ = hparams(values, {})
-    board._get_file_writer().add_summary(start, step)
+    cast(Any, board._get_file_writer()).add_summary(start, step)
 
 
 def _preformatted(text: str) -> str:
