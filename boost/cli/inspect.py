@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
-        help="how a model is sharded: every weight, the residual stream, every collective",
+        help="show how a model is sharded, and every collective",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
         description="Prints the shard of each weight on one process of a TP group, and every collective of an optimizer\n"
         "step with its shape and bytes. Starts no process. Tests check the runtime against this table.",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "validate",
-        help="compare predictions with the paper's numbers and with measured steps",
+        help="compare predictions with papers and with measured steps",
         description="Compares the performance model with the paper's measurements, and with steps measured on CPUs and GPUs\n"
         "(PATH.json). Predictions are recomputed from the profiles stored with the measurements. Exit code 1 if an error\n"
         "exceeds its limit.",

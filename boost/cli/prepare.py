@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the command and returns its parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prepare",
-        help="text to token store: files, folders, a Hugging Face dataset, or the Python standard library",
+        help="tokenize files, a Hugging Face dataset or a code corpus",
         description="Reads text, trains or loads a tokenizer, and writes a token store for 'boost train'.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

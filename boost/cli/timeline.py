@@ -12,7 +12,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "timeline",
-        help="draw a recorded step: computation and communication of each process",
+        help="draw a recorded step: computation and communication",
         description="Draws a step that --train.profile recorded: when each process computes, when its collectives are on the\n"
         "wire, and how much of that is hidden behind computation. The traces themselves open in ui.perfetto.dev.",
         epilog="examples:\n"
