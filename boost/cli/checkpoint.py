@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from boost.errors import CheckpointError, ConfigError
+from boost.format import format_bytes
 
 if TYPE_CHECKING:
     from boost.train.checkpoint.inspect import CheckpointInfo
@@ -71,7 +72,7 @@ def _list(args: argparse.Namespace) -> int:
     for info, row in zip(found, rows, strict=True):
         loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
         saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(str(info.step), saved, f"{info.bytes / 1e6:.1f} MB", loss, info.status)
+        table.add_row(str(info.step), saved, format_bytes(info.bytes), loss, info.status)
     Console().print(table)
     for info in found:
         if info.problem:

@@ -7,6 +7,7 @@ from typing import Any
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, summary, type_name
+from boost.format import format_count
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -85,7 +86,7 @@ def _print_presets(as_json: bool) -> None:
             short.get(column, column), justify="left" if column in ("preset", "family") else "right", no_wrap=True
         )
     for row in rows:
-        cells = {**row, "parameters": f"{row['parameters'] / 1e6:.0f}M", "rank": row["rank"] or ""}
+        cells = {**row, "parameters": format_count(row["parameters"]), "rank": row["rank"] or ""}
         table.add_row(*(str(cells[column]) for column in columns))
     Console().print(table)
     print()

@@ -266,7 +266,7 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
     """Collectives of one phase of a step, summed over blocks and micro-batches."""
     from rich.table import Table
 
-    from boost.plan.inspection import human_bytes
+    from boost.format import format_bytes
 
     if not rows:
         return
@@ -280,7 +280,7 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
         table.add_column(heading, justify="right")
     for row in rows:
         c = row.collective
-        times, sizes = f"x {row.count:,}", (human_bytes(c.sent_bytes), human_bytes(row.total_bytes))
+        times, sizes = f"x {row.count:,}", (format_bytes(c.sent_bytes), format_bytes(row.total_bytes))
         table.add_row(c.place, c.kind, _shape(c.shape), _DTYPES[c.dtype], sizes[0], times, sizes[1])
     console.print(table)
 
@@ -288,7 +288,7 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
 def _print_totals(console: "Console", inspection: "Inspection") -> None:
     from rich.text import Text
 
-    from boost.plan.inspection import human_bytes
+    from boost.format import format_bytes
 
     if not inspection.issued:
         console.print(Text("\nno collectives: one process"), soft_wrap=True)
@@ -302,7 +302,7 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
     if inspection.exact:
         totals["per exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
     for per, sent in totals.items():
-        console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
+        console.print(Text(f"  {per:<15}{format_bytes(sent):>9}"))
 
 
 def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:
@@ -327,8 +327,8 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
     from rich.table import Table
     from rich.text import Text
 
+    from boost.format import format_bytes
     from boost.plan.categories import CATEGORIES
-    from boost.plan.inspection import human_bytes
 
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
     train = config.train
@@ -345,8 +345,10 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
     sides = [side for _, side in columns]
     for category, words in CATEGORIES.items():
         if any(side.get(category) for side in sides):
-            table.add_row(category, *(human_bytes(side[category]) if category in side else "" for side in sides), words)
-    table.add_row("sum", *(human_bytes(sum(side.values())) for side in sides), style="bold")
+            table.add_row(
+                category, *(format_bytes(side[category]) if category in side else "" for side in sides), words
+            )
+    table.add_row("sum", *(format_bytes(sum(side.values())) for side in sides), style="bold")
     console.print(table)
     console.print(Text(f"Predicted peak during: {peak.during}. Columns before the peak: memory between the passes."))
     if measured:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from boost.cli.plan_progress import progress, without_gc
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, model_words
 from boost.errors import ConfigError
+from boost.format import format_seconds
 from boost.plan import by_gpus as gpus_grid
 from boost.plan import by_tokens as tokens_grid
 from boost.plan.by_gpus import GpusCell
 from boost.plan.by_tokens import Cell, changes, fastest, slower
 from boost.plan.candidates import Request
-from boost.plan.compare import human_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,9 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
     for name in ("tokens a step", *(f"{cell.gpus} GPUs" for cell in rows[0])):
         table.add_column(name, justify="right")
     for row in rows:
-        words = [f"{cell.way}\n{human_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row]
+        words = [
+            f"{cell.way}\n{format_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row
+        ]
         table.add_row(f"{row[0].tokens:,}", *words)
     out.print(table)
     out.print(Text("\nWithout pipelines. Differences below 5% are within the error."))

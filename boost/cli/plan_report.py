@@ -13,10 +13,10 @@ from boost.cli.plan_write import asked_keys, undecided
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
+from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
-from boost.plan.compare import Alternative, choices, human_seconds, mesh
+from boost.plan.compare import Alternative, choices, mesh
 from boost.plan.hardware import Hardware
-from boost.plan.inspection import human_bytes
 from boost.plan.interval import fit_probability, interval
 from boost.plan.questions import Answer
 from boost.plan.search import Plan, Search
@@ -218,7 +218,7 @@ def model_words(config: Config, name: str) -> str:
     rank = f", r {model.rank}" if model.rank else ""
     return (
         f"{name}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}{rank}; "
-        f"{parameter_count(model) / 1e9:.3g}B parameters"
+        f"{format_count(parameter_count(model))} parameters"
     )
 
 
@@ -238,16 +238,18 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
     room = (
-        f"{plan.memory / plan.usable:.0%}" if plan.shortfall <= 0 else f"OUT OF MEMORY by {human_bytes(plan.shortfall)}"
+        f"{plan.memory / plan.usable:.0%}"
+        if plan.shortfall <= 0
+        else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
-    low, high = map(human_seconds, interval(time.seconds, parallel, hardware))
+    low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
     chance = f"fits with a probability of {_probability(fit_probability(plan.memory, plan.usable))}"
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": f"{human_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
-        "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
-        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process}; "
+        "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
+        "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
+        "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} stay free); {chance}",
     }
     if args.price is not None:
@@ -282,8 +284,8 @@ def _print_others(out: "Console", report: PlanReport) -> None:
         words = Text(f"{mesh(plan.config.parallel)}; {choices(plan.config)}\n")
         words.append(other.why, style="dim" if fits else "red")
         ratio = f"{plan.time.seconds / report.best.time.seconds:.2f} x" if fits else ""
-        step = human_seconds(plan.time.seconds) if fits else "-"
-        table.add_row("; ".join(other.kinds), step, ratio, human_bytes(plan.memory), words)
+        step = format_seconds(plan.time.seconds) if fits else "-"
+        table.add_row("; ".join(other.kinds), step, ratio, format_bytes(plan.memory), words)
     out.print(table)
 
 
@@ -325,7 +327,7 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         plan = each.plan
         speed = f"{plan.time.tokens_per_second:,.0f}"
         table.add_row(
-            each.policy, f"{each.amount:,}", human_bytes(plan.memory), speed,
+            each.policy, f"{each.amount:,}", format_bytes(plan.memory), speed,
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
     out.print(table)

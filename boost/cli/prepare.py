@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.format import format_bytes
+
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareResult, Progress
     from boost.data.store import TokenStore
@@ -227,8 +229,8 @@ def _lines(seconds_between: float = 10.0) -> "Progress":
         def update(self, consumed: int, documents: int) -> None:
             if time.monotonic() - self.shown >= seconds_between:
                 self.shown = time.monotonic()
-                share = f" ({min(100 * consumed // self.total, 100)} %)" if self.total else ""
-                text = f"prepare: {self.name}: {documents:,} documents, {consumed / 1e6:,.1f} MB{share}"
+                share = f" ({min(consumed / self.total, 1):.0%})" if self.total else ""
+                text = f"prepare: {self.name}: {documents:,} documents, {format_bytes(consumed)}{share}"
                 print(text, file=sys.stderr, flush=True)
 
     return Lines()

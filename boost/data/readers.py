@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 from boost.config.text import foreign_encoding
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
+from boost.format import format_bytes
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 PARQUET_SUFFIXES = (".parquet",)
@@ -152,7 +153,7 @@ def _read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -
     with _open(path) as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise Unreadable(f"longer than {MAX_DOCUMENT_BYTES >> 30} GiB", fix="split it into several files")
+        raise Unreadable(f"longer than {format_bytes(MAX_DOCUMENT_BYTES)}", fix="split it into several files")
     text = decode(data)
     del data
     document = accept(text, key, "", entry)
@@ -171,7 +172,9 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
             if not compressed:
                 report.consumed += len(line)
             if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise Unreadable(f"a line longer than {MAX_LINE_BYTES >> 30} GiB", where, "split it into shorter lines")
+                raise Unreadable(
+                    f"a line longer than {format_bytes(MAX_LINE_BYTES)}", where, "split it into shorter lines"
+                )
             if not line.strip():
                 entry.skip("blank line", where)
                 continue

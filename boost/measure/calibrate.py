@@ -209,7 +209,8 @@ def _attention(by_name: dict[str, list[Point]], dtype: str) -> list[dict[str, fl
 
 def _gb_s(bytes_per_second: float) -> float:
     """In GB/s, to four significant digits: on a machine that is busy with other things a wire is slow, and never 0."""
-    return float(f"{bytes_per_second / 1e9:.4g}")
+    gb_s = bytes_per_second / 1e9
+    return float(f"{gb_s:.4g}")
 
 
 def _link(points: Sequence[Point], processes: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 `ConsoleHook` prints it on the main process. `progress` is the progress bar for everything else that takes seconds.
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
+from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
 from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
 
@@ -137,7 +137,7 @@ class ConsoleHook(Hook):
 def _introduction(trainer: "Trainer") -> list[str]:
     model, parallel, train = trainer.config.model, trainer.config.parallel, trainer.config.train
     lines = [
-        f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.spec.name}, "
+        f"{model.title} {format_count(parameter_count(model))} parameters, layout {trainer.model.layout.spec.name}, "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}{f' x cp {parallel.cp}' * (parallel.cp > 1)} on "
         f"{trainer.mesh.device.type}, "
         f"{trainer.batches.n_samples} sequences of {train.seq_len} tokens to train on"
@@ -228,7 +228,7 @@ def _with_lines(items: Iterable[Item], total: int | None, description: str) -> I
 
 
 def _remaining(done: int, total: int | None, elapsed: float) -> str:
-    return "" if total is None else f"eta {duration(elapsed / done * (total - done))}"
+    return "" if total is None else f"eta {format_duration(elapsed / done * (total - done))}"
 
 
 class EtaEstimator:
@@ -250,20 +250,20 @@ class EtaEstimator:
 
 
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
-    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2 %  1.2 GiB  eta 3:21`"""
+    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21`"""
     return (
         f"step {_step_of_total(metrics.step, total_steps)}  loss {metrics.loss:.4f}  "
-        f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {count(metrics.tokens_per_second)} tok/s  "
-        f"mfu {percent(metrics.mfu)}  {size(metrics.memory_bytes)}  eta {duration(eta)}"
+        f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {format_rate(metrics.tokens_per_second, 2)}  "
+        f"mfu {format_percent(metrics.mfu)}  {format_bytes(metrics.memory_bytes, 2)}  eta {format_duration(eta)}"
     )
 
 
 def step_stats(metrics: StepMetrics, eta: float, show_mfu: bool) -> str:
     """The same for the bar, shorter; MFU only where the terminal is wide enough."""
-    used = f"mfu {percent(metrics.mfu)} " if show_mfu else ""
+    used = f"mfu {format_percent(metrics.mfu)} " if show_mfu else ""
     return (
-        f"loss {metrics.loss:.4f} {count(metrics.tokens_per_second)} tok/s {used}"
-        f"{size(metrics.memory_bytes)} eta {duration(eta)}"
+        f"loss {metrics.loss:.4f} {format_rate(metrics.tokens_per_second, 2)} {used}"
+        f"{format_bytes(metrics.memory_bytes, 2)} eta {format_duration(eta)}"
     )
 
 
@@ -271,48 +271,9 @@ def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`"""
     return (
         f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
-        f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {count(metrics.tokens)} tokens"
+        f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {format_count(metrics.tokens, 2)} tokens"
     )
 
 
 def _step_of_total(step: int, total_steps: int) -> str:
     return f"{step:>{max(len(str(total_steps)), 5)}}/{total_steps}"
-
-
-def count(number: float) -> str:
-    """A count to about three digits: 950, 8.1k, 12k, 1.3M, 2.5G; 'n/a' for nan."""
-    return _with_unit(number, 1000.0, ("", "k", "M", "G", "T"))
-
-
-def size(n_bytes: float) -> str:
-    """Bytes in binary units: 512 B, 3.4 MiB, 1.2 GiB."""
-    return _with_unit(n_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def percent(fraction: float) -> str:
-    """A fraction as '41.2 %'; 'n/a' for nan."""
-    return f"{fraction * 100:.1f} %" if math.isfinite(fraction) else "n/a"
-
-
-def duration(seconds: float) -> str:
-    """0:07, 3:21, 2:03:21 or 3d 4:00:00; '-' if not finite."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, second = divmod(round(max(seconds, 0.0)), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
-
-
-def _with_unit(number: float, base: float, units: tuple[str, ...]) -> str:
-    if not math.isfinite(number):
-        return "n/a"
-    index = 0
-    while index + 1 < len(units) and round(abs(number)) >= base:
-        number, index = number / base, index + 1
-    digits = 1 if index and abs(number) < 9.95 else 0
-    if base == 1024 and index:
-        digits = 1
-    return f"{number:.{digits}f}{units[index]}"
