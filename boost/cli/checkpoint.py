@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import print_table, result_console
 from boost.errors import CheckpointError, ConfigError
 from boost.format import format_bytes
 
@@ -62,7 +63,6 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -73,7 +73,7 @@ def _list(args: argparse.Namespace) -> int:
         loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
         saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(str(info.step), saved, format_bytes(info.bytes), loss, info.status)
-    Console().print(table)
+    print_table(result_console(100), table)
     for info in found:
         if info.problem:
             print(f"{info.path.name}: {info.problem}")

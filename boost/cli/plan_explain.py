@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from boost.cli.terminal import print_table
 from boost.format import format_bytes, format_rate, format_seconds
 from boost.plan.bars import StackedBar, bars_picture
 from boost.plan.categories import CATEGORIES
@@ -68,7 +69,7 @@ def _print_parts(
         bar = RichBar(whole, begin, begin + size, width=_BAR, color="cyan")
         table.add_row(part, words[part], f"{size / whole:.0%}", bar, meaning[part])
         begin += size
-    out.print(table)
+    print_table(out, table)
 
 
 def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
@@ -89,7 +90,7 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
             work.place, _PHASES[work.phase], " x ".join(f"{n}" for n in shape), f"{each.calls:,}", f"{each.flops / 1e12:,.1f}",
             format_bytes(each.bytes), f"{work.intensity:,.0f}", format_seconds(each.seconds), f"{each.share_of_peak:.0%}",
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     rest = listed[len(shown) :]
     if rest:
         out.print(f"and {len(rest)} smaller shapes: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
@@ -116,7 +117,7 @@ def _print_elementwise(out: "Console", plan: Plan, hardware: Hardware, rank: int
             each.place, _PHASES[each.phase], KERNELS[each.kernel], f"{each.calls:,}", format_bytes(each.bytes),
             format_seconds(each.seconds), f"{each.seconds / whole:.0%}",
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     rest = listed[len(shown) :]
     if rest:
         out.print(f"and {len(rest)} smaller kinds: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
@@ -141,7 +142,7 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
             c.axis, c.place, _PHASES[c.phase], c.kind, each.link, f"{c.processes}", f"{each.times:,}", format_bytes(each.bytes),
             format_seconds(each.seconds),
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
 
 
 def picture(plan: Plan, name: str, gpu: str) -> str:

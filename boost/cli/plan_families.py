@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console
+from boost.cli.terminal import print_table
 from boost.config.architecture import parameter_count
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
@@ -65,7 +66,7 @@ def print_families(args: argparse.Namespace, hardware: "Hardware", found: dict[s
         if args.price is not None:
             cells.append(f"{plan.time.cost_per_billion(args.price):,.2f}" if fits else "-")
         table.add_row(*cells, _against(dense, plan))
-    out.print(table)
+    print_table(out, table)
     out.print()
     for name, plan in found.items():
         lacks = f"out of memory by {format_bytes(plan.shortfall)}: " if plan.shortfall > 0 else ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from boost.cli.plan_progress import progress, without_gc
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, model_words
+from boost.cli.terminal import print_table
 from boost.errors import ConfigError
 from boost.format import format_seconds
 from boost.plan import by_gpus as gpus_grid
@@ -85,7 +86,7 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
             f"{cell.way}\n{format_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row
         ]
         table.add_row(f"{row[0].tokens:,}", *words)
-    out.print(table)
+    print_table(out, table)
     out.print(Text("\nWithout pipelines. Differences below 5% are within the error."))
 
 
@@ -122,7 +123,7 @@ def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[S
             f"{row[0].tokens:,}",
             *(Text(w, style="bold" if cell is best else "") for w, cell in zip(words, row, strict=True)),
         )
-    out.print(table)
+    print_table(out, table)
     said = "; ".join(f"{_way(cell)} from {cell.tokens:,} tokens" for cell in changes(rows))
     out.print(Text(f"\nfastest: {said}"))
     out.print(

@@ -3,13 +3,13 @@
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.plan_model import hugging_face_folder
 from boost.cli.plan_write import asked_keys, undecided
+from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
@@ -44,9 +44,7 @@ class PlanReport:
 
 def console() -> "Console":
     """A console as wide as the terminal, or 110 columns for a pipe."""
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=110)
+    return result_console(110)
 
 
 def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
@@ -192,7 +190,7 @@ def print_report(report: PlanReport) -> None:
     }
     facts["batch"] = _batch(report.best.config, args.global_batch)
     for key, value in facts.items():
-        out.print(Text(f"{key:<12}{value}"), soft_wrap=True)
+        print_fact(out, key, value)
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
     out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
     print_plan(out, report.best, args, report.request.hardware)
@@ -210,7 +208,7 @@ def print_report(report: PlanReport) -> None:
     if args.write is not None:
         out.print(Text(f"\n{args.write} written; not decided by the plan:"), soft_wrap=True)
         for line in undecided(report.best.config, asked_keys(args)):
-            out.print(Text(f"- {line}"), soft_wrap=True)
+            print_fact(out, "-", line, 2)
 
 
 def model_words(config: Config, name: str) -> str:
@@ -233,7 +231,6 @@ def _batch(config: Config, asked: str | None) -> str:
 
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
     """Prints choices and predictions of one configuration."""
-    from rich.text import Text
 
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
@@ -256,10 +253,10 @@ def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: H
         cost = time.cost_per_billion(args.price)
         facts["cost"] = f"{cost:,.2f} USD per 1B tokens at {args.price:g} USD per GPU-hour"
     for key, value in facts.items():
-        out.print(Text(f"  {key:<10}{value}"), soft_wrap=True)
+        print_fact(out, f"  {key}", value)
     parts = sorted(time.parts.items(), key=lambda each: -each[1])
     shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
-    out.print(Text(f"  {'breakdown':<10}{', '.join(shares)}"), soft_wrap=True)
+    print_fact(out, "  breakdown", ", ".join(shares))
 
 
 def _probability(value: float) -> str:
@@ -286,7 +283,7 @@ def _print_others(out: "Console", report: PlanReport) -> None:
         ratio = f"{plan.time.seconds / report.best.time.seconds:.2f} x" if fits else ""
         step = format_seconds(plan.time.seconds) if fits else "-"
         table.add_row("; ".join(other.kinds), step, ratio, format_bytes(plan.memory), words)
-    out.print(table)
+    print_table(out, table)
 
 
 def print_answers(args: argparse.Namespace, request: Request, answers: list[Answer], what: str) -> None:
@@ -311,9 +308,9 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         out.print(Text(f"nothing fits on {args.gpus} x {args.gpu}"))
         return
     most = max(found, key=lambda each: each.amount)
-    out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"), soft_wrap=True)
+    out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"))
     if most.plan is not None:
-        out.print(Text(model_words(most.plan.config, args.model)), soft_wrap=True)
+        out.print(Text(model_words(most.plan.config, args.model)))
     out.print("\nby recomputation policy", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("train.recompute", no_wrap=True)
@@ -330,5 +327,5 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
             each.policy, f"{each.amount:,}", format_bytes(plan.memory), speed,
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     out.print(Text("\nGlobal batch: two micro-batches per replica and stage. Larger ones are faster with a pipeline."))

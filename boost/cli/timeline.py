@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from boost.cli.terminal import print_table, result_console
 from boost.errors import ConfigError
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -30,7 +31,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from boost.cli.bench_common import needs_matplotlib
@@ -52,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right")
     for row in rows(steps):
         table.add_row(*row)
-    Console().print(table)
+    print_table(result_console(100), table)
     print(f"\n{out}")
     return 0

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar, overload
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
@@ -25,6 +25,9 @@ Item = TypeVar("Item")
 
 MFU_MIN_WIDTH = 100
 """Columns of a terminal from which the bar includes MFU."""
+
+BAR_MIN_WIDTH = 76
+"""Columns of a terminal from which the bar is drawn, with memory and the elapsed time; below, numbers only."""
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between the plain lines of `progress`; shorter work prints nothing."""
@@ -89,7 +92,7 @@ class BarConsole(Console):
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        stats = step_stats(metrics, self._eta.eta(metrics), show_mfu=self._bar.console.width >= MFU_MIN_WIDTH)
+        stats = step_stats(metrics, self._eta.eta(metrics), self._bar.console.width)
         self._bar.update(self._task, completed=metrics.step, stats=stats)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
@@ -191,14 +194,15 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
 
 def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
     """A bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
+    narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
+    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
+    columns.append(TextColumn("{task.fields[stats]}", markup=False))
+    if not narrow:
+        columns = [columns[0], BarColumn(bar_width=None), *columns[1:], TimeElapsedColumn()]
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[stats]}", markup=False),
-        TimeElapsedColumn(),
+        *columns,
         console=rich_console,
-        expand=True,
+        expand=not narrow,
         transient=transient,
         refresh_per_second=4,
     )
@@ -258,13 +262,12 @@ def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
     )
 
 
-def step_stats(metrics: StepMetrics, eta: float, show_mfu: bool) -> str:
-    """The same for the bar, shorter; MFU only where the terminal is wide enough."""
-    used = f"mfu {format_percent(metrics.mfu)} " if show_mfu else ""
-    return (
-        f"loss {metrics.loss:.4f} {format_rate(metrics.tokens_per_second, 2)} {used}"
-        f"{format_bytes(metrics.memory_bytes, 2)} eta {format_duration(eta)}"
-    )
+def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
+    """The same for the bar, shorter; memory and MFU only where the terminal is wide enough."""
+    words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
+    words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH)
+    words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
+    return " ".join([*words, f"eta {format_duration(eta)}"])
 
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:

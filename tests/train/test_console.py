@@ -143,3 +143,14 @@ def test_short_or_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture
     assert list(progress(range(5), "short")) == [0, 1, 2, 3, 4]
     assert list(progress(2, "other rank", enabled=False)) == [0, 1]
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("total", [1000, 1_000_000])
+def test_sixty_columns_keep_step_loss_speed_and_eta(total: int) -> None:
+    rich = terminal(60)
+    with BarConsole(total, 0, rich) as shown:
+        shown.step(step(120))
+    bar = shown_on(rich).rsplit("train", 1)[1]
+    for part in (f"120/{total}", "loss 4.3210 8.1k tok/s eta "):
+        assert part in bar
+    assert "…" not in bar
