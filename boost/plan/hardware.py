@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from boost.config.gpus import find_peak
 from boost.config.schema import Positive, Section
 from boost.config.text import read_toml
 from boost.errors import ConfigError
@@ -291,7 +292,18 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """The raw tables of a profile; `like` names a built-in profile whose values it overrides."""
+    """The tables of a profile. `gpu` names the entry of boost/config/gpus.toml with the peaks that it leaves out."""
+    tree = _raw(name)
+    peak = find_peak(str(tree.pop("gpu", "")))
+    for dtype, speed in tree.get("speeds", {}).get("gemm", {}).items():
+        tflops = None if peak is None else peak.of_dtype(dtype)
+        if isinstance(speed, dict) and tflops is not None:
+            speed.setdefault("tflops", tflops)
+    return tree
+
+
+def _raw(name: str) -> dict[str, Any]:
+    """The same as written; `like` names a built-in profile whose values it overrides."""
     own = name.endswith(".toml")
     path = Path(name) if own else PROFILES / f"{full_name(name)}.toml"
     if not path.is_file():
@@ -314,7 +326,7 @@ def _read(name: str) -> dict[str, Any]:
     like = str(tree.pop("like"))
     if like not in names():
         raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
-    return _merged(_read(like), tree)
+    return _merged(_raw(like), tree)
 
 
 def full_name(name: str) -> str:
