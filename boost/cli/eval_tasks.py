@@ -30,8 +30,9 @@ def require_tasks(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} = {value} has no effect without --tasks; add --tasks NAME")
     if not args.tasks:
         return
-    if args.store:
-        raise ConfigError(f"--store = '{args.store}' has no effect with --tasks; remove one of them")
+    for flag, value in (("--store", args.store), ("--max-tokens", args.max_tokens)):
+        if value:
+            raise ConfigError(f"{flag} = {value} has no effect with --tasks; remove one of them")
     if args.fewshot is not None and args.fewshot < 0:
         raise ConfigError(f"--fewshot = {args.fewshot} is too small; smallest valid value: 0")
     if args.limit is not None and args.limit < 1:

@@ -42,7 +42,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="text, JSONL, CSV or Parquet files (.gz and .zst too), or folders of them")
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="text, JSONL, CSV or Parquet files, or folders of them; .gz and .zst too",
+    )
     parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
     parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
     parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="its split to read (default: %(default)s)")

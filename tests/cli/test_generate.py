@@ -97,7 +97,7 @@ def test_standard_input(
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
         (b"", ["--prompt", "-", "--prompts", "-"], "standard input can be read once"),
         (b"", ["--chat", "--json"], "--chat without --prompt is a dialog"),
-        (b"", ["--chat", "--prompt", "hello"], "has no chat template"),
+        pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes(
@@ -115,6 +115,7 @@ def test_mistakes(
     assert err.count("\n") == 1 and expected in err
 
 
+@pytest.mark.slow
 def test_chat_answers_the_rendered_message(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = say(capsys, "generate", chat, "--chat", "--prompt", "hi", "--json", *SHORT)
     assert code == 0, err
@@ -122,6 +123,7 @@ def test_chat_answers_the_rendered_message(chat: Path, capsys: pytest.CaptureFix
     assert lines_of(out)[0] == {**lines_of(rendered)[0], "prompt": "hi"}
 
 
+@pytest.mark.slow
 def test_a_dialog_remembers_what_was_said(
     chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
