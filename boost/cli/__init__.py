@@ -5,25 +5,17 @@ import keyword
 from collections.abc import Sequence
 from typing import Any
 
-COMMANDS = (
-    "prepare",
-    "train",
-    "coordinate",
-    "eval",
-    "generate",
-    "config",
-    "inspect",
-    "plan",
-    "plan calibrate",
-    "plan validate",
-    "verify",
-    "bench",
-    "runs",
-    "checkpoint",
-    "timeline",
-    "export",
-    "import",
-)
+COMMAND_GROUPS = {
+    "data": ("prepare",),
+    "training": ("train", "config", "eval", "generate", "timeline"),
+    "models": ("runs", "checkpoint", "export", "import"),
+    "planning": ("plan", "plan calibrate", "plan validate", "inspect", "bench"),
+    "clusters": ("verify", "coordinate"),
+    "shell": ("completion",),
+}
+"""Commands by heading, in the order of `boost --help`."""
+
+COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
 def load_command(name: str) -> Any:

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import print_table, result_console
 from boost.errors import CheckpointError, ConfigError
+from boost.format import format_bytes
 
 if TYPE_CHECKING:
     from boost.train.checkpoint.inspect import CheckpointInfo
@@ -63,7 +65,6 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -74,8 +75,8 @@ def _list(args: argparse.Namespace) -> int:
         loss = "-" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"
         saved = info.saved.strftime("%Y-%m-%d %H:%M:%S")
         state = f"{info.status}, best" if row["best"] else info.status
-        table.add_row(str(info.step), saved, f"{info.bytes / 1e6:.1f} MB", loss, state)
-    Console().print(table)
+        table.add_row(str(info.step), saved, format_bytes(info.bytes), loss, state)
+    print_table(result_console(100), table)
     for info in found:
         if info.problem:
             print(f"{info.path.name}: {info.problem}")

@@ -4,9 +4,14 @@ import argparse
 import json
 from typing import Any
 
+from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import load, presets, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import fields, summary, type_name
+from boost.format import format_count
+
+TABLE_WIDTH = 76
+"""Columns that the whole table of presets takes."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -74,23 +79,26 @@ def _print_presets(as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
+
+    console = result_console(80)
 
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)  # to fit 80 columns whole
     short = {"parameters": "params", "seq_len": "seq"}
-    columns = [column for column in rows[0] if column != "what"]
+    narrow = ("ffn_dim", "heads", "tp", "pp") if console.width < TABLE_WIDTH else ()  # a preset prints them
+    columns = [column for column in rows[0] if column != "what" and column not in narrow]
     for column in columns:
         table.add_column(
             short.get(column, column), justify="left" if column in ("preset", "family") else "right", no_wrap=True
         )
     for row in rows:
-        cells = {**row, "parameters": f"{row['parameters'] / 1e6:.0f}M", "rank": row["rank"] or ""}
+        cells = {**row, "parameters": format_count(row["parameters"]), "rank": row["rank"] or ""}
         table.add_row(*(str(cells[column]) for column in columns))
-    Console().print(table)
+    print_table(console, table)
     print()
+    longest = max(len(row["preset"]) for row in rows)
     for row in rows:
-        print(f"{row['preset']:{max(len(row['preset']) for row in rows)}}  {row['what']}")
+        print_fact(console, row["preset"], row["what"], longest + 2)
 
 
 def _print_fields(as_json: bool) -> None:

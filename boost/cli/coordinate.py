@@ -14,7 +14,7 @@ PORT = 29410
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "coordinate",
-        help="host the store of a run with in-step recovery on several machines",
+        help="host the store of a run with in-step recovery",
         description="Hosts the store through which the replicas of one run agree on who trains (run.recovery = 'in-step'). It\n"
         "computes nothing; start it on a machine that stays, the login node for example, before the replicas, anew for each\n"
         "run, and end it with Ctrl-C when the run is over. Whoever reaches the port can disturb the run: keep it inside the\n"

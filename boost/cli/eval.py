@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from boost.cli.eval_tasks import add_task_arguments, evaluate_tasks, require_tasks
 from boost.cli.inference import add_checkpoint_arguments, dump, open_model, run_on_mesh
 from boost.errors import ConfigError
 
@@ -11,14 +12,17 @@ from boost.errors import ConfigError
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "eval",
-        help="evaluate a checkpoint on held-out text",
+        help="evaluate a checkpoint on held-out text, or on tasks",
         description="Mean cross-entropy, perplexity and bits per byte of a checkpoint over every token of a split,\n"
-        "next to the unigram entropy of the same text. Works with checkpoints of any mesh and layout.",
+        "next to the unigram entropy of the same text. Works with checkpoints of any mesh and layout. With --tasks: tasks of\n"
+        "lm-evaluation-harness.",
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
         "  boost eval runs/demo@best                             the lowest held-out loss (train.keep_best)\n"
-        "  boost eval runs/demo --store data/other --split train --max-tokens 100000",
+        "  boost eval runs/demo --store data/other --split train --max-tokens 100000\n"
+        "  boost eval runs/demo --tasks arc_easy,hellaswag --limit 200\n"
+        "  boost eval runs/demo --tasks mine --task-folder my-tasks",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
@@ -31,6 +35,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--max-tokens", type=int, default=0, metavar="N", help="about N tokens, spread evenly (default: all)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_task_arguments(parser)
     return parser
 
 
@@ -38,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--batch", args.batch), ("--max-tokens", args.max_tokens)):
         if value < 0:
             raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 0 (the default)")
+    require_tasks(args)
     return run_on_mesh(evaluate_process, args)
 
 
@@ -48,7 +54,12 @@ def evaluate_process(args: argparse.Namespace) -> int:
     from boost.parallel.mesh import close_mesh
     from boost.train.evaluate import evaluate
 
-    checkpoint, config, mesh, decoder = open_model(args)
+    checkpoint, config, mesh, decoder = opened = open_model(args)
+    if args.tasks:
+        evaluate_tasks(args, opened)
+        mesh.barrier()
+        close_mesh()
+        return 0
     store = TokenStore.open(Path(args.store or config.data.store))
     store.require_tokenizer(checkpoint.require_tokenizer(), f"'{checkpoint.path}'")
     check_vocabulary(config, store)

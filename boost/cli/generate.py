@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
+from boost.cli.prompts import is_piped, read_prompts
 from boost.errors import ConfigError
 
 MAX_TOKENS = 1 << 20
@@ -15,15 +17,33 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "generate",
         help="generate text from a checkpoint",
-        description="Continues a prompt, token by token, with a key/value cache. Any checkpoint, at any TP size.",
+        description="Continues prompts, token by token, with a key/value cache. Any checkpoint, at any TP size.\n"
+        "Several prompts are continued one after the other, each with the same seed.",
         epilog="examples:\n"
         "  boost generate runs/demo --prompt 'def main():'\n"
         "  boost generate runs/demo --prompt 'import ' --greedy --max-tokens 50\n"
-        "  boost generate runs/demo --temperature 0.7 --top-k 50 --top-p 0.95 --seed 7 --tp 2",
+        "  boost generate runs/demo --temperature 0.7 --top-k 50 --top-p 0.95 --seed 7 --tp 2\n"
+        "  boost generate runs/demo --prompt 'class ' --prompt 'def ' --json\n"
+        "  boost generate runs/demo --prompts prompts.jsonl --json > texts.jsonl\n"
+        "  echo -n 'import ' | boost generate runs/demo\n"
+        "  boost generate checkpoints/llama-chat --chat                       a dialog; with --prompt, one answer",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
-    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; may be repeated; '-' is all of stdin (default: piped text, else the start of a document)",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='one prompt per line, or a .jsonl file of {"prompt": "text"}; \'-\' is stdin',
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="answer prompts as user messages, with the chat template of the checkpoint"
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
     )
@@ -42,7 +62,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="nucleus sampling: the most likely tokens with total probability P (default 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON: prompt, text, tokens")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per prompt: prompt, text, tokens")
     return parser
 
 
@@ -50,57 +70,116 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.max_tokens <= MAX_TOKENS:
         bound = 1 if args.max_tokens < 1 else MAX_TOKENS
         raise ConfigError(f"--max-tokens = {args.max_tokens} is out of range; nearest valid value: {bound}")
-    try:
-        args.prompt.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError(f"--prompt = {args.prompt!r} is not valid UTF-8; use a terminal with UTF-8") from None
     _sampling(args)
+    args.dialog = args.chat and not (args.prompt or args.prompts or is_piped())
+    if args.dialog and (args.tp != 1 or args.json or not sys.stdin.isatty()):
+        raise ConfigError(
+            "--chat without --prompt is a dialog: it needs a terminal, one process (--tp 1), and no --json"
+        )
+    args.texts = [] if args.dialog else read_prompts(args)
     return run_on_mesh(generate_process, args)
 
 
 def generate_process(args: argparse.Namespace) -> int:
     """One process of the generation; the main one prints the text as it is generated."""
-    from boost.data.tokenizer import load_tokenizer
     from boost.parallel.mesh import close_mesh
-    from boost.train.generate import generate
 
-    checkpoint, config, mesh, decoder = open_model(args)
-    checkpoint.require_tokenizer()
-    tokenizer, eos = load_tokenizer(checkpoint.tokenizer), checkpoint.data["eos"]
-    start = checkpoint.data.get(
-        "bos"
-    )  # imported weights may have a bos; our documents begin after the eos of the previous one
-    prompt = ([] if start is None else [start]) + tokenizer.encode(args.prompt, add_special_tokens=False).ids
-    prompt = prompt or ([] if eos is None else [eos])
-    if not prompt:
-        raise ConfigError(
-            "--prompt is empty, and the start-of-document token of these weights is unknown; pass some text"
-        )
-    if max(prompt) >= config.model.vocab_size:
-        raise ConfigError(
-            f"--prompt has token {max(prompt)}, but model.vocab_size is {config.model.vocab_size}; change the prompt"
-        )
-    tokens: list[int] = []
-    written = ""
-    streams = mesh.is_main and not args.json
-    if streams:
-        print(args.prompt, end="", flush=True)
-    for token in generate(decoder, prompt, args.max_tokens, _sampling(args), eos):
-        tokens.append(token)
-        if streams:
-            # Bytes of one character may be spread over tokens: print only what can no longer change.
-            text = tokenizer.decode(tokens)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                print(text[len(written) :], end="", flush=True)
-                written = text
-    text = tokenizer.decode(tokens)
-    if streams:
-        print(text[len(written) :])
-    elif mesh.is_main:
-        print(json.dumps({"prompt": args.prompt, "text": text, "tokens": tokens}, indent=2))
-    mesh.barrier()
+    generation = Generation(args)
+    main = generation.mesh.is_main
+    if args.dialog:
+        generation.dialog()
+    for number, prompt in enumerate(args.texts, start=1):
+        if main and len(args.texts) > 1 and not args.json:
+            print(f"--- {number} of {len(args.texts)}")
+        messages = [{"role": "user", "content": prompt}]
+        tokens, text = generation.answer(messages) if args.chat else generation.continue_(prompt)
+        if main and args.json:
+            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}))
+    generation.mesh.barrier()
     close_mesh()
     return 0
+
+
+class Generation:
+    """A checkpoint's model with its tokenizer, on this process of the mesh."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from boost.data.chat import load_chat_template
+        from boost.data.tokenizer import load_tokenizer
+
+        checkpoint, self._config, self.mesh, self._model = open_model(args)
+        checkpoint.require_tokenizer()
+        self._args, self._eos = args, checkpoint.data["eos"]
+        # Imported weights may have a bos; our documents begin after the eos of the previous one.
+        self._bos = checkpoint.data.get("bos")
+        self._tokenizer = load_tokenizer(checkpoint.tokenizer)
+        self._streams = self.mesh.is_main and not args.json
+        if not args.chat:
+            return
+        self._render = load_chat_template(checkpoint.path)
+        if self._render is None:
+            raise ConfigError(
+                f"--chat: '{checkpoint.path}' has no chat template (chat_template.jinja, or one in tokenizer_config.json); "
+                "add it, or leave --chat out"
+            )
+        # A template spells its markers as text. As in transformers, they are then special tokens in messages too.
+        self._tokenizer.encode_special_tokens = False
+
+    def continue_(self, prompt: str) -> tuple[list[int], str]:
+        """New tokens and their text after a prompt, which is printed with them."""
+        if self._streams:
+            print(prompt, end="", flush=True)
+        ids = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
+        return self._generate(ids or ([] if self._eos is None else [self._eos]))
+
+    def answer(self, messages: list[dict[str, str]]) -> tuple[list[int], str]:
+        """New tokens and their text after the last of `messages`."""
+        assert self._render is not None
+        return self._generate(self._encode(self._render(messages)))
+
+    def dialog(self) -> None:
+        """Answers line after line of the terminal, until an empty one, Ctrl-D or Ctrl-C."""
+        print("An empty line or Ctrl-D ends the chat.")
+        messages: list[dict[str, str]] = []
+        while True:
+            try:
+                said = input("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if not said:
+                return
+            messages.append({"role": "user", "content": said})
+            messages.append({"role": "assistant", "content": self.answer(messages)[1]})
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        vocabulary = self._config.model.vocab_size
+        if ids and max(ids) >= vocabulary:
+            raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size is {vocabulary}; change the prompt")
+        return ids
+
+    def _generate(self, prompt: list[int]) -> tuple[list[int], str]:
+        from boost.train.generate import generate
+
+        if not prompt:
+            raise ConfigError(
+                "--prompt is empty, and the start-of-document token of these weights is unknown; pass some text"
+            )
+        tokens: list[int] = []
+        written = ""
+        for token in generate(self._model, prompt, self._args.max_tokens, _sampling(self._args), self._eos):
+            tokens.append(token)
+            if self._streams:
+                # Bytes of one character may be spread over tokens: print only what can no longer change.
+                text = self._tokenizer.decode(tokens)
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                    print(text[len(written) :], end="", flush=True)
+                    written = text
+        text = self._tokenizer.decode(tokens)
+        if self._streams:
+            print(text[len(written) :])
+        return tokens, text
 
 
 def _sampling(args: argparse.Namespace) -> Any:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from boost.parallel.mesh import Mesh
     from boost.train.checkpoint import Checkpoint
 
+    OpenModel = tuple[Checkpoint, Config, Mesh, Decoder]
+
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """CHECKPOINT, --tp and --device."""
@@ -78,7 +80,7 @@ def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
     return launch(process, (args,), args.tp, log_dir=None)
 
 
-def open_model(args: argparse.Namespace) -> "tuple[Checkpoint, Config, Mesh, Decoder]":
+def open_model(args: argparse.Namespace) -> "OpenModel":
     """The checkpoint's model with its weights, on this process of the mesh."""
     from boost.parallel.mesh import open_mesh
     from boost.train.checkpoint import load_weights, open_checkpoint

@@ -2,17 +2,18 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config, load
 from boost.config.context import context_notes
 from boost.config.layouts import spec_of
 from boost.config.stages import Stage, stages
 from boost.config.traffic import Collective
 from boost.errors import ConfigError
+from boost.format import format_bytes, format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
-        help="how a model is sharded: every weight, the residual stream, every collective",
+        help="show how a model is sharded, and every collective",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
         description="Prints the shard of each weight on one process of a TP group, and every collective of an optimizer\n"
         "step with its shape and bytes. Starts no process. Tests check the runtime against this table.",
@@ -180,11 +181,9 @@ def _collective_as_json(collective: Collective) -> dict[str, Any]:
 
 def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     """Prints the tables."""
-    from rich.console import Console
-    from rich.text import Text
 
     # For a pipe, the default of 80 columns would wrap rows of large models.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
+    console = result_console(100)
     config = inspection.config
     model, parallel, train = config.model, config.parallel, config.train
     mesh = [inspection.layout, f"TP {parallel.tp}"] + [f"DP {parallel.dp}"] * (parallel.dp > 1)
@@ -198,7 +197,7 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     facts = {
         "model": f"{name}: {model.title}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}"
         + (f", r {model.rank}" if model.rank else ""),
-        "parameters": f"{_count(inspection.parameters)}; on one process: {_count(inspection.parameters_per_process)}",
+        "parameters": f"{format_count(inspection.parameters)}; on one process: {format_count(inspection.parameters_per_process)}",
         "layout": ", ".join(mesh),
         "tokens": f"T = {train.micro_batch} x {train.seq_len}{f' / CP {parallel.cp}' * (parallel.cp > 1)} = {inspection.tokens} "
         f"per micro-batch, {batches} per step",
@@ -210,9 +209,9 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
         shown = " and ".join(_stage(stage) for stage in inspection.stages)
         facts["stages"] = f"of {lengths} blocks; pipeline rank {inspection.pp_rank}: {shown}"
     for key, value in facts.items():
-        console.print(Text(f"{key:<12}{value}"), soft_wrap=True)
+        print_fact(console, key, value)
     for note in notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+        print_fact(console, "note:", note, 6)
     _print_weights(console, inspection)
     for phase, title in _PHASES.items():
         _print_collectives(console, [row for row in inspection.rows if row.collective.phase == phase], title)
@@ -259,14 +258,12 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
         table.add_row(
             *cells, style="dim" if weight.placement.dim is None and inspection.config.parallel.tp > 1 else None
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", title: str) -> None:
     """Collectives of one phase of a step, summed over blocks and micro-batches."""
     from rich.table import Table
-
-    from boost.plan.inspection import human_bytes
 
     if not rows:
         return
@@ -280,15 +277,13 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
         table.add_column(heading, justify="right")
     for row in rows:
         c = row.collective
-        times, sizes = f"x {row.count:,}", (human_bytes(c.sent_bytes), human_bytes(row.total_bytes))
+        times, sizes = f"x {row.count:,}", (format_bytes(c.sent_bytes), format_bytes(row.total_bytes))
         table.add_row(c.place, c.kind, _shape(c.shape), _DTYPES[c.dtype], sizes[0], times, sizes[1])
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_totals(console: "Console", inspection: "Inspection") -> None:
     from rich.text import Text
-
-    from boost.plan.inspection import human_bytes
 
     if not inspection.issued:
         console.print(Text("\nno collectives: one process"), soft_wrap=True)
@@ -302,7 +297,7 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
     if inspection.exact:
         totals["per exact step"] = inspection.bytes_per_step + inspection.bytes_of_exact_step
     for per, sent in totals.items():
-        console.print(Text(f"  {per:<15}{human_bytes(sent):>9}"))
+        console.print(Text(f"  {per:<15}{format_bytes(sent):>9}"))
 
 
 def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:
@@ -323,14 +318,12 @@ def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredM
 
 def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> None:
     """Prints the memory of one process between forward and backward pass, and at the peak."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from boost.plan.categories import CATEGORIES
-    from boost.plan.inspection import human_bytes
 
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
+    console = result_console(100)
     train = config.train
     every = f", every {train.recompute_every} blocks" if train.recompute_every > 1 else ""
     console.print(f"\nmemory of one process, train.recompute = {train.recompute}{every}", style="bold")
@@ -345,21 +338,16 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
     sides = [side for _, side in columns]
     for category, words in CATEGORIES.items():
         if any(side.get(category) for side in sides):
-            table.add_row(category, *(human_bytes(side[category]) if category in side else "" for side in sides), words)
-    table.add_row("sum", *(human_bytes(sum(side.values())) for side in sides), style="bold")
-    console.print(table)
+            table.add_row(
+                category, *(format_bytes(side[category]) if category in side else "" for side in sides), words
+            )
+    table.add_row("sum", *(format_bytes(sum(side.values())) for side in sides), style="bold")
+    print_table(console, table)
     console.print(Text(f"Predicted peak during: {peak.during}. Columns before the peak: memory between the passes."))
     if measured:
         console.print("Measured on fake tensors, without the allocator's rounding.")
     else:
         console.print("Predicted only: a pipeline or sharded weights cannot run in one process.")
-
-
-def _count(number: int) -> str:
-    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.2f}{unit}"
-    return str(number)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -6,27 +6,59 @@ Commands import torch, tokenizers and the rest inside `run`, so that `--help` an
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from boost import __version__
-from boost.cli import COMMANDS, SubcommandGroup, joined, load_command
+from boost.cli import COMMAND_GROUPS, COMMANDS, SubcommandGroup, joined, load_command
 from boost.config.text import printable
 from boost.errors import BoostError, StorageError
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command; `boost COMMAND --help` is written by the command's own file."""
-    parser = argparse.ArgumentParser(
+class CommandParser(argparse.ArgumentParser):
+    """Lists commands under the headings of COMMAND_GROUPS, which argparse cannot."""
+
+    def format_help(self) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, (), ())
+        formatter.add_text(self.description)
+        (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        summaries = {each.dest: each for each in subparsers._get_subactions()}
+        options = [action for action in self._actions if action is not subparsers]
+        for heading, names in COMMAND_GROUPS.items():
+            formatter.start_section(heading)
+            formatter.add_arguments([summaries[name] for name in names])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(options)
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def build_parser(group: Callable[[Any, str], Any] = SubcommandGroup) -> argparse.ArgumentParser:
+    """The parser of every command; `boost COMMAND --help` is written by the command's own file.
+
+    `group(subparsers, first word)` returns where a two-word command is registered.
+    """
+    parser = CommandParser(
         prog="boost",
-        description="Train low-rank bottleneck LLMs (SVD, CoLA) on one laptop or many GPUs.",
-        epilog="A first run: 'boost prepare --stdlib', then 'boost train demo'. Each command has its own --help.",
+        usage="boost COMMAND ...",
+        description="Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.",
+        epilog="First run:\n"
+        "  boost prepare --stdlib     a corpus from the Python standard library\n"
+        "  boost train demo           a few million parameters, minutes on a CPU\n"
+        "'boost COMMAND --help' has the options of a command, with examples.",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=18),
     )
-    parser.add_argument("--version", action="version", version=f"boost {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"boost {__version__}", help="show the version and exit")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+    )
     for name in COMMANDS:
         command = load_command(name)
         first, _, _ = name.rpartition(" ")
-        subparser = command.add_parser(SubcommandGroup(subparsers, first) if first else subparsers)
+        subparser = command.add_parser(group(subparsers, first) if first else subparsers)
         subparser.allow_abbrev = False
         subparser.add_argument("--debug", action="store_true", help="show the full traceback of an error")
         subparser.set_defaults(run=command.run)
@@ -36,7 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 success, 2 bad input, 3 training failed, 1 a bug."""
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    return run_command(build_parser(), joined(words), overrides)
+    parser = build_parser()
+    if not words and not overrides:
+        parser.print_help()
+        return 0
+    return run_command(parser, joined(words), overrides)
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> int:

@@ -241,7 +241,8 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
 
 
 def _fewer_words(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
-    from boost.plan.compare import choices, human_seconds, mesh
+    from boost.format import format_seconds
+    from boost.plan.compare import choices, mesh
 
     used, batch = fewer.config.parallel.world_size, request.base.train.global_batch
     words = f"{used} of {request.gpus} GPUs: {batch:,} sequences do not divide over {request.gpus}"
@@ -249,7 +250,7 @@ def _fewer_words(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
         return f"{words}, and nothing that uses all of them fits."
     return (
         f"{words}; the fastest that uses all of them ({mesh(best.config.parallel)}, {choices(best.config)}) takes "
-        f"{human_seconds(best.time.seconds)}, {best.time.seconds / fewer.time.seconds - 1:.0%} longer."
+        f"{format_seconds(best.time.seconds)}, {best.time.seconds / fewer.time.seconds - 1:.0%} longer."
     )
 
 
@@ -433,8 +434,8 @@ def _dense(request: "Request") -> "Plan | None":
 
 
 def _fits_nowhere(args: argparse.Namespace, search: "Search") -> str:
+    from boost.format import format_bytes
     from boost.plan.compare import choices, mesh
-    from boost.plan.inspection import human_bytes
     from boost.plan.questions import where_it_fits
 
     nearest = search.smallest()
@@ -442,6 +443,6 @@ def _fits_nowhere(args: argparse.Namespace, search: "Search") -> str:
     config, ways = nearest.config, where_it_fits(search)
     return (
         f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: the smallest "
-        f"({mesh(config.parallel)}, {choices(config)}) needs {human_bytes(nearest.memory)} of {human_bytes(nearest.usable)}; "
+        f"({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} of {format_bytes(nearest.usable)}; "
         + (f"it fits {ways}" if ways else "nor does it fit on more of them; use a smaller model")
     )

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from boost.cli.terminal import print_table
+from boost.format import format_bytes, format_rate, format_seconds
 from boost.plan.bars import StackedBar, bars_picture
 from boost.plan.categories import CATEGORIES
-from boost.plan.compare import choices, human_seconds, mesh
+from boost.plan.compare import choices, mesh
 from boost.plan.explain import busiest, elementwise, products, rows_that_matter, sent
 from boost.plan.hardware import Hardware
-from boost.plan.inspection import human_bytes
 from boost.plan.search import Plan
 from boost.plan.step_time import PARTS
 from boost.plan.timing import Predictor
@@ -29,20 +30,20 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
     rank = busiest(plan.config, Predictor(hardware))
     where = f", pipeline rank {rank} (the slowest)" if plan.config.parallel.pp > 1 else ""
     out.print(f"\ntime of a step{where}", style="bold")
-    _print_parts(out, plan.time.parts, {part: human_seconds(s) for part, s in plan.time.parts.items()}, PARTS)
+    _print_parts(out, plan.time.parts, {part: format_seconds(s) for part, s in plan.time.parts.items()}, PARTS)
     if plan.time.hidden > 0:
-        out.print(f"DP and TP collectives overlapped with computation: {human_seconds(plan.time.hidden)}", style="dim")
+        out.print(f"DP and TP collectives overlapped with computation: {format_seconds(plan.time.hidden)}", style="dim")
     _print_products(out, plan, hardware, rank)
     _print_elementwise(out, plan, hardware, rank)
     _print_sent(out, plan, hardware, rank)
     where = f", pipeline rank {plan.pp_rank} (the highest)" if plan.config.parallel.pp > 1 else ""
     out.print(f"\npeak memory of one GPU: {plan.peak.during}{where}", style="bold")
     held = _in_order(plan)
-    _print_parts(out, held, {category: human_bytes(size) for category, size in held.items()}, CATEGORIES)
+    _print_parts(out, held, {category: format_bytes(size) for category, size in held.items()}, CATEGORIES)
     if plan.shortfall > 0:
-        out.print(f"out of memory by {human_bytes(plan.shortfall)}", style="red")
+        out.print(f"out of memory by {format_bytes(plan.shortfall)}", style="red")
     else:
-        out.print(f"free of {human_bytes(plan.usable)}: {human_bytes(-plan.shortfall)}", style="dim")
+        out.print(f"free of {format_bytes(plan.usable)}: {format_bytes(-plan.shortfall)}", style="dim")
 
 
 def _in_order(plan: Plan) -> dict[str, float]:
@@ -68,7 +69,7 @@ def _print_parts(
         bar = RichBar(whole, begin, begin + size, width=_BAR, color="cyan")
         table.add_row(part, words[part], f"{size / whole:.0%}", bar, meaning[part])
         begin += size
-    out.print(table)
+    print_table(out, table)
 
 
 def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
@@ -87,12 +88,12 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
         shape = work.shape if work.shape[0] > 1 else work.shape[1:]
         table.add_row(
             work.place, _PHASES[work.phase], " x ".join(f"{n}" for n in shape), f"{each.calls:,}", f"{each.flops / 1e12:,.1f}",
-            human_bytes(each.bytes), f"{work.intensity:,.0f}", human_seconds(each.seconds), f"{each.share_of_peak:.0%}",
+            format_bytes(each.bytes), f"{work.intensity:,.0f}", format_seconds(each.seconds), f"{each.share_of_peak:.0%}",
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     rest = listed[len(shown) :]
     if rest:
-        out.print(f"and {len(rest)} smaller shapes: {human_seconds(sum(each.seconds for each in rest))}", style="dim")
+        out.print(f"and {len(rest)} smaller shapes: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
     out.print(
         "Shape of attention: sequences, heads, key/value heads, tokens, head dimension (, tokens of the keys).",
         style="dim",
@@ -113,13 +114,13 @@ def _print_elementwise(out: "Console", plan: Plan, hardware: Hardware, rank: int
     whole = sum(each.seconds for each in listed)
     for each in shown:
         table.add_row(
-            each.place, _PHASES[each.phase], KERNELS[each.kernel], f"{each.calls:,}", human_bytes(each.bytes),
-            human_seconds(each.seconds), f"{each.seconds / whole:.0%}",
+            each.place, _PHASES[each.phase], KERNELS[each.kernel], f"{each.calls:,}", format_bytes(each.bytes),
+            format_seconds(each.seconds), f"{each.seconds / whole:.0%}",
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     rest = listed[len(shown) :]
     if rest:
-        out.print(f"and {len(rest)} smaller kinds: {human_seconds(sum(each.seconds for each in rest))}", style="dim")
+        out.print(f"and {len(rest)} smaller kinds: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
 
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
@@ -138,10 +139,10 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
     for each in listed:
         c = each.collective
         table.add_row(
-            c.axis, c.place, _PHASES[c.phase], c.kind, each.link, f"{c.processes}", f"{each.times:,}", human_bytes(each.bytes),
-            human_seconds(each.seconds),
+            c.axis, c.place, _PHASES[c.phase], c.kind, each.link, f"{c.processes}", f"{each.times:,}", format_bytes(each.bytes),
+            format_seconds(each.seconds),
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
 
 
 def picture(plan: Plan, name: str, gpu: str) -> str:
@@ -150,16 +151,16 @@ def picture(plan: Plan, name: str, gpu: str) -> str:
     left = max(-plan.shortfall, 0)
     bars = [
         StackedBar(
-            f"Step time: {human_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}",
+            f"Step time: {format_seconds(time.seconds)}, {format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%}",
             time.parts,
-            {part: human_seconds(seconds) for part, seconds in time.parts.items()},
+            {part: format_seconds(seconds) for part, seconds in time.parts.items()},
         ),
         StackedBar(
-            f"Peak memory of one GPU: {human_bytes(plan.memory)}",
+            f"Peak memory of one GPU: {format_bytes(plan.memory)}",
             held,
-            {category: human_bytes(size) for category, size in held.items()},
+            {category: format_bytes(size) for category, size in held.items()},
             float(left),
-            f"{human_bytes(left)} of {human_bytes(plan.usable)} free" if left else "does not fit",
+            f"{format_bytes(left)} of {format_bytes(plan.usable)} free" if left else "does not fit",
         ),
     ]
     parallel = plan.config.parallel

@@ -6,12 +6,13 @@ import json
 from typing import TYPE_CHECKING
 
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console
+from boost.cli.terminal import print_table
 from boost.config.architecture import parameter_count
 from boost.config.schema import ModelConfig
 from boost.errors import ConfigError
+from boost.format import format_bytes, format_count, format_seconds
 from boost.plan.candidates import Request
-from boost.plan.compare import choices, human_seconds, mesh
-from boost.plan.inspection import human_bytes
+from boost.plan.compare import choices, mesh
 from boost.plan.search import Plan, Search, Tick
 
 if TYPE_CHECKING:
@@ -56,19 +57,19 @@ def print_families(args: argparse.Namespace, hardware: "Hardware", found: dict[s
         fits = plan.shortfall <= 0
         model = plan.config.model
         rank = f" r {model.rank}" if model.rank else ""
-        cells = [f"{name}{rank}", f"{parameter_count(model) / 1e9:.3g}B"]
+        cells = [f"{name}{rank}", format_count(parameter_count(model))]
         if fits:
-            cells += [human_seconds(plan.time.seconds), f"{plan.time.tokens_per_second:,.0f}"]
+            cells += [format_seconds(plan.time.seconds), f"{plan.time.tokens_per_second:,.0f}"]
         else:
             cells += ["-", "-"]
-        cells += [human_bytes(plan.memory), f"{plan.time.cost_per_billion(1.0):,.1f}" if fits else "-"]
+        cells += [format_bytes(plan.memory), f"{plan.time.cost_per_billion(1.0):,.1f}" if fits else "-"]
         if args.price is not None:
             cells.append(f"{plan.time.cost_per_billion(args.price):,.2f}" if fits else "-")
         table.add_row(*cells, _against(dense, plan))
-    out.print(table)
+    print_table(out, table)
     out.print()
     for name, plan in found.items():
-        lacks = f"out of memory by {human_bytes(plan.shortfall)}: " if plan.shortfall > 0 else ""
+        lacks = f"out of memory by {format_bytes(plan.shortfall)}: " if plan.shortfall > 0 else ""
         out.print(Text(f"{name:<6}{lacks}{mesh(plan.config.parallel)}; {choices(plan.config)}"), soft_wrap=True)
     out.print(
         Text(

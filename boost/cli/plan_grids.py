@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from boost.cli.plan_progress import progress, without_gc
 from boost.cli.plan_report import SCHEMA, as_json, asked_words, console, model_words
+from boost.cli.terminal import print_table
 from boost.errors import ConfigError
+from boost.format import format_seconds
 from boost.plan import by_gpus as gpus_grid
 from boost.plan import by_tokens as tokens_grid
 from boost.plan.by_gpus import GpusCell
 from boost.plan.by_tokens import Cell, changes, fastest, slower
 from boost.plan.candidates import Request
-from boost.plan.compare import human_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +82,11 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
     for name in ("tokens a step", *(f"{cell.gpus} GPUs" for cell in rows[0])):
         table.add_column(name, justify="right")
     for row in rows:
-        words = [f"{cell.way}\n{human_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row]
+        words = [
+            f"{cell.way}\n{format_seconds(cell.plan.time.seconds)}" if cell.plan else cell.why_none for cell in row
+        ]
         table.add_row(f"{row[0].tokens:,}", *words)
-    out.print(table)
+    print_table(out, table)
     out.print(Text("\nWithout pipelines. Differences below 5% are within the error."))
 
 
@@ -120,7 +123,7 @@ def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[S
             f"{row[0].tokens:,}",
             *(Text(w, style="bold" if cell is best else "") for w, cell in zip(words, row, strict=True)),
         )
-    out.print(table)
+    print_table(out, table)
     said = "; ".join(f"{_way(cell)} from {cell.tokens:,} tokens" for cell in changes(rows))
     out.print(Text(f"\nfastest: {said}"))
     out.print(

@@ -3,20 +3,20 @@
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from boost.cli.plan_model import hugging_face_folder
 from boost.cli.plan_write import asked_keys, undecided
+from boost.cli.terminal import print_fact, print_table, result_console
 from boost.config import Config
 from boost.config.architecture import parameter_count
 from boost.config.load import change, read_source, tags, validated
+from boost.format import format_bytes, format_count, format_rate, format_seconds
 from boost.plan.candidates import Request
-from boost.plan.compare import Alternative, choices, human_seconds, mesh
+from boost.plan.compare import Alternative, choices, mesh
 from boost.plan.hardware import Hardware
-from boost.plan.inspection import human_bytes
 from boost.plan.interval import fit_probability, interval
 from boost.plan.questions import Answer
 from boost.plan.search import Plan, Search
@@ -44,9 +44,7 @@ class PlanReport:
 
 def console() -> "Console":
     """A console as wide as the terminal, or 110 columns for a pipe."""
-    from rich.console import Console
-
-    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=110)
+    return result_console(110)
 
 
 def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
@@ -192,7 +190,7 @@ def print_report(report: PlanReport) -> None:
     }
     facts["batch"] = _batch(report.best.config, args.global_batch)
     for key, value in facts.items():
-        out.print(Text(f"{key:<12}{value}"), soft_wrap=True)
+        print_fact(out, key, value)
     effort = f"{report.search.considered:,} configurations in {report.seconds:.1f} s"
     out.print(Text(f"\nfastest configuration that fits (of {effort})", style="bold"))
     print_plan(out, report.best, args, report.request.hardware)
@@ -210,7 +208,7 @@ def print_report(report: PlanReport) -> None:
     if args.write is not None:
         out.print(Text(f"\n{args.write} written; not decided by the plan:"), soft_wrap=True)
         for line in undecided(report.best.config, asked_keys(args)):
-            out.print(Text(f"- {line}"), soft_wrap=True)
+            print_fact(out, "-", line, 2)
 
 
 def model_words(config: Config, name: str) -> str:
@@ -218,7 +216,7 @@ def model_words(config: Config, name: str) -> str:
     rank = f", r {model.rank}" if model.rank else ""
     return (
         f"{name}: {model.family}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}{rank}; "
-        f"{parameter_count(model) / 1e9:.3g}B parameters"
+        f"{format_count(parameter_count(model))} parameters"
     )
 
 
@@ -233,31 +231,32 @@ def _batch(config: Config, asked: str | None) -> str:
 
 def print_plan(out: "Console", plan: Plan, args: argparse.Namespace, hardware: Hardware) -> None:
     """Prints choices and predictions of one configuration."""
-    from rich.text import Text
 
     time, parallel = plan.time, plan.config.parallel
     process = f", pipeline rank {plan.pp_rank}" if parallel.pp > 1 else ""
     room = (
-        f"{plan.memory / plan.usable:.0%}" if plan.shortfall <= 0 else f"OUT OF MEMORY by {human_bytes(plan.shortfall)}"
+        f"{plan.memory / plan.usable:.0%}"
+        if plan.shortfall <= 0
+        else f"OUT OF MEMORY by {format_bytes(plan.shortfall)}"
     )
-    low, high = map(human_seconds, interval(time.seconds, parallel, hardware))
+    low, high = map(format_seconds, interval(time.seconds, parallel, hardware))
     chance = f"fits with a probability of {_probability(fit_probability(plan.memory, plan.usable))}"
     facts = {
         "mesh": mesh(parallel),
         "choices": choices(plan.config),
-        "step": f"{human_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
-        "speed": f"{time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
-        "memory": f"{human_bytes(plan.memory)} of {human_bytes(plan.usable)} usable per GPU ({room}{process}; "
+        "step": f"{format_seconds(time.seconds)} (eight of ten runs take {low} to {high}), as {stacks()[args.stack].title}",
+        "speed": f"{format_rate(time.tokens_per_second)}, MFU {time.mfu:.1%} ({time.mfu_of_all_scores:.1%} with masked scores)",
+        "memory": f"{format_bytes(plan.memory)} of {format_bytes(plan.usable)} usable per GPU ({room}{process}; "
         f"{plan.margin:.0%} stay free); {chance}",
     }
     if args.price is not None:
         cost = time.cost_per_billion(args.price)
         facts["cost"] = f"{cost:,.2f} USD per 1B tokens at {args.price:g} USD per GPU-hour"
     for key, value in facts.items():
-        out.print(Text(f"  {key:<10}{value}"), soft_wrap=True)
+        print_fact(out, f"  {key}", value)
     parts = sorted(time.parts.items(), key=lambda each: -each[1])
     shares = [f"{part} {seconds / time.seconds:.0%}" for part, seconds in parts if seconds >= 0.01 * time.seconds]
-    out.print(Text(f"  {'breakdown':<10}{', '.join(shares)}"), soft_wrap=True)
+    print_fact(out, "  breakdown", ", ".join(shares))
 
 
 def _probability(value: float) -> str:
@@ -282,9 +281,9 @@ def _print_others(out: "Console", report: PlanReport) -> None:
         words = Text(f"{mesh(plan.config.parallel)}; {choices(plan.config)}\n")
         words.append(other.why, style="dim" if fits else "red")
         ratio = f"{plan.time.seconds / report.best.time.seconds:.2f} x" if fits else ""
-        step = human_seconds(plan.time.seconds) if fits else "-"
-        table.add_row("; ".join(other.kinds), step, ratio, human_bytes(plan.memory), words)
-    out.print(table)
+        step = format_seconds(plan.time.seconds) if fits else "-"
+        table.add_row("; ".join(other.kinds), step, ratio, format_bytes(plan.memory), words)
+    print_table(out, table)
 
 
 def print_answers(args: argparse.Namespace, request: Request, answers: list[Answer], what: str) -> None:
@@ -309,9 +308,9 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         out.print(Text(f"nothing fits on {args.gpus} x {args.gpu}"))
         return
     most = max(found, key=lambda each: each.amount)
-    out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"), soft_wrap=True)
+    out.print(Text(f"{most.amount:,} {what}, on {args.gpus} x {request.hardware.title}", style="bold"))
     if most.plan is not None:
-        out.print(Text(model_words(most.plan.config, args.model)), soft_wrap=True)
+        out.print(Text(model_words(most.plan.config, args.model)))
     out.print("\nby recomputation policy", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("train.recompute", no_wrap=True)
@@ -325,8 +324,8 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
         plan = each.plan
         speed = f"{plan.time.tokens_per_second:,.0f}"
         table.add_row(
-            each.policy, f"{each.amount:,}", human_bytes(plan.memory), speed,
+            each.policy, f"{each.amount:,}", format_bytes(plan.memory), speed,
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
-    out.print(table)
+    print_table(out, table)
     out.print(Text("\nGlobal batch: two micro-batches per replica and stage. Larger ones are faster with a pipeline."))

@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.cli.terminal import print_table, result_console
 from boost.errors import ConfigError
 from boost.measure.drawing import needs_matplotlib
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "validate",
-        help="compare predictions with the paper's numbers and with measured steps",
+        help="compare predictions with papers and with measured steps",
         description="Compares the performance model with the paper's measurements, and with steps measured on CPUs and GPUs\n"
         "(PATH.json). Predictions are recomputed from the profiles stored with the measurements. Exit code 1 if an error\n"
         "exceeds its limit.",
@@ -70,7 +70,6 @@ def _record(args: argparse.Namespace) -> int:
     if args.measure or args.hardware is not None:
         raise ConfigError("--record compares with what others measured; leave --measure and --hardware out")
 
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -83,14 +82,14 @@ def _record(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
-        console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
+        console = result_console(120)
         for table in (error_table(facts), interval_table(facts)):
             shown = Table(box=None, pad_edge=False, header_style="dim", title=table.caption, title_justify="left")
             for heading in table.headings:
                 shown.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left")
             for row in table.rows:
                 shown.add_row(*row)
-            console.print(shown)
+            print_table(console, shown)
             console.print()
         for goal in goals(facts):
             style = None if goal.met else "bold red"
@@ -102,20 +101,19 @@ def _record(args: argparse.Namespace) -> int:
 
 def print_verdicts(facts: "Facts") -> None:
     """The verdicts, and measurements that are missing."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from boost.measure.validate import CALIBRATE, GPU, MACHINE
     from boost.measure.validate_report import VERDICT_HEADINGS, verdict_words
 
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=100)
+    console = result_console(100)
     shown = Table(box=None, pad_edge=False, header_style="dim")
     for heading in VERDICT_HEADINGS:
         shown.add_column(heading.rstrip(":"), justify="right" if heading.endswith(":") else "left", no_wrap=True)
     for verdict in facts["verdicts"]:
         shown.add_row(*verdict_words(verdict), style=None if verdict["holds"] else "bold red")
-    console.print(shown)
+    print_table(console, shown)
     for name, words, file in (
         (MACHINE, "No steps were measured on CPUs", "local"),
         (GPU, "No GPU was available", "gpu"),

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from boost.config import Config, to_toml
 from boost.config.architecture import parameter_count
 from boost.config.load import parse_overrides, read_source
-from boost.plan.compare import human_seconds
-from boost.plan.inspection import human_bytes
+from boost.format import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from boost.cli.plan_report import PlanReport
@@ -49,7 +48,7 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
         whole = train.steps * tokens
         enough = -(-TOKENS_PER_PARAMETER * parameters // tokens)
         yield (
-            f"train.steps = {train.steps:,} are {whole / 1e9:,.3g}B tokens, {whole / parameters:,.3g} per parameter; "
+            f"train.steps = {train.steps:,} are {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
             f"{TOKENS_PER_PARAMETER} per parameter take {enough:,}"
         )
     if "data.store" not in asked:
@@ -79,9 +78,9 @@ def written(report: "PlanReport") -> str:
     asked = asked_keys(args)
     lines = [
         f"# Chosen by: boost {shlex.join(asked_words(args))}",
-        f"# Predicted on {best.config.parallel.world_size} x {args.gpu}: {human_seconds(best.time.seconds)} per step, "
-        f"{best.time.tokens_per_second:,.0f} tokens/s, MFU {best.time.mfu:.1%}, {human_bytes(best.memory)} of "
-        f"{human_bytes(best.usable)} per GPU.",
+        f"# Predicted on {best.config.parallel.world_size} x {args.gpu}: {format_seconds(best.time.seconds)} per step, "
+        f"{format_rate(best.time.tokens_per_second)}, MFU {best.time.mfu:.1%}, {format_bytes(best.memory)} of "
+        f"{format_bytes(best.usable)} per GPU.",
         "# Not decided by the plan:",
         *(f"# - {line}" for line in undecided(best.config, asked)),
     ]

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.format import format_bytes
+
 if TYPE_CHECKING:
     from boost.data.prepare import PrepareResult, Progress
     from boost.data.store import TokenStore
@@ -35,12 +37,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the command and returns its parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prepare",
-        help="text to token store: files, folders, a Hugging Face dataset, or the Python standard library",
+        help="tokenize files, a Hugging Face dataset or a code corpus",
         description="Reads text, trains or loads a tokenizer, and writes a token store for 'boost train'.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="text, JSONL or Parquet files, or folders of them")
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="text, JSONL, CSV or Parquet files, or folders of them; .gz and .zst too",
+    )
     parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
     parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
     parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="its split to read (default: %(default)s)")
@@ -227,8 +234,8 @@ def _lines(seconds_between: float = 10.0) -> "Progress":
         def update(self, consumed: int, documents: int) -> None:
             if time.monotonic() - self.shown >= seconds_between:
                 self.shown = time.monotonic()
-                share = f" ({min(100 * consumed // self.total, 100)} %)" if self.total else ""
-                text = f"prepare: {self.name}: {documents:,} documents, {consumed / 1e6:,.1f} MB{share}"
+                share = f" ({min(consumed / self.total, 1):.0%})" if self.total else ""
+                text = f"prepare: {self.name}: {documents:,} documents, {format_bytes(consumed)}{share}"
                 print(text, file=sys.stderr, flush=True)
 
     return Lines()

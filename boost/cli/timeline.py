@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from boost.cli.terminal import print_table, result_console
 from boost.errors import ConfigError
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -12,7 +13,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "timeline",
-        help="draw a recorded step: computation and communication of each process",
+        help="draw a recorded step: computation and communication",
         description="Draws a step that --train.profile recorded: when each process computes, when its collectives are on the\n"
         "wire, and how much of that is hidden behind computation. The traces themselves open in ui.perfetto.dev.",
         epilog="examples:\n"
@@ -30,7 +31,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from boost.measure.drawing import needs_matplotlib
@@ -52,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(name, justify="right")
     for row in rows(steps):
         table.add_row(*row)
-    Console().print(table)
+    print_table(result_console(100), table)
     print(f"\n{out}")
     return 0

@@ -16,7 +16,7 @@ SECTIONS = ("machines", "collectives", "links", "layouts", "step", "runs")
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "verify",
-        help="check that training is right here: devices, collectives, layouts, faults, speed",
+        help="check that training is correct and fast on these machines",
         usage="boost verify [CONFIG] [--nproc N] [--only SECTION ...] [--section.key value ...]",
         description="Checks on these machines what every run relies on, in a few minutes:\n"
         "  machines     devices, drivers, versions, interfaces\n"

@@ -1,4 +1,4 @@
-"""Files to documents: plain text, JSON Lines and Parquet. No input is ever executed.
+"""Files to documents: plain text, JSON Lines, CSV and Parquet, plain or compressed with gzip or zstd. No input is ever executed.
 
 A problem with a whole file raises `Unreadable`; the caller either ends the run (the user named that file) or records it in
 the report (a folder was walked). A problem with one line or row is recorded in the report directly.
@@ -6,6 +6,7 @@ the report (a folder was walked). A problem with one line or row is recorded in 
 
 import gzip
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,13 @@ from typing import IO, Any, cast
 from boost.config.text import foreign_encoding
 from boost.data.report import FileReport, PrepareReport
 from boost.errors import DataError
+from boost.format import format_bytes
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+JSONL_SUFFIXES = tuple(
+    f"{name}{packed}" for name in (".jsonl", ".ndjson", ".json") for packed in ("", *COMPRESSED_SUFFIXES)
+)
+CSV_SUFFIXES = tuple(f"{name}{packed}" for name in (".csv", ".tsv") for packed in ("", *COMPRESSED_SUFFIXES))
 PARQUET_SUFFIXES = (".parquet",)
 # Formats whose loaders can run code. A text pickle (protocol 0) is valid ASCII, so the name alone must refuse it.
 REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
@@ -24,6 +30,8 @@ REFUSED_SUFFIXES = (".pkl", ".pickle", ".p", ".joblib", ".dill", ".npy", ".npz",
 # These limits bound memory. Larger files are not single documents and must be split first.
 MAX_DOCUMENT_BYTES = 4 << 30
 MAX_LINE_BYTES = 1 << 30
+MAX_ROW_BYTES = 1 << 26
+"""Of CSV, whose reader allocates a block of this size."""
 
 NOT_UTF8 = "not UTF-8 text"
 BINARY = "binary (holds a NUL byte)"
@@ -105,6 +113,8 @@ def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: 
     try:
         if name.endswith(JSONL_SUFFIXES):
             yield from _read_jsonl(path, key, text_field, entry, report)
+        elif name.endswith(CSV_SUFFIXES):
+            yield from _read_csv(path, key, text_field, entry, report)
         elif name.endswith(PARQUET_SUFFIXES):
             yield from _read_parquet(path, key, text_field, entry, report)
         else:
@@ -113,6 +123,10 @@ def read_file(path: Path, key: str, text_field: str, entry: FileReport, report: 
         raise Unreadable("damaged gzip file", "truncated", "copy it again") from error
     except gzip.BadGzipFile as error:
         raise Unreadable("damaged gzip file", str(error), "copy it again") from error
+    except OSError as error:
+        if error.errno is None and name.endswith(".zst"):  # of pyarrow's decompression, not of the file system
+            raise Unreadable("damaged zstd file", str(error).splitlines()[0], "copy it again") from error
+        raise
 
 
 def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | None:
@@ -131,7 +145,13 @@ def accept(text: Any, key: str, where: str, entry: FileReport) -> Document | Non
 
 
 def _open(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else path.open("rb")
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if name.endswith(".zst"):
+        pyarrow = require_pyarrow("zstd files")
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+    return path.open("rb")
 
 
 def decode(data: bytes) -> str:
@@ -152,7 +172,7 @@ def _read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -
     with _open(path) as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise Unreadable(f"longer than {MAX_DOCUMENT_BYTES >> 30} GiB", fix="split it into several files")
+        raise Unreadable(f"longer than {format_bytes(MAX_DOCUMENT_BYTES)}", fix="split it into several files")
     text = decode(data)
     del data
     document = accept(text, key, "", entry)
@@ -162,7 +182,7 @@ def _read_text(path: Path, key: str, entry: FileReport, report: PrepareReport) -
 
 
 def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
-    compressed = path.name.lower().endswith(".gz")
+    compressed = path.name.lower().endswith(COMPRESSED_SUFFIXES)
     with _open(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -171,7 +191,9 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
             if not compressed:
                 report.consumed += len(line)
             if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                raise Unreadable(f"a line longer than {MAX_LINE_BYTES >> 30} GiB", where, "split it into shorter lines")
+                raise Unreadable(
+                    f"a line longer than {format_bytes(MAX_LINE_BYTES)}", where, "split it into shorter lines"
+                )
             if not line.strip():
                 entry.skip("blank line", where)
                 continue
@@ -193,6 +215,45 @@ def _read_jsonl(path: Path, key: str, text_field: str, entry: FileReport, report
                 yield document
     if compressed:
         report.consumed += path.stat().st_size
+
+
+def _read_csv(path: Path, key: str, text_field: str, entry: FileReport, report: PrepareReport) -> Iterator[Document]:
+    """Rows of a file with a header; quoted text may hold line breaks. Bytes, so that one bad row does not end the file."""
+    pyarrow = require_pyarrow("CSV files")
+    from pyarrow import csv
+
+    def record_bad_row(bad: Any) -> str:
+        entry.skip("not a row of CSV", f"{bad.actual_columns} columns instead of {bad.expected_columns}")
+        return "skip"
+
+    parse = csv.ParseOptions(
+        delimiter="\t" if ".tsv" in path.name.lower() else ",",
+        newlines_in_values=True,
+        invalid_row_handler=record_bad_row,
+    )
+    convert = csv.ConvertOptions(include_columns=[text_field], column_types={text_field: pyarrow.binary()})
+    row = 0
+    try:
+        with (
+            _open(path) as file,
+            csv.open_csv(file, csv.ReadOptions(block_size=MAX_ROW_BYTES), parse, convert) as batches,
+        ):
+            for batch in batches:
+                for value in batch.column(0):
+                    row += 1
+                    try:
+                        text = value.as_py().decode("utf-8")
+                    except UnicodeDecodeError as error:
+                        entry.skip(NOT_UTF8, f"row {row}, byte {error.start}")
+                        continue
+                    if document := accept(text, f"{key}:{row}", f"row {row}", entry):
+                        yield document
+    except (pyarrow.ArrowInvalid, KeyError) as error:
+        reason = str(error).strip("'\"").splitlines()[0]
+        if "include_columns" in reason:
+            raise Unreadable(f"no column {text_field!r}", fix="choose one of its columns with --text-field") from error
+        raise Unreadable("not a CSV file", f"after row {row}: {reason}", "correct it") from error
+    report.consumed += path.stat().st_size
 
 
 def _read_parquet(
@@ -233,6 +294,15 @@ def _read_parquet(
                 where = f"row group {group}: {str(error).splitlines()[0]}"
                 raise Unreadable("damaged Parquet file", where, "copy it again") from error
             report.consumed += size // groups
+
+
+def require_pyarrow(what: str) -> Any:
+    """The module `pyarrow`. Raises `DataError` with the install command if it is missing."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise missing_package(what, "pyarrow") from error
+    return pyarrow
 
 
 def require_parquet() -> Any:

@@ -23,6 +23,7 @@ from boost.config.layouts import layout_spec
 from boost.config.schema import ParallelConfig
 from boost.config.traffic import Collective
 from boost.data.batches import Batch
+from boost.format import format_bytes
 from boost.measure.memory import MemoryTracker
 from boost.measure.shares import without_the_others
 from boost.measure.speed import Probe, synchronize
@@ -157,8 +158,8 @@ def fitting(work: Sequence[tuple[str, Config]], hardware: Hardware) -> Iterator[
         if held + peaks[i] <= usable and all(held + states[i] - states[j] + peaks[j] <= usable for j in kept):
             kept.append(i)
         else:
-            needs = (held + peaks[i]) / 1e9
-            print(f"{work[i][0]}: skipped, {needs:,.0f} GB do not fit in {usable / 1e9:,.0f} GB", flush=True)
+            needs = format_bytes(held + peaks[i])
+            print(f"{work[i][0]}: skipped, {needs} do not fit in {format_bytes(usable)}", flush=True)
     yield from (work[i] for i in sorted(kept))
 
 

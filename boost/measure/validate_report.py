@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from boost.format import format_bytes
 from boost.measure import drawing
 from boost.measure.document import Figure, Goal, Section, Table
 from boost.measure.results import Facts, machine, origin
 from boost.measure.validate import CALIBRATE, GPU, MACHINE, PEAK_LIMIT, TIME_LIMIT, TITLES, measured_verdicts, off
 from boost.plan import published
-from boost.plan.inspection import human_bytes
 from boost.plan.published import STEPS, WAYS
 
 
@@ -238,7 +238,7 @@ def measured_parts(rows: Sequence[dict[str, Any]], name: str = MACHINE) -> list[
                 _number(row["raw_s"]), f"{_number(row['measured_s'])} ({_number(low)} - {_number(high)})",
                 _number(row["predicted_s"]),
                 _percent(errors["time"]),
-                human_bytes(row["measured_peak"]), human_bytes(row["predicted_peak"]), _percent(errors["memory"]),
+                format_bytes(row["measured_peak"]), format_bytes(row["predicted_peak"]), _percent(errors["memory"]),
                 f"{row['counted_sent']:,}", "equal" if errors["bytes sent"] == 0 else f"{row['predicted_sent']:,}",
             )
         )  # fmt: skip

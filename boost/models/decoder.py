@@ -149,15 +149,28 @@ class Decoder(FusedModule):
 
         Same stage inputs and outputs as `forward`.
         """
-        batch, length = tokens_BS.shape
-        layout = self.layout.with_options(inference=True)
-        positions_S = torch.arange(length, device=tokens_BS.device) + caches[0].length
-        context = replace(self._context(tokens_BS, positions_S), caches=caches)
-        (stream,) = self._run_blocks(layout, [_Part(tokens_BS, context, received)])
+        layout, stream = self._infer(tokens_BS, caches, received)
         if not self.stage.has_head:
             return stream.x, *stream.prev_latents
+        batch, length = tokens_BS.shape
         last_B = torch.arange(1, batch + 1, device=stream.x.device) * length - 1
         return layout.logits(stream.x, self.final_norm, self.head, last_B)
+
+    @torch.no_grad()
+    def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
+        """Logits [N, V] after each of the tokens numbered `tokens_N` (int64, 0 to B S - 1), of a model that is one stage."""
+        layout, stream = self._infer(tokens_BS, self.make_caches(*tokens_BS.shape))
+        return layout.logits(stream.x, self.final_norm, self.head, tokens_N)
+
+    def _infer(
+        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()
+    ) -> tuple[Layout, Stream]:
+        """The blocks on tokens that follow those in the caches."""
+        layout = self.layout.with_options(inference=True)
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + caches[0].length
+        context = replace(self._context(tokens_BS, positions_S), caches=caches)
+        (stream,) = self._run_blocks(layout, [_Part(tokens_BS, context, received)])
+        return layout, stream
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches, one per block, for `batch` sequences of up to `capacity` tokens and the local heads."""

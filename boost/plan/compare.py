@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from boost.config.architecture import parameter_count
 from boost.config.layouts import layouts_of
 from boost.config.schema import Config, ParallelConfig
+from boost.format import format_bytes, format_count, format_seconds
 from boost.plan.candidates import context_sizes
-from boost.plan.inspection import human_bytes
 from boost.plan.provenance import QUANTITIES, origin, provenance_words
 from boost.plan.search import Plan, Search, Test, Tick, any_config
 from boost.plan.step_time import (
@@ -115,7 +115,7 @@ def alternatives(search: Search, best: Plan, tick: Tick | None = None) -> list[A
 def why(best: Plan, other: Plan) -> str:
     """Explains why `other` loses to `best`."""
     if other.shortfall > 0:
-        return f"out of memory by {human_bytes(other.shortfall)}{_even_with(other.config)}"
+        return f"out of memory by {format_bytes(other.shortfall)}{_even_with(other.config)}"
     return time_difference(best.time, other.time)
 
 
@@ -140,18 +140,9 @@ def time_difference(best: StepTime, other: StepTime) -> str:
         if covered >= wanted:
             break
         covered += seconds
-        words.append(f"{human_seconds(seconds)} more {WORDS[part]}")
-    saved = [f"{human_seconds(-seconds)} less {WORDS[part]}" for seconds, part in less[:1] if -seconds > covered / 4]
+        words.append(f"{format_seconds(seconds)} more {WORDS[part]}")
+    saved = [f"{format_seconds(-seconds)} less {WORDS[part]}" for seconds, part in less[:1] if -seconds > covered / 4]
     return "; ".join([", ".join(words), *saved]) if words else "no difference in the prediction"
-
-
-def human_seconds(seconds: float) -> str:
-    """Formats seconds with three significant digits: '7.70 s', '412 ms', '88.0 us'."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 0.9995 * size:
-            value = seconds / size
-            return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds * 1e6:.2g} us" if seconds else "0 s"
 
 
 def mesh(parallel: ParallelConfig) -> str:
@@ -211,7 +202,7 @@ def _with_headroom(search: Search, best: Plan) -> Iterator[str]:
         )
         return
     yield (
-        f"With more headroom: {mesh(roomy.config.parallel)}, {choices(roomy.config)} needs {human_bytes(roomy.memory)} "
+        f"With more headroom: {mesh(roomy.config.parallel)}, {choices(roomy.config)} needs {format_bytes(roomy.memory)} "
         f"({roomy.memory / roomy.usable:.0%}) and takes {roomy.time.seconds / best.time.seconds - 1:.1%} longer."
     )
 
@@ -248,13 +239,12 @@ def _caveat(slower: float) -> str:
 
 
 def _against_dense(best: Plan, dense: Plan) -> str:
-    billions = parameter_count(dense.config.model) / 1e9
-    name = f"The dense model of this shape ({billions:.1f}B parameters)"
+    name = f"The dense model of this shape ({format_count(parameter_count(dense.config.model), 2)} parameters)"
     if dense.shortfall > 0:
         return f"{name} does not fit on these GPUs: {why(best, dense)}. The low-rank model does."
     ratio = dense.time.seconds / best.time.seconds
     parallel = dense.config.parallel
     return (
-        f"{name} takes {human_seconds(dense.time.seconds)} per step at best ({mesh(parallel)}, {choices(dense.config)}): "
+        f"{name} takes {format_seconds(dense.time.seconds)} per step at best ({mesh(parallel)}, {choices(dense.config)}): "
         f"{ratio:.2f} x the low-rank model."
     )

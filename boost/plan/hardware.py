@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from boost.config.gpus import find_peak
 from boost.config.schema import Positive, Section
 from boost.config.text import read_toml
 from boost.errors import ConfigError
@@ -296,6 +297,17 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _read(name: str) -> dict[str, Any]:
+    """Reads the tables of a profile. `gpu` names the entry of boost/config/gpus.toml that supplies missing peaks."""
+    tree = _raw(name)
+    peak = find_peak(str(tree.pop("gpu", "")))
+    for dtype, speed in tree.get("speeds", {}).get("gemm", {}).items():
+        tflops = None if peak is None else peak.of_dtype(dtype)
+        if isinstance(speed, dict) and tflops is not None:
+            speed.setdefault("tflops", tflops)
+    return tree
+
+
+def _raw(name: str) -> dict[str, Any]:
     """Reads the raw tables of a profile. `like` names a built-in profile to inherit from."""
     own = name.endswith(".toml")
     path = Path(name) if own else PROFILES / f"{full_name(name)}.toml"
@@ -319,7 +331,7 @@ def _read(name: str) -> dict[str, Any]:
     like = str(tree.pop("like"))
     if like not in names():
         raise ConfigError(f"--gpu = '{name}': like = '{like}' is not a profile; profiles: {', '.join(names())}")
-    return _merged(_read(like), tree)
+    return _merged(_raw(like), tree)
 
 
 def full_name(name: str) -> str:

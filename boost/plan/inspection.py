@@ -195,15 +195,6 @@ def _aggregated(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
     return tuple(CollectiveRow(first[key], count) for key, count in counts.items())
 
 
-def human_bytes(number: float) -> str:
-    """Formats bytes with three significant digits in decimal units: 151584768 -> '152 MB'."""
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
-    while number >= 999.5 and len(units) > 1:
-        number /= 1000
-        del units[0]
-    return f"{number:.3g} {units[0]}" if number < 999.5 else f"{number:,.0f} {units[0]}"
-
-
 def _weight(parameter: Parameter, model: ModelConfig, parallel: ParallelConfig) -> Weight:
     placement = placement_of(parameter.role, model, parallel)
     name = re.sub(r"^layers\.\d+\.", "layers.N.", parameter.name)

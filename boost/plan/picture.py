@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from boost.config.architecture import GroupSpec, groups
 from boost.config.layouts import Placement, local_shape, num_shards, placement_of
 from boost.config.traffic import ALL_TO_ALL, Collective, statistic_columns
-from boost.plan.inspection import Inspection, human_bytes
+from boost.format import format_bytes
+from boost.plan.inspection import Inspection
 from boost.plan.svg import DiagramRow, DiagramTensor, DiagramText, Page, panel_width
 
 UNIT = 70.0
@@ -58,8 +59,8 @@ def _summary(inspection: Inspection) -> str:
     total = sum(sent.values())
     if not total:
         return "One process, no collectives."
-    parts = " + ".join(f"{human_bytes(number)} {phase}" for phase, number in sent.items() if number)
-    return f"Bytes sent by one process per block and micro-batch: {parts} = {human_bytes(total)}"
+    parts = " + ".join(f"{format_bytes(number)} {phase}" for phase, number in sent.items() if number)
+    return f"Bytes sent by one process per block and micro-batch: {parts} = {format_bytes(total)}"
 
 
 def block_rows(inspection: Inspection) -> Iterator[DiagramRow]:
@@ -238,7 +239,7 @@ def _is_statistic(inspection: Inspection, group: GroupSpec, width: int) -> bool:
 
 def _label(inspection: Inspection, group: GroupSpec, c: Collective) -> str:
     """Label such as 'all-reduce T x (3r + statistic) · 152 MB', with the bytes sent by one process."""
-    return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {human_bytes(c.sent_bytes)}"
+    return f"{c.kind} T x {_symbol(inspection, group, c.shape[-1])} · {format_bytes(c.sent_bytes)}"
 
 
 def _symbol(inspection: Inspection, group: GroupSpec, width: int) -> str:

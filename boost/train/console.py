@@ -3,7 +3,6 @@
 `ConsoleHook` prints it on the main process. `progress` is the progress bar for everything else that takes seconds.
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -11,10 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar, overload
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from boost.config.architecture import parameter_count
 from boost.config.text import printable
+from boost.format import format_bytes, format_count, format_duration, format_percent, format_rate
 from boost.train.hooks import EvaluationEnd, Hook, MembershipChange, StepEnd, TrainStart
 from boost.train.metrics import EvalMetrics, StepMetrics
 
@@ -25,6 +25,9 @@ Item = TypeVar("Item")
 
 MFU_MIN_WIDTH = 100
 """Columns of a terminal from which the bar includes MFU."""
+
+BAR_MIN_WIDTH = 76
+"""Columns of a terminal from which the bar is drawn, with memory and the elapsed time; below, numbers only."""
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between the plain lines of `progress`; shorter work prints nothing."""
@@ -89,7 +92,7 @@ class BarConsole(Console):
         return self
 
     def step(self, metrics: StepMetrics) -> None:
-        stats = step_stats(metrics, self._eta.eta(metrics), show_mfu=self._bar.console.width >= MFU_MIN_WIDTH)
+        stats = step_stats(metrics, self._eta.eta(metrics), self._bar.console.width)
         self._bar.update(self._task, completed=metrics.step, stats=stats)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
@@ -137,7 +140,7 @@ class ConsoleHook(Hook):
 def _introduction(trainer: "Trainer") -> list[str]:
     model, parallel, train = trainer.config.model, trainer.config.parallel, trainer.config.train
     lines = [
-        f"{model.title} {parameter_count(model) / 1e6:.2f}M parameters, layout {trainer.model.layout.spec.name}, "
+        f"{model.title} {format_count(parameter_count(model))} parameters, layout {trainer.model.layout.spec.name}, "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}{f' x cp {parallel.cp}' * (parallel.cp > 1)} on "
         f"{trainer.mesh.device.type}, "
         f"{trainer.batches.n_samples} sequences of {train.seq_len} tokens to train on"
@@ -191,14 +194,15 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
 
 def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
     """A bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
+    narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
+    columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
+    columns.append(TextColumn("{task.fields[stats]}", markup=False))
+    if not narrow:
+        columns = [columns[0], BarColumn(bar_width=None), *columns[1:], TimeElapsedColumn()]
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[stats]}", markup=False),
-        TimeElapsedColumn(),
+        *columns,
         console=rich_console,
-        expand=True,
+        expand=not narrow,
         transient=transient,
         refresh_per_second=4,
     )
@@ -228,7 +232,7 @@ def _with_lines(items: Iterable[Item], total: int | None, description: str) -> I
 
 
 def _remaining(done: int, total: int | None, elapsed: float) -> str:
-    return "" if total is None else f"eta {duration(elapsed / done * (total - done))}"
+    return "" if total is None else f"eta {format_duration(elapsed / done * (total - done))}"
 
 
 class EtaEstimator:
@@ -250,69 +254,29 @@ class EtaEstimator:
 
 
 def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
-    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2 %  1.2 GiB  eta 3:21`"""
+    """`step   120/1000  loss 4.3210  lr 2.9e-03  norm 0.41  8.1k tok/s  mfu 41.2%  1.3 GB  eta 3:21`"""
     return (
         f"step {_step_of_total(metrics.step, total_steps)}  loss {metrics.loss:.4f}  "
-        f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {count(metrics.tokens_per_second)} tok/s  "
-        f"mfu {percent(metrics.mfu)}  {size(metrics.memory_bytes)}  eta {duration(eta)}"
+        f"lr {metrics.lr:.1e}  norm {metrics.gradient_norm:.2f}  {format_rate(metrics.tokens_per_second, 2)}  "
+        f"mfu {format_percent(metrics.mfu)}  {format_bytes(metrics.memory_bytes, 2)}  eta {format_duration(eta)}"
     )
 
 
-def step_stats(metrics: StepMetrics, eta: float, show_mfu: bool) -> str:
-    """The same for the bar, shorter; MFU only where the terminal is wide enough."""
-    used = f"mfu {percent(metrics.mfu)} " if show_mfu else ""
-    return (
-        f"loss {metrics.loss:.4f} {count(metrics.tokens_per_second)} tok/s {used}"
-        f"{size(metrics.memory_bytes)} eta {duration(eta)}"
-    )
+def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
+    """The same for the bar, shorter; memory and MFU only where the terminal is wide enough."""
+    words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
+    words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH)
+    words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)
+    return " ".join([*words, f"eta {format_duration(eta)}"])
 
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`"""
     return (
         f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
-        f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {count(metrics.tokens)} tokens"
+        f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {format_count(metrics.tokens, 2)} tokens"
     )
 
 
 def _step_of_total(step: int, total_steps: int) -> str:
     return f"{step:>{max(len(str(total_steps)), 5)}}/{total_steps}"
-
-
-def count(number: float) -> str:
-    """A count to about three digits: 950, 8.1k, 12k, 1.3M, 2.5G; 'n/a' for nan."""
-    return _with_unit(number, 1000.0, ("", "k", "M", "G", "T"))
-
-
-def size(n_bytes: float) -> str:
-    """Bytes in binary units: 512 B, 3.4 MiB, 1.2 GiB."""
-    return _with_unit(n_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def percent(fraction: float) -> str:
-    """A fraction as '41.2 %'; 'n/a' for nan."""
-    return f"{fraction * 100:.1f} %" if math.isfinite(fraction) else "n/a"
-
-
-def duration(seconds: float) -> str:
-    """0:07, 3:21, 2:03:21 or 3d 4:00:00; '-' if not finite."""
-    if not math.isfinite(seconds):
-        return "-"
-    minutes, second = divmod(round(max(seconds, 0.0)), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
-
-
-def _with_unit(number: float, base: float, units: tuple[str, ...]) -> str:
-    if not math.isfinite(number):
-        return "n/a"
-    index = 0
-    while index + 1 < len(units) and round(abs(number)) >= base:
-        number, index = number / base, index + 1
-    digits = 1 if index and abs(number) < 9.95 else 0
-    if base == 1024 and index:
-        digits = 1
-    return f"{number:.{digits}f}{units[index]}"

@@ -18,6 +18,7 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from boost import errors
 from boost.errors import BoostError, HangError, StorageError, TrainingError
+from boost.format import format_bytes
 
 _LOST_GLOO = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Software caused connection abort|"
@@ -62,7 +63,7 @@ def out_of_memory(error: BaseException) -> str | None:
         size = f" of {requested[1]}" if requested else ""
         return f"out of GPU memory: an allocation{size} failed{f' (capacity {capacity[1]})' if capacity else ''}"
     if isinstance(error, RuntimeError) and (found := _CPU_MEMORY.search(str(error))):
-        return f"out of memory: an allocation of {int(found[1]) / 1e9:.2f} GB failed"
+        return f"out of memory: an allocation of {format_bytes(int(found[1]))} failed"
     return "out of memory" if isinstance(error, MemoryError) else None
 
 

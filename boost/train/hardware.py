@@ -2,69 +2,16 @@
 
 import math
 import os
-import re
 import resource
 import sys
 import time
-from dataclasses import dataclass
 
 import torch
 
+from boost.config.gpus import find_peak
+
 _TERA = 1e12
 
-
-@dataclass(frozen=True)
-class PeakFlops:
-    """Peak TFLOP/s of one GPU, dense (datasheets often print twice that, "with sparsity")."""
-
-    name: str
-    """Words in the name that torch.cuda.get_device_name returns."""
-    bf16: float
-    """Tensor cores, bfloat16 products with fp32 accumulation (fp16 where the GPU has no bfloat16)."""
-    fp32: float
-    """fp32 without tensor cores."""
-    tf32: float | None = None
-    """Tensor cores in TF32, which fp32 products use if torch.set_float32_matmul_precision allows it."""
-    fp64: float | None = None
-    """fp64, with tensor cores if the GPU has them for fp64."""
-
-
-# The first name whose words are in the device's name wins: longer names come before their prefixes.
-GPU_PEAKS: tuple[PeakFlops, ...] = (
-    # NVIDIA Blackwell datasheets (HGX B200; GB200 NVL72 per GPU).
-    PeakFlops("GB200", 2500, 80, 1250, 40),
-    PeakFlops("B200", 2250, 75, 1125, 37),
-    # NVIDIA H100, H100 NVL, H200 and GH200 datasheets; SXM boards do not carry "PCIe" or "NVL" in their name.
-    PeakFlops("GH200", 989, 67, 494, 67),
-    PeakFlops("H200 NVL", 835, 60, 417, 60),
-    PeakFlops("H200", 989, 67, 494, 67),
-    PeakFlops("H100 NVL", 835, 60, 417, 60),
-    PeakFlops("H100 PCIe", 756, 51, 378, 51),
-    PeakFlops("H100", 989, 67, 494, 67),
-    PeakFlops("H800", 989, 67, 494, 1),
-    PeakFlops("H20", 148, 44, 74, 1),
-    # NVIDIA A100 datasheet; the A800 differs in NVLink only.
-    PeakFlops("A100", 312, 19.5, 156, 19.5),
-    PeakFlops("A800", 312, 19.5, 156, 19.5),
-    # NVIDIA A30, A40, A10, A10G (AWS G5), RTX A6000 datasheets.
-    PeakFlops("A30", 165, 10.3, 82, 10.3),
-    PeakFlops("A40", 149.7, 37.4, 74.8),
-    PeakFlops("A10G", 70, 35, 35),
-    PeakFlops("A10", 125, 31.2, 62.5),
-    PeakFlops("RTX A6000", 154.8, 38.7, 77.4),
-    # NVIDIA Ada datasheets and whitepaper (fp32 accumulation).
-    PeakFlops("L40S", 362, 91.6, 183),
-    PeakFlops("L40", 181, 90.5, 90.5),
-    PeakFlops("L4", 121, 30.3, 60),
-    PeakFlops("RTX 4090 D", 147, 73.5, 73.5),
-    PeakFlops("RTX 4090", 165.2, 82.6, 82.6),
-    PeakFlops("RTX 3090", 71, 35.6, 35.6),
-    # NVIDIA V100 and T4 datasheets: fp16 tensor cores only.
-    PeakFlops("V100", 125, 15.7, None, 7.8),
-    PeakFlops("T4", 65, 8.1),
-    # AMD MI300X datasheet (matrix cores; fp32 vector).
-    PeakFlops("MI300X", 1307.4, 163.4, 653.7, 163.4),
-)
 
 _GEMM_SIZE = 1024
 _GEMM_SECONDS = 0.2
@@ -72,7 +19,7 @@ _GEMM_MIN_RUNS = 3
 
 
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
-    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from the table, else measured.
+    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml, else measured.
 
     On a CPU it is the best of several GEMMs with this process's threads, about 0.2 s: what is achievable now, not a
     datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
@@ -86,22 +33,13 @@ def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops
 
 def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
     """FLOP/s of the GPU called `name`; nan if it is not in the table, or for a laptop variant or a MIG slice."""
-    found = next((peak for peak in GPU_PEAKS if _has_words(name, peak.name)), None)
-    if found is None or _has_words(name, "Laptop") or _has_words(name, "MIG"):
+    found = find_peak(name)
+    if found is None:
         return math.nan
-    if compute_dtype == torch.float32:
-        tensor_cores = torch.get_float32_matmul_precision() != "highest"
-        tflops: float | None = (found.tf32 or found.fp32) if tensor_cores else found.fp32
-    elif compute_dtype == torch.float64:
-        tflops = found.fp64
-    else:
-        tflops = found.bf16
+    tflops = found.of_dtype(str(compute_dtype).removeprefix("torch."))
+    if compute_dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        tflops = found.tf32 or found.fp32
     return math.nan if tflops is None else tflops * _TERA
-
-
-def _has_words(name: str, words: str) -> bool:
-    """Whether `name` contains `words` as whole words: the A40 is not the RTX A4000."""
-    return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", name, re.IGNORECASE) is not None
 
 
 def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:

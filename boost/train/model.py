@@ -17,6 +17,7 @@ from boost.config.rules import out_of_proportion
 from boost.config.stages import Stage, stages_of
 from boost.data.batches import Batch, join
 from boost.errors import ConfigError
+from boost.format import format_bytes
 from boost.models import kernels
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam
@@ -64,8 +65,8 @@ def _require_memory(config: Config, device: torch.device) -> None:
     if needed > available:
         field, value = out_of_proportion(config.model)
         raise ConfigError(
-            f"{field} = {value}: the weights of one process take {needed / 1e9:,.0f} GB in {config.train.param_dtype}, but "
-            f"its device has {available / 1e9:,.0f} GB; use a smaller model, or more processes (parallel.tp, parallel.pp)"
+            f"{field} = {value}: the weights of one process take {format_bytes(needed)} in {config.train.param_dtype}, but "
+            f"its device has {format_bytes(available)}; use a smaller model, or more processes (parallel.tp, parallel.pp)"
         )
 
 

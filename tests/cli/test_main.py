@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from boost.cli import COMMANDS
+from boost.cli import COMMAND_GROUPS, COMMANDS
 from boost.cli.main import main, split_overrides
 from tests.cli.commands import say
 
@@ -19,6 +19,24 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "example" in text
     assert f"boost {command}" in text
+
+
+def test_boost_alone_prints_the_commands_in_groups(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text, err = say(capsys)
+    assert (code, err) == (0, "")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    for heading, names in COMMAND_GROUPS.items():
+        start = lines.index(f"{heading}:")
+        block = lines[start + 1 : lines.index("", start)]
+        listed = [line for line in block if line.startswith("  ") and line[2] != " "]
+        assert [line[2:16].rstrip() for line in listed] == list(names)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out == text
 
 
 def test_overrides_are_taken_from_anywhere() -> None:

@@ -339,3 +339,57 @@ def test_hub_failures_are_one_line(monkeypatch, tmp_path):
         hub.HubSource(str(tmp_path))
     with pytest.raises(DataError, match="not a dataset name"):
         hub.HubSource("https://example.com/data")
+
+
+def zstd(path, data):
+    import pyarrow
+
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as out:
+        out.write(data)
+
+
+def test_zstd_files(tmp_path):
+    zstd(tmp_path / "a.jsonl.zst", b'{"text": "first"}\n{"text": "second"}\n')
+    zstd(tmp_path / "b.txt.zst", "plain \N{SNOWMAN}".encode())
+    documents, _ = read(FilesSource(tmp_path))
+    assert documents == [
+        ("a.jsonl.zst:1", "first"),
+        ("a.jsonl.zst:2", "second"),
+        ("b.txt.zst", "plain \N{SNOWMAN}"),
+    ]
+
+
+@pytest.mark.parametrize("keep", [slice(0, 20), slice(5, None)], ids=["truncated", "no header"])
+def test_damaged_zstd_files(keep, tmp_path):
+    zstd(tmp_path / "a.jsonl.zst", b'{"text": "first"}\n' * 50)
+    (tmp_path / "a.jsonl.zst").write_bytes((tmp_path / "a.jsonl.zst").read_bytes()[keep])
+    (tmp_path / "b.txt").write_text("b")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("b.txt", "b")]
+    assert ("a.jsonl.zst", "damaged zstd file") in skips(report)
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".tsv", "\t"), (".csv.gz", ","), (".csv.zst", ",")])
+def test_csv_files(suffix, delimiter, tmp_path):
+    rows = ["id,text", '1,"two\nlines, and ""quotes"""', "2,", "3,b,c", "4,plain"]
+    data = "\n".join(row if ',"' in row else row.replace(",", delimiter) for row in rows).encode() + b"\n"
+    data = data.replace(b'1,"', f'1{delimiter}"'.encode()).replace(b"plain", b"\xff") + f"5{delimiter}last\n".encode()
+    path = tmp_path / f"x{suffix}"
+    if suffix.endswith(".zst"):
+        zstd(path, data)
+    else:
+        path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [(f"{path.name}:1", 'two\nlines, and "quotes"'), (f"{path.name}:4", "last")]
+    found = skips(report)
+    assert {reason for _, reason in found} == {"empty", "not a row of CSV", "not UTF-8 text"}
+
+
+def test_csv_without_the_column_is_skipped_in_a_folder_and_an_error_by_name(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "y.txt").write_text("y")
+    documents, report = read(FilesSource(tmp_path))
+    assert documents == [("y.txt", "y")]
+    assert ("x.csv", "no column 'text'") in skips(report)
+    with pytest.raises(DataError, match="no column 'text'"):
+        read(FilesSource(tmp_path / "x.csv"))

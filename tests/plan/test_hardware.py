@@ -293,3 +293,15 @@ def test_a_profile_may_be_like_another(tmp_path: Path) -> None:
 )
 def test_the_profile_of_a_gpu(name: str, gigabytes: int, profile: str | None) -> None:
     assert profile_of(name, int(gigabytes * 1e9)) == profile
+
+
+@pytest.mark.parametrize("name", names())
+def test_peaks_of_profiles_and_of_training_are_one_table(name: str) -> None:
+    """No profile writes a peak of its own, and the one that it gets is that of MFU in training."""
+    from boost.config.gpus import gpu_peaks
+    from boost.plan.hardware import PROFILES
+
+    assert "tflops" not in (PROFILES / f"{name}.toml").read_text()
+    gemm = load_hardware(name).speeds.gemm
+    peaks = [(peak.bf16, peak.fp32, peak.fp64) for peak in gpu_peaks()]
+    assert tuple(gemm[dtype].tflops for dtype in ("bfloat16", "float32", "float64")) in peaks

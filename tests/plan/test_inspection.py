@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from boost.plan.collectives import step_collectives
-from boost.plan.inspection import Inspection, human_bytes
+from boost.plan.inspection import Inspection
 from tests.plan.toys import LAYOUTS, inspected
 
 T, D, F, R = 16384, 4096, 11008, 1024
@@ -132,19 +132,3 @@ def test_one_process_holds_and_computes_everything() -> None:
     assert all(weight.local == weight.shape and weight.where == "replicated" for weight in inspection.weights)
     assert inspection.parameters_per_process == inspection.parameters
     assert (inspection.residual, inspection.issued, inspection.bytes_per_step) == ((T, D), (), 0)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"),
-        (36, "36 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (151584768, "152 MB"),
-        (999.6e6, "1 GB"),
-        (5e18, "5,000 PB"),
-    ],
-)
-def test_human_bytes(number: float, text: str) -> None:
-    assert human_bytes(number) == text

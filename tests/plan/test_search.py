@@ -12,7 +12,7 @@ from boost.config.schema import ParallelConfig
 from boost.errors import ConfigError
 from boost.plan.candidates import Request, context_sizes, divisors, every_candidate, legal, structures
 from boost.plan.collectives import step_collectives
-from boost.plan.compare import alternatives, human_seconds, notes, time_difference
+from boost.plan.compare import alternatives, notes, time_difference
 from boost.plan.fewer import sizes, with_fewer
 from boost.plan.hardware import load_hardware
 from boost.plan.search import Search, max_peak, require_legal
@@ -259,11 +259,3 @@ def test_tp_where_one_device_is_too_small() -> None:
         assert "Pure data parallelism does not fit: out of memory by" in said
     else:
         pytest.fail("in this case, the whole model should not fit on one device")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(7.7, "7.70 s"), (0.4119, "412 ms"), (88e-6, "88.0 us"), (1234.5, "1,234 s"), (0.9996, "1.00 s")],
-)
-def test_seconds_in_words(seconds: float, words: str) -> None:
-    assert human_seconds(seconds) == words

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from boost import __version__
+from boost.format import format_bytes
 from boost.measure.verify.report import Found, Verifier
 from boost.train.hardware import total_memory
 from boost.train.rundir import available_cores, cpu_model, git_state
@@ -110,7 +111,7 @@ def devices_of(found: Sequence[Facts]) -> Found:
         nodes[each["host"]].append(rank)
     texts = []
     for number, ranks in enumerate(nodes.values()):
-        kinds = Counter(f"{found[rank]['name']}, {found[rank]['memory'] / 1e9:,.0f} GB" for rank in ranks)
+        kinds = Counter(f"{found[rank]['name']}, {format_bytes(found[rank]['memory'])}" for rank in ranks)
         where = f"node {number}: " if len(nodes) > 1 else ""
         devices = ", ".join(f"{rank}: {found[rank]['device']}" for rank in ranks)
         texts.append(f"{where}ranks {devices} ({'; '.join(kinds)})")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from boost.config.traffic import Collective
+from boost.format import format_bytes
 from boost.measure.speed import Point, Stopwatch, collective_points
 from boost.measure.verify.report import Found, Verifier
 from boost.parallel.mesh import Axis
@@ -49,7 +50,7 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     smallest, largest = (choose(point.shape[0] for point in points) for choose in (min, max))
     rates = {p.name: _sent(p, processes) / p.seconds / 1e9 for p in points if p.shape[0] == largest}
     latency = min(p.seconds for p in points if p.shape[0] == smallest)
-    detail = f"{latency * 1e6:,.0f} us; GB/s at {largest >> 20} MiB: " + ", ".join(
+    detail = f"{latency * 1e6:,.0f} us; GB/s at {format_bytes(largest)}: " + ", ".join(
         f"{name} {rate:.2g}" for name, rate in rates.items()
     )
     numbers: dict[str, Any] = {
@@ -62,7 +63,7 @@ def _judged(found: Sequence[Sequence[Point]], processes: int, link: Link | None)
     typical = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
     detail += f"; {typical:.2f}x the profile's time"
     if worst > SLOW:
-        return Found("note", f"{detail}, {kind} at {largest >> 20} MiB {worst:.1f}x", numbers=numbers)
+        return Found("note", f"{detail}, {kind} at {format_bytes(largest)} {worst:.1f}x", numbers=numbers)
     return Found("ok", detail, numbers=numbers)
 
 

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from boost.config import Config, load
 from boost.errors import ConfigError
+from boost.format import format_bytes, format_rate
 from boost.measure.steps import SIZE_1B, SMALL, Stepper, flags, look_at, shape
 from boost.measure.timeline import read_step, total
 from boost.measure.verify.report import Found, Verifier, worst_of
@@ -106,7 +107,7 @@ def _time(
     rate = train.global_batch * train.seq_len / seconds / config.parallel.world_size
     busy = worst["computing"] + worst["waiting"]
     computing, waiting = (seconds * worst[part] / busy for part in ("computing", "waiting"))
-    text = f"{_ms(seconds)} ms, {rate:,.0f} tokens/s per device; computing {_ms(computing)}, waiting {_ms(waiting)}"
+    text = f"{_ms(seconds)} ms, {format_rate(rate)} per device; computing {_ms(computing)}, waiting {_ms(waiting)}"
     numbers: dict[str, Any] = {"measured": worst, "config": json.loads(config.model_dump_json())}
     if hardware is None:
         return Found("ok", f"{text}; no hardware profile to compare with (--gpu)", numbers=numbers)
@@ -127,17 +128,17 @@ def _time(
 
 
 def _memory(peak: float, predicted: int) -> Found:
-    text = f"peak {peak / 1e6:,.0f} MB; predicted {predicted / 1e6:,.0f} ({predicted / peak - 1:+.1%})"
+    text = f"peak {format_bytes(peak)}; predicted {format_bytes(predicted)} ({predicted / peak - 1:+.1%})"
     verdict = abs(predicted / peak - 1) <= MEMORY_LIMIT
     return Found("ok" if verdict else "note", text, "" if verdict else "report it with this command's JSON")
 
 
 def _bytes(counted: int, predicted: int) -> Found:
     if counted == predicted:
-        return Found("ok", f"{counted / 1e6:,.1f} MB per process, as predicted")
+        return Found("ok", f"{format_bytes(counted)} per process, as predicted")
     return Found(
         "failed",
-        f"{counted / 1e6:,.2f} MB per process; predicted {predicted / 1e6:,.2f}",
+        f"{counted:,} bytes per process; predicted {predicted:,}",
         "report it with this command's JSON",
     )
 

@@ -1,0 +1,142 @@
+"""`boost eval --tasks`: tasks of lm-evaluation-harness."""
+
+import argparse
+import contextlib
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from boost.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from boost.cli.inference import OpenModel
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """--tasks and what goes with it."""
+    group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install 'boost-llm[tasks]')")
+    group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
+    group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder of further tasks (YAML files)")
+    group.add_argument("--fewshot", type=int, metavar="N", help="examples before each question (default: of the task)")
+    group.add_argument("--limit", type=int, metavar="N", help="the first N questions of each task only")
+
+
+def require_tasks(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that do not fit together, or if the harness is not installed."""
+    for flag, value in (("--task-folder", args.task_folder), ("--fewshot", args.fewshot), ("--limit", args.limit)):
+        if value is not None and not args.tasks:
+            raise ConfigError(f"{flag} = {value} has no effect without --tasks; add --tasks NAME")
+    if not args.tasks:
+        return
+    for flag, value in (("--store", args.store), ("--max-tokens", args.max_tokens)):
+        if value:
+            raise ConfigError(f"{flag} = {value} has no effect with --tasks; remove one of them")
+    if args.fewshot is not None and args.fewshot < 0:
+        raise ConfigError(f"--fewshot = {args.fewshot} is too small; smallest valid value: 0")
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit = {args.limit} is too small; smallest valid value: 1")
+    if args.task_folder is not None and not args.task_folder.is_dir():
+        raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; name one with task YAML files")
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "--tasks needs lm-evaluation-harness; install it with: pip install 'boost-llm[tasks]'"
+        ) from None
+
+
+def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
+    """Evaluates the tasks on this process of the mesh; the main one prints. Raises ConfigError and DataError."""
+    from lm_eval.evaluator import simple_evaluate
+
+    from boost.data.tokenizer import load_tokenizer
+    from boost.train.harness import HarnessModel
+
+    checkpoint, config, mesh, decoder = opened
+    checkpoint.require_tokenizer()
+    bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
+    if bos is None and eos is None:
+        raise ConfigError(
+            f"'{checkpoint.path}' has no start-of-document token, which --tasks needs; import it with one"
+        )
+    tokenizer = load_tokenizer(checkpoint.tokenizer)
+    batch = args.batch or config.train.micro_batch
+    model = HarnessModel(decoder, tokenizer, bos, eos, config.train.seq_len, batch, mesh.is_main)
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    manager = _find(names, args.task_folder)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+            results = simple_evaluate(
+                model, tasks=names, num_fewshot=args.fewshot, limit=args.limit, task_manager=manager, log_samples=False
+            )
+    except (ConnectionError, FileNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"--tasks {args.tasks}: data cannot be loaded: {reason}; check the network or the path"
+        ) from None
+    if mesh.is_main:
+        _print(results, args, str(checkpoint.path), checkpoint.position.step)
+
+
+def _find(names: list[str], folder: Path | None) -> Any:
+    """The harness's index of tasks; its own thousands, which take seconds to read, only if `folder` has not all of `names`.
+
+    Raises ConfigError for a name that neither has.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if folder is not None:
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    manager = TaskManager(include_path=folder)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "'lm_eval ls tasks' lists them"
+            raise ConfigError(f"--tasks: unknown task '{name}'; {hint}")
+    return manager
+
+
+def _print(results: Any, args: argparse.Namespace, path: str, step: int) -> None:
+    rows = _rows(results["results"])
+    if args.json:
+        facts = {"checkpoint": path, "step": step, "fewshot": args.fewshot, "limit": args.limit, "tasks": rows}
+        print(json.dumps(facts, indent=2))
+        return
+    from rich.table import Table
+
+    from boost.cli.terminal import print_table, result_console
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    table.add_column("metric")
+    for heading in ("value", "standard error"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        error = "" if row["stderr"] is None else f"{row['stderr']:.4f}"
+        table.add_row(row["task"], row["metric"], f"{row['value']:.4f}", error)
+    print_table(result_console(100), table)
+
+
+def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per task and metric. The harness writes keys as 'metric,filter', and standard errors as 'metric_stderr,filter'."""
+    rows = []
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, name = key.partition(",")
+            if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = values.get(f"{metric}_stderr,{name}")
+            label = metric if name == "none" else f"{metric} ({name})"
+            rows.append(
+                {
+                    "task": task,
+                    "metric": label,
+                    "value": float(value),
+                    "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+                }
+            )
+    return rows

@@ -1,0 +1,90 @@
+"""Prompts of `boost generate`: from the command line, a file, or standard input."""
+
+import argparse
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+from boost.errors import ConfigError
+
+MAX_PROMPTS_BYTES = 1 << 28
+"""Limit of a file or stream of prompts."""
+
+STDIN = "-"
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts that `--prompt` and `--prompts` name, in this order; without either, piped text, else one empty prompt.
+
+    `-` is standard input: one prompt for `--prompt`, one per line for `--prompts`. Raises ConfigError.
+    """
+    if (args.prompt or []).count(STDIN) + (args.prompts == STDIN) > 1:
+        raise ConfigError("standard input can be read once; write one '-' in --prompt and --prompts")
+    prompts = [_standard_input("--prompt") if text == STDIN else text for text in args.prompt or []]
+    if args.prompts:
+        prompts += _from_lines(args.prompts)
+    elif not prompts and is_piped():
+        prompts.append(_standard_input("standard input"))
+    for text in prompts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError(f"--prompt = {text!r} is not valid UTF-8; use a terminal with UTF-8") from None
+    return prompts or [""]
+
+
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file, and this is the only process that reads it."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by something that is not a file
+        return False
+    return (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)) and "RANK" not in os.environ
+
+
+def _standard_input(field: str) -> str:
+    """All of standard input without its last line break."""
+    if "RANK" in os.environ:
+        raise ConfigError(f"{field}: torchrun's processes share standard input; write --prompts FILE")
+    data = sys.stdin.buffer.read(MAX_PROMPTS_BYTES + 1)
+    return _decoded(data, field).removesuffix("\n")
+
+
+def _from_lines(name: str) -> list[str]:
+    """One prompt per line that is not blank; of a .jsonl file, the key "prompt" of each line."""
+    if name == STDIN:
+        text = _standard_input("--prompts")
+    else:
+        try:
+            with Path(name).open("rb") as file:
+                text = _decoded(file.read(MAX_PROMPTS_BYTES + 1), f"--prompts = '{name}'")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--prompts = '{name}' cannot be read: {reason}") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"--prompts = '{name}' is empty; write one prompt per line")
+    if not name.endswith((".jsonl", ".ndjson")):
+        return [line for _, line in lines]
+    return [_json_prompt(line, f"--prompts = '{name}': line {number}") for number, line in lines]
+
+
+def _json_prompt(line: str, where: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{where} is not of the form {{"prompt": "text"}}')
+    return prompt
+
+
+def _decoded(data: bytes, field: str) -> str:
+    if len(data) > MAX_PROMPTS_BYTES:
+        raise ConfigError(f"{field} has over {MAX_PROMPTS_BYTES:,} bytes; split it")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{field} is not valid UTF-8 (byte {error.start}); convert it") from None

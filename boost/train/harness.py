@@ -1,0 +1,126 @@
+"""A checkpoint as a model of lm-evaluation-harness (arXiv 2405.14782), which brings tasks, prompts and metrics.
+
+Every process of a TP group runs the whole harness on the same requests in the same order, so that it knows of one process.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from boost.models.decoder import Decoder
+from boost.train.console import progress
+from boost.train.generate import Sampling, generate
+
+MAX_NEW_TOKENS = 256
+"""Limit of an answer where the task has none: the harness's own default."""
+
+Request = tuple[Any, list[int], list[int]]
+"""What the harness calls it, then the tokens of the context and of the continuation."""
+
+
+class HarnessModel(TemplateLM):
+    """`boost`'s decoder, scored and sampled by the harness."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Any,
+        bos: int | None,
+        eos: int | None,
+        max_length: int,
+        batch: int,
+        shows: bool,
+    ) -> None:
+        """`max_length`: tokens that the model sees at once; longer contexts lose their beginning. `batch`: requests at once.
+        `shows`: whether this process shows progress. One of `bos` and `eos` starts a text without a context."""
+        super().__init__()
+        self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
+        self._max_length, self._batch, self._shows = max_length, batch, shows
+
+    @property
+    def eot_token_id(self) -> int:
+        found = self._bos if self._eos is None else self._eos
+        assert found is not None
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self._bos is None else self._bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "boost"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """Tokens, after the bos of imported weights that have one."""
+        start = [] if self._bos is None or add_special_tokens is False else [self._bos]
+        return start + list(self._tokenizer.encode(string, add_special_tokens=False).ids)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts: every token once, in windows of `max_length`."""
+        scores = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._max_length, context_len=1)
+            pairs = [make_disjoint_window(window) for window in windows]
+            parts = self._loglikelihood_tokens([(None, context, continuation) for context, continuation in pairs])
+            scores.append(sum(score for score, _ in parts))
+        return scores
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers, one after the other, each up to the first of its stop strings."""
+        return [self._answer(*each.args) for each in progress(requests, "answer", enabled=self._shows)]
+
+    def _answer(self, context: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        sampled = bool(options.get("do_sample")) and options.get("temperature", 1.0) > 0
+        sampling = Sampling(options.get("temperature", 1.0) if sampled else 0.0, top_p=options.get("top_p", 1.0))
+        limit = min(int(options.get("max_gen_toks", MAX_NEW_TOKENS)), self._max_length - 1)
+        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self._max_length - limit) :]
+        tokens: list[int] = []
+        text = ""
+        for token in generate(self._decoder, prompt, limit, sampling, self._eos):
+            tokens.append(token)
+            text = self._tokenizer.decode(tokens)
+            if found := [text.index(stop) for stop in stops if stop and stop in text]:
+                return text[: min(found)]
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **options: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood of the continuation, whether it is what greedy decoding gives) of each request."""
+        # The longest first: what does not fit into memory fails at once.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
+        batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
+        results: dict[int, tuple[float, bool]] = {}
+        for batch in progress(batches, "score", enabled=self._shows and not disable_tqdm and len(batches) > 1):
+            results.update(zip(batch, self._score([requests[i][1:] for i in batch]), strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """The same of one batch. Sequences are padded on the right, where causal attention does not look."""
+        rows = [(context + continuation)[-(self._max_length + 1) :] for context, continuation in pairs]
+        targets = [
+            row[-min(len(continuation), len(row) - 1) :] for row, (_, continuation) in zip(rows, pairs, strict=True)
+        ]
+        length = max(len(row) - 1 for row in rows)
+        tokens_BS = torch.tensor([row[:-1] + [0] * (length + 1 - len(row)) for row in rows])
+        wanted = [
+            torch.arange(len(row) - 1 - len(target), len(row) - 1) + number * length
+            for number, (row, target) in enumerate(zip(rows, targets, strict=True))
+        ]
+        device = self._decoder.device
+        logits_NV = self._decoder.logits_of(tokens_BS.to(device), torch.cat(wanted).to(device))
+        log_NV = logits_NV.float().log_softmax(-1)
+        target_N = torch.tensor([token for target in targets for token in target], device=device)
+        score_N = log_NV.gather(-1, target_N[:, None]).squeeze(-1).cpu()
+        greedy_N = (log_NV.argmax(-1) == target_N).cpu()
+        lengths = [len(target) for target in targets]
+        each = zip(score_N.split(lengths), greedy_N.split(lengths), strict=True)
+        return [(float(score.double().sum()), bool(greedy.all())) for score, greedy in each]

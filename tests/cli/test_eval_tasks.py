@@ -1,0 +1,179 @@
+"""`boost eval --tasks`: lm-evaluation-harness on tasks whose data is a local file."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.cli.main import main
+from tests.cli.commands import say
+from tests.convert.toys import llama_folder
+
+pytest.importorskip("lm_eval", reason="needs the extra 'tasks': pip install 'boost-llm[tasks]'")
+
+pytestmark = pytest.mark.slow  # imports the harness, and with it transformers
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+  cache_dir: {cache}
+test_split: test
+output_type: {kind}
+{rest}
+"""
+CHOICE = """
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+"""
+ROLLING = """
+doc_to_text: ""
+doc_to_target: "{{question}}{{choices[0]}}"
+metric_list:
+  - metric: byte_perplexity
+"""
+ANSWER = """
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
+metric_list:
+  - metric: exact_match
+"""
+QUESTIONS = [
+    {"question": "import ", "choices": ["os", "class lambda"], "answer": 0},
+    {"question": "def main(", "choices": ["argv):", "yield yield yield yield"], "answer": 1},
+    {"question": "", "choices": ["a", "bb"], "answer": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
+    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
+    out = tmp_path_factory.mktemp("imported") / "c"
+    assert main(["import", str(folder), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "questions.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+    kinds = {"choice": ("multiple_choice", CHOICE), "rolling": ("loglikelihood_rolling", ROLLING)}
+    for name, (kind, rest) in {**kinds, "answer": ("generate_until", ANSWER)}.items():
+        text = TASK.format(name=f"toy_{name}", data=data, cache=folder / "cache", kind=kind, rest=rest)
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def scored(checkpoint: Path, context: str, continuation: str) -> float:
+    """The log-likelihood of a continuation, by the decoder's own next-token logits."""
+    import argparse
+
+    import torch
+
+    from boost.cli.inference import open_model
+    from boost.data.tokenizer import load_tokenizer
+
+    found, _, _, decoder = open_model(argparse.Namespace(checkpoint=str(checkpoint), tp=1, device="cpu"))
+    tokenizer = load_tokenizer(found.tokenizer)
+    tokens = tokenizer.encode(context + continuation, add_special_tokens=False).ids
+    start = len(tokenizer.encode(context, add_special_tokens=False).ids)
+    if not context:
+        tokens, start = [0, *tokens], 1
+    total = 0.0
+    for position in range(start, len(tokens)):
+        logits = decoder.next_logits(torch.tensor([tokens[:position]]), decoder.make_caches(1, position))
+        total += float(logits.log_softmax(-1)[0, tokens[position]])
+    return total
+
+
+def test_scores_are_those_of_the_decoder(
+    checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--tasks", "toy_choice,toy_rolling", "--task-folder", tasks, "--device", "cpu", "--json"]
+    rows: list[list[dict[str, Any]]] = []
+    for batch in (1, 4):
+        code, out, err = say(capsys, "eval", checkpoint, *words, "--batch", batch)
+        assert code == 0, err
+        rows.append(json.loads(out)["tasks"])
+    by_name = {(row["task"], row["metric"]): row["value"] for row in rows[0]}
+    for row in rows[1]:
+        assert row["value"] == pytest.approx(by_name[row["task"], row["metric"]], rel=1e-5)
+    right, nats, size = 0, 0.0, 0
+    for each in QUESTIONS:
+        question, choices = str(each["question"]), list(each["choices"])  # type: ignore[call-overload]
+        # As the harness does, a space at the end of the context belongs to the continuation.
+        context = question.rstrip()
+        scores = [scored(checkpoint, context, question[len(context) :] + choice) for choice in choices]
+        right += scores.index(max(scores)) == each["answer"]
+        nats += scored(checkpoint, "", question + choices[0])
+        size += len((question + choices[0]).encode())
+    assert by_name["toy_choice", "acc"] == pytest.approx(right / len(QUESTIONS))
+    assert by_name["toy_rolling", "byte_perplexity"] == pytest.approx(math.exp(-nats / size), rel=1e-4)
+
+
+def test_answers_are_what_generate_says(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """exact_match is 1 once the expected answers are what `boost generate` gives."""
+    questions = []
+    for each in QUESTIONS[:2]:
+        words = ["--prompt", each["question"], "--greedy", "--max-tokens", 4, "--json"]
+        text = json.loads(say(capsys, "generate", checkpoint, *words)[1])["text"].partition("\n")[0]
+        questions.append({"question": each["question"], "choices": [text], "answer": 0})
+    folder = tasks.parent / "answers"
+    folder.mkdir()
+    (folder / "q.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    text = TASK.format(
+        name="toy_same", data=folder / "q.jsonl", cache=folder / "cache", kind="generate_until", rest=ANSWER
+    )
+    (folder / "same.yaml").write_text(text)
+    words = ["--tasks", "toy_same,toy_answer", "--device", "cpu", "--json"]
+    code, out, err = say(capsys, "eval", checkpoint, *words[:1], "toy_same", "--task-folder", folder, *words[2:])
+    assert code == 0, err
+    (row,) = json.loads(out)["tasks"]
+    assert (row["metric"], row["value"]) == ("exact_match", 1.0)
+
+
+def test_a_table_and_a_limit(checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tasks", "toy_choice", "--task-folder", tasks, "--device", "cpu", "--limit", 1]
+    code, out, err = say(capsys, "eval", checkpoint, *words)
+    assert code == 0, err
+    assert any(line.split()[:2] == ["toy_choice", "acc"] for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--tasks", "toy_choise"], "unknown task 'toy_choise'; did you mean 'toy_choice'?"),
+        (["--limit", "3"], "--limit = 3 has no effect without --tasks"),
+        (["--tasks", "toy_choice", "--limit", "0"], "--limit = 0 is too small; smallest valid value: 1"),
+        (["--tasks", "toy_choice", "--fewshot", "-1"], "--fewshot = -1 is too small; smallest valid value: 0"),
+        (["--tasks", "toy_choice", "--store", "data/x"], "--store = data/x has no effect with --tasks"),
+        (["--tasks", "toy_choice", "--task-folder", "/nowhere"], "--task-folder = '/nowhere' is not a folder"),
+    ],
+)
+def test_mistakes(
+    words: list[str], expected: str, checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = [] if "--task-folder" in words or "--limit" in words[:1] else ["--task-folder", tasks]
+    code, _, err = say(capsys, "eval", checkpoint, "--device", "cpu", *words, *folder)
+    assert code == 2
+    assert expected in err.splitlines()[-1]
+
+
+def test_two_processes_score_as_one(checkpoint: Path, tasks: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for tp in (1, 2):
+        words = ["--tasks", "toy_rolling,toy_choice", "--task-folder", tasks, "--device", "cpu", "--json", "--tp", tp]
+        code, out, err = say(capfd, "eval", checkpoint, *words)
+        assert code == 0, err
+        found.append({row["task"]: row["value"] for row in json.loads(out)["tasks"]})
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

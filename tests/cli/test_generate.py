@@ -1,0 +1,138 @@
+"""`boost generate`: where prompts come from, chat, and what is printed."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from boost.cli.main import main
+from tests.cli.commands import say
+from tests.convert.toys import llama_folder
+
+SHORT = ("--max-tokens", 6, "--seed", 3)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    llama_folder(folder, vocab_size=300, eos_token_id=0, bos_token_id=None)
+    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
+    out = tmp_path_factory.mktemp("imported") / "c"
+    assert main(["import", str(folder), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def chat(checkpoint: Path) -> Any:
+    """The checkpoint while it has a chat template."""
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    yield checkpoint
+    (checkpoint / "chat_template.jinja").unlink()
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Makes standard input a pipe that holds `text`."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(text)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(os.fdopen(reading, "rb")))
+
+
+def lines_of(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["def ", "import os\n", ""]
+    alone = [lines_of(say(capsys, "generate", checkpoint, "--prompt", p, "--json", *SHORT)[1]) for p in prompts]
+    words = [word for p in prompts for word in ("--prompt", p)]
+    code, out, _ = say(capsys, "generate", checkpoint, *words, "--json", *SHORT)
+    assert code == 0
+    assert lines_of(out) == [each for (each,) in alone]
+    assert [each["prompt"] for each in lines_of(out)] == prompts
+    code, out, _ = say(capsys, "generate", checkpoint, *words, *SHORT)
+    texts = [f"--- {n} of 3\n{each['prompt']}{each['text']}\n" for n, (each,) in enumerate(alone, start=1)]
+    assert out == "".join(texts)
+
+
+def test_prompts_of_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, structured = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    plain.write_text("def \n\nclass \n")
+    structured.write_text('{"prompt": "a\\nb"}\n{"prompt": "class ", "id": 7}\n')
+    for file, expected in ((plain, ["x", "def ", "class "]), (structured, ["x", "a\nb", "class "])):
+        code, out, _ = say(capsys, "generate", checkpoint, "--prompts", file, "--prompt", "x", "--json", *SHORT)
+        assert code == 0
+        assert [each["prompt"] for each in lines_of(out)] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], ["a\nb"]), (["--prompt", "-"], ["a\nb"]), (["--prompts", "-"], ["a", "b"]), (["--prompt", "c"], ["c"])],
+)
+def test_standard_input(
+    words: list[str],
+    expected: list[str],
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    type_in(monkeypatch, b"a\nb\n")
+    code, out, _ = say(capsys, "generate", checkpoint, *words, "--json", *SHORT)
+    assert code == 0
+    assert [each["prompt"] for each in lines_of(out)] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "expected"),
+    [
+        (b"\n", ["--prompts", "FILE"], "is empty; write one prompt per line"),
+        (b"\xff", ["--prompts", "FILE"], "is not valid UTF-8 (byte 0)"),
+        (b'{"text": "x"}', ["--prompts", "FILE"], 'line 1 is not of the form {"prompt": "text"}'),
+        (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
+        (b"", ["--prompt", "-", "--prompts", "-"], "standard input can be read once"),
+        (b"", ["--chat", "--json"], "--chat without --prompt is a dialog"),
+        pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
+    ],
+)
+def test_mistakes(
+    content: bytes,
+    words: list[str],
+    expected: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(content)
+    code, out, err = say(capsys, "generate", checkpoint, *(str(file) if w == "FILE" else w for w in words))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and expected in err
+
+
+@pytest.mark.slow
+def test_chat_answers_the_rendered_message(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = say(capsys, "generate", chat, "--chat", "--prompt", "hi", "--json", *SHORT)
+    assert code == 0, err
+    rendered = say(capsys, "generate", chat, "--prompt", "[user]hi\n[assistant]", "--json", *SHORT)[1]
+    assert lines_of(out)[0] == {**lines_of(rendered)[0], "prompt": "hi"}
+
+
+@pytest.mark.slow
+def test_a_dialog_remembers_what_was_said(
+    chat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["one", "two", ""])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    code, out, err = say(capsys, "generate", chat, "--chat", *SHORT)
+    assert code == 0, err
+    answer = lines_of(say(capsys, "generate", chat, "--chat", "--prompt", "one", "--json", *SHORT)[1])[0]["text"]
+    history = f"[user]one\n[assistant]{answer}\n[user]two\n[assistant]"
+    again = lines_of(say(capsys, "generate", chat, "--prompt", history, "--json", *SHORT)[1])[0]["text"]
+    assert out == f"An empty line or Ctrl-D ends the chat.\n{answer}\n{again}\n"
