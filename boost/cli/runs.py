@@ -173,8 +173,8 @@ def _write(
 
 def _numbers(runs: "list[RunRecord]") -> list[list[str]]:
     """The table of numbers: a row each, with a cell per run."""
-    from boost.measure.run_compare import compact, number
-    from boost.train.console import count, duration, percent, size
+    from boost.format import format_bytes, format_count, format_duration, format_percent
+    from boost.measure.run_compare import number
 
     rows = []
     for record in runs:
@@ -183,14 +183,14 @@ def _numbers(runs: "list[RunRecord]") -> list[list[str]]:
         cells = {
             "state": record.state,
             "steps": f"{done.step}/{done.total_steps}",
-            "tokens": compact(done.tokens),
+            "tokens": format_count(done.tokens),
             "train loss": number(done.loss),
             "held-out loss": number(done.heldout_loss),
             "best held-out": best,
-            "tokens/s": count(done.tokens_per_second) if done.tokens_per_second else "-",
-            "MFU": percent(done.mfu) if done.mfu is not None else "-",
-            "memory": size(done.memory_bytes) if done.memory_bytes else "-",
-            "training time": duration(done.seconds),
+            "tokens/s": format_count(done.tokens_per_second) if done.tokens_per_second else "-",
+            "MFU": format_percent(done.mfu) if done.mfu is not None else "-",
+            "memory": format_bytes(done.memory_bytes) if done.memory_bytes else "-",
+            "training time": format_duration(done.seconds),
         }
         rows.append(cells)
     return [[label, *(cells[label] for cells in rows)] for label in rows[0]]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from boost.format import format_count
 from boost.measure.drawing import pyplot, tidy, write
 from boost.measure.run_record import RunRecord
 
@@ -79,16 +80,8 @@ def text_plot(found: Sequence[Curve], width: int, height: int = 12) -> list[str]
         f"{f'{labels[row]:.4g}' if row in labels else '':>{margin}} |{''.join(cells[row]).rstrip()}"
         for row in range(height)
     ]
-    right = compact(end)
+    right = format_count(end)
     return [*lines, f"{'':{margin}} +{'-' * columns}", f"{'':{margin}}  0{right:>{columns - 1}}"]
-
-
-def compact(number: float) -> str:
-    """12,800 as it is, 3.2M, 1.5B."""
-    for least, unit in ((1e9, "B"), (1e6, "M")):
-        if abs(number) >= least:
-            return f"{number / least:.3g}{unit}"
-    return f"{number:,.0f}"
 
 
 def facts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
