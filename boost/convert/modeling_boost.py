@@ -12,7 +12,7 @@ a x b its most balanced factorization, H query heads, E head dimension.
 
 import inspect
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class BoostConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers reads a plain list)
     # Tensor parallelism by transformers: heads and MLP channels are sharded, latents are replicated. A block's only collectives are
     # two all-reduces of r numbers per token, after A of o and A of down. Act and latent gates see complete latents.
-    base_model_tp_plan: Any = {  # noqa: RUF012
+    base_model_tp_plan: ClassVar[Any] = {
         **{f"layers.*.self_attn.{name}_proj.B": "colwise" for name in "qkv"},
         "layers.*.self_attn.o_proj.A": "rowwise",
         **{f"layers.*.mlp.{name}_proj.B": "colwise" for name in ("gate", "up")},
@@ -406,7 +406,7 @@ def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) ->
 class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
     """The decoder with an untied head."""
 
-    _tp_plan: Any = {"lm_head": "colwise_rep"}  # noqa: RUF012
+    _tp_plan: ClassVar[Any] = {"lm_head": "colwise_rep"}
 
     def __init__(self, config: BoostConfig) -> None:
         super().__init__(config)

@@ -77,9 +77,8 @@ def tokenizer_files(
     name = None if start is None else tokenizer.id_to_token(start) or f"<{start}>"
     content["post_processor"] = exported = _post_processor(original, name, start)
     config = merged_tokenizer_config(tokenizer_config(tokenizer, eos, bos, context), hub)
-    if exported == original:
-        return text, config
-    return json.dumps(content, indent=2, ensure_ascii=False), {**config, _ORIGINAL_KEY: original}
+    config[_ORIGINAL_KEY] = original  # also if it is unchanged: transformers replaces an empty one when it saves
+    return text if exported == original else json.dumps(content, indent=2, ensure_ascii=False), config
 
 
 def _post_processor(found: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:

@@ -137,13 +137,18 @@ def test_a_run_keeps_what_it_starts_from(tmp_path: Path, store: Path, capsys: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [None, 1])
+@pytest.mark.parametrize("start", [None, 300])
 @pytest.mark.parametrize("family", ["svd", "cola", "lax"])
 def test_a_folder_saved_again_keeps_its_tokenizer(family: str, start: int | None, tmp_path: Path, store: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = toy.toy_config("float32", model={"family": family, "vocab_size": 300})
-    fingerprint = tokenizer_fingerprint(load_tokenizer(store / "tokenizer.json"))
-    path = save(tmp_path / "c", config, store / "tokenizer.json", fingerprint=fingerprint, bos=start)
+    from tokenizers import Tokenizer
+
+    original = Tokenizer.from_file(str(store / "tokenizer.json"))
+    original.add_special_tokens(["<s>"] if start else [])
+    original.save(str(tmp_path / "tokenizer.json"))
+    config = toy.toy_config("float32", model={"family": family, "vocab_size": 304})
+    fingerprint = tokenizer_fingerprint(load_tokenizer(tmp_path / "tokenizer.json"))
+    path = save(tmp_path / "c", config, tmp_path / "tokenizer.json", fingerprint=fingerprint, bos=start)
     first = give(path, tmp_path / "first")
     tokenizer = transformers.AutoTokenizer.from_pretrained(first, trust_remote_code=True)
     tokenizer(
