@@ -53,7 +53,7 @@ def build_parser(group: Callable[[Any, str], Any] = SubcommandGroup) -> argparse
     )
     parser.add_argument("--version", action="version", version=f"boost {__version__}", help="show the version and exit")
     subparsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
+        dest="command", metavar="COMMAND", prog="boost", required=True, parser_class=argparse.ArgumentParser
     )
     for name in COMMANDS:
         command = load_command(name)

@@ -18,7 +18,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert leaving.value.code == 0
     text = capsys.readouterr().out
     assert "example" in text
-    assert f"boost {command}" in text
+    assert text.startswith(f"usage: boost {command}")
 
 
 def test_boost_alone_prints_the_commands_in_groups(

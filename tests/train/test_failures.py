@@ -104,7 +104,7 @@ def test_memory_that_ran_out_is_one_line_with_its_size() -> None:
     assert out_of_memory(gpu) == "out of GPU memory: an allocation of 20.00 GiB failed (capacity 79.10 GiB)"
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as real:  # more than an address has bits for
         torch.empty(1 << 50, dtype=torch.uint8)
-    assert out_of_memory(real.value) == "out of memory: an allocation of 1125899.91 GB failed"
+    assert out_of_memory(real.value) == "out of memory: an allocation of 1.13 PB failed"
     assert out_of_memory(MemoryError()) == "out of memory"
     assert out_of_memory(RuntimeError("something else")) is None
     for error in (gpu, real.value, MemoryError()):

@@ -27,5 +27,5 @@ def test_a_slow_link_is_noted(factor: float, verdict: str) -> None:
 def test_without_a_profile_there_are_numbers_only() -> None:
     found = _judged([points(1.0)], 2, None)
     assert found.verdict == "ok" and "profile" not in found.detail
-    assert "GB/s at 16 MiB: all-reduce 9.9, all-gather 9.9" in found.detail
+    assert "GB/s at 16.8 MB: all-reduce 9.9, all-gather 9.9" in found.detail
     assert len(found.numbers["points"]) == 4

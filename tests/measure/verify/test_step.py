@@ -26,7 +26,7 @@ def test_a_step_that_takes_another_time_than_predicted_is_noted(factor: float, v
 def test_without_a_profile_it_is_only_measured() -> None:
     found = _time(CONFIG, None, [], [{"seconds": 0.5, "computing": 3.0, "waiting": 1.0, "peak": 1.0, "sent": 2.0}])
     assert found.verdict == "ok"
-    assert found.detail.startswith("500 ms, 1,024 tokens/s per device; computing 375, waiting 125; no hardware profile")
+    assert found.detail.startswith("500 ms, 1.02k tok/s per device; computing 375, waiting 125; no hardware profile")
 
 
 def test_bytes_are_exact_and_memory_is_not() -> None:
