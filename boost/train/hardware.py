@@ -15,26 +15,26 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Peak TFLOP/s of one GPU, dense (datasheets often print twice that, "with sparsity")."""
+    """Peak dense TFLOP/s of one GPU (datasheets often state twice that, "with sparsity")."""
 
     name: str
-    """Words in the name that torch.cuda.get_device_name returns."""
+    """Words to look for in the name returned by torch.cuda.get_device_name."""
     bf16: float
-    """Tensor cores, bfloat16 products with fp32 accumulation (fp16 where the GPU has no bfloat16)."""
+    """Tensor cores, bfloat16 products with fp32 accumulation (fp16 if the GPU has no bfloat16)."""
     fp32: float
     """fp32 without tensor cores."""
     tf32: float | None = None
-    """Tensor cores in TF32, which fp32 products use if torch.set_float32_matmul_precision allows it."""
+    """Tensor cores in TF32, used for fp32 products if torch.set_float32_matmul_precision allows it."""
     fp64: float | None = None
-    """fp64, with tensor cores if the GPU has them for fp64."""
+    """fp64, with tensor cores if they support it."""
 
 
-# The first name whose words are in the device's name wins: longer names come before their prefixes.
+# The first match wins, so longer names come before their prefixes.
 GPU_PEAKS: tuple[PeakFlops, ...] = (
     # NVIDIA Blackwell datasheets (HGX B200; GB200 NVL72 per GPU).
     PeakFlops("GB200", 2500, 80, 1250, 40),
     PeakFlops("B200", 2250, 75, 1125, 37),
-    # NVIDIA H100, H100 NVL, H200 and GH200 datasheets; SXM boards do not carry "PCIe" or "NVL" in their name.
+    # NVIDIA H100, H100 NVL, H200 and GH200 datasheets; the names of SXM boards contain neither "PCIe" nor "NVL".
     PeakFlops("GH200", 989, 67, 494, 67),
     PeakFlops("H200 NVL", 835, 60, 417, 60),
     PeakFlops("H200", 989, 67, 494, 67),
@@ -43,7 +43,7 @@ GPU_PEAKS: tuple[PeakFlops, ...] = (
     PeakFlops("H100", 989, 67, 494, 67),
     PeakFlops("H800", 989, 67, 494, 1),
     PeakFlops("H20", 148, 44, 74, 1),
-    # NVIDIA A100 datasheet; the A800 differs in NVLink only.
+    # NVIDIA A100 datasheet; the A800 differs only in NVLink.
     PeakFlops("A100", 312, 19.5, 156, 19.5),
     PeakFlops("A800", 312, 19.5, 156, 19.5),
     # NVIDIA A30, A40, A10, A10G (AWS G5), RTX A6000 datasheets.
@@ -72,10 +72,10 @@ _GEMM_MIN_RUNS = 3
 
 
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
-    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from the table, else measured.
+    """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0; from the table for a GPU; measured on a CPU.
 
-    On a CPU it is the best of several GEMMs with this process's threads, about 0.2 s: what is achievable now, not a
-    datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
+    The CPU measurement is the best of several GEMMs with this process's threads and takes about 0.2 s. It is what is achievable
+    now, not a datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA
@@ -85,7 +85,7 @@ def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops
 
 
 def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the GPU called `name`; nan if it is not in the table, or for a laptop variant or a MIG slice."""
+    """Peak FLOP/s of the GPU called `name`; nan for a laptop variant, a MIG slice, or a GPU that is not in the table."""
     found = next((peak for peak in GPU_PEAKS if _has_words(name, peak.name)), None)
     if found is None or _has_words(name, "Laptop") or _has_words(name, "MIG"):
         return math.nan
@@ -105,7 +105,7 @@ def _has_words(name: str, words: str) -> bool:
 
 
 def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of several square GEMMs on `device`, a CPU. The first one is warm-up and does not count."""
+    """FLOP/s of the fastest of several square GEMMs on `device`, a CPU. The first one is a warm-up and does not count."""
     a = torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=torch.Generator().manual_seed(0)).to(device, compute_dtype)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
@@ -120,16 +120,16 @@ def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory of a GPU, or of this machine."""
+    """Total memory of a GPU, or of this machine, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of this process in bytes: the peak that torch allocated on a GPU, the resident set on a CPU.
+    """Memory of this process in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
 
-    Where the system does not report the current resident set (no /proc), it is the peak so far.
+    Without /proc, which reports the current resident set size, it is the peak so far.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -149,7 +149,7 @@ def peak_resident_bytes() -> int:
 def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: float) -> float:
     """Model FLOPs utilization, a fraction: MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s of one device).
 
-    `tokens_per_second` counts all devices; `flops_per_token` is boost.config.architecture.flops_per_token: forward and
-    backward of the model's mathematics, without recomputation. nan if the peak is unknown.
+    `tokens_per_second` is the total of all devices. `flops_per_token` is boost.config.architecture.flops_per_token: forward and
+    backward pass without recomputation. nan if the peak is unknown.
     """
     return tokens_per_second * flops_per_token / (devices * peak)
