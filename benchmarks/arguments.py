@@ -65,7 +65,7 @@ def require_least(field: str, values: Sequence[int], least: int = 1) -> None:
 def tp_config(args: argparse.Namespace) -> Config:
     """The configuration of --tp processes. Raises ConfigError."""
     if args.tp < 1:
-        raise ConfigError(f"--tp = {args.tp} is not a number of processes; smallest valid value: 1")
+        raise ConfigError(f"--tp = {args.tp} must be at least 1; smallest valid value: 1")
     return load(
         args.config, [*args.overrides, "--parallel.tp", str(args.tp), "--parallel.dp", "1", "--parallel.pp", "1"]
     )

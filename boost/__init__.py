@@ -1,15 +1,15 @@
-"""BOOST: training low-rank bottleneck LLMs fast on many GPUs.
+"""BOOST: fast training of low-rank bottleneck LLMs on many GPUs.
 
     import boost
 
     model = boost.Model.from_pretrained("runs/demo")          # weights and tokenizer; also Hugging Face folders
     model.generate("def main():")
-    boost.lowrank(any_model, rank=0.25, init="svd")           # swap the linears of a model for factors
-    block = boost.nn.Block(dim=512, heads=8, rank=128)         # modules for models of your own
+    boost.lowrank(any_model, rank=0.25, init="svd")           # replace the linears of a model with low-rank factors
+    block = boost.nn.Block(dim=512, heads=8, rank=128)         # modules for your own models
     boost.parallelize(decoder, mesh, layout="btp")            # the same function, sharded over TP ranks
-    boost.Trainer("run.toml", hooks=[...]).fit()              # a run, as boost train
+    boost.Trainer("run.toml", hooks=[...]).fit()              # a training run, as with `boost train`
 
-Names are imported on first use, so that `import boost` takes no time.
+Names are imported on first use, so `import boost` is fast.
 """
 
 import importlib
@@ -43,7 +43,7 @@ _HOMES = {
     "register_family": "boost.api.registry",
     "register_layout": "boost.config.layouts",
 }
-"""Where each public name is defined, as module or module:name; an empty name is the module."""
+"""Where each public name is defined: module, or module:name; an empty name stands for the module itself."""
 
 __all__ = [
     "BoostError",

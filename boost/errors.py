@@ -1,30 +1,30 @@
-"""What goes wrong for a user, as exceptions whose text is one line: the field, its value, and the way out.
+"""Errors that a user can fix. Each message is one line with the field, its value, and the fix.
 
-The command line prints the text of a `BoostError` and exits with its `exit_code`; a traceback is shown with `--debug`
-only. Anything that is not a `BoostError` is a defect of ours and keeps its traceback.
+The command line prints the message of a `BoostError` and exits with its `exit_code`; it shows a traceback only with `--debug`. Any
+other exception is a bug in BOOST and keeps its traceback.
 """
 
 
 class BoostError(Exception):
-    """Base of every error that a user can mend. The message is one line that says how."""
+    """Base class of errors that a user can fix. The message is one line that says how."""
 
     exit_code = 2
 
 
 class ConfigError(BoostError):
-    """A key that does not exist, a value of the wrong type, or a value that does not fit the others."""
+    """An unknown key, a value of the wrong type, or a value that conflicts with others."""
 
 
 class DataError(BoostError):
-    """A corpus, tokenizer or token store that is missing, empty, damaged or does not fit the model."""
+    """A corpus, tokenizer or token store that is missing, empty, damaged or incompatible with the model."""
 
 
 class CheckpointError(BoostError):
-    """A checkpoint that is missing, incomplete, damaged, or belongs to another model."""
+    """A checkpoint that is missing, incomplete, damaged or of a different model."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint whose files are not what was saved; an earlier one may do."""
+    """A checkpoint whose files have changed since it was saved. An earlier one may be intact."""
 
 
 class StorageError(BoostError):
@@ -32,26 +32,26 @@ class StorageError(BoostError):
 
 
 class TrainingError(BoostError):
-    """Training cannot go on: the loss is not finite, or a process was lost."""
+    """Training cannot continue: the loss is not finite, or a process was lost."""
 
     exit_code = 3
 
 
 class NonFiniteError(TrainingError):
-    """A weight or an optimizer moment that is not finite: it is never saved, and earlier checkpoints stay."""
+    """A weight or optimizer moment is not finite. It is not saved, and earlier checkpoints are kept."""
 
 
 class HangError(TrainingError):
-    """A process of the run does not respond, or does not reach the collective in which the others wait."""
+    """A process of the run does not respond, or does not reach the collective that the others wait in."""
 
 
 class StoppedError(BoostError):
-    """A stop signal arrived before the first step; the message is its name. Nothing was trained, nothing is lost."""
+    """A stop signal arrived before the first step, so no work is lost. The message is the name of the signal."""
 
     exit_code = 0
 
 
 class MeasurementError(BoostError):
-    """What was timed means nothing, or two results cannot be compared."""
+    """A measurement is invalid, or two results cannot be compared."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""What a run is: typed, frozen, validated; no torch."""
+"""Configuration of a run: typed, frozen, validated, without torch."""
 
 from boost.config.load import load, presets, to_toml
 from boost.config.schema import Config, ModelConfig, ParallelConfig

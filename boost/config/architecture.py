@@ -1,7 +1,8 @@
 """The parameters of a model as data: names and global (unsharded) shapes.
 
-A block is four groups of linears, each with one input: two enter the wide side (qkv; gate_up), two leave it (o; down).
-Checkpoints, initial weights, layouts and cost models all speak of parameters by these names, never of fused storage.
+A block is four groups of linears, each with one shared input: two project from the residual stream (qkv; gate_up), two project
+back to it (o; down). Checkpoints, initialization, layouts and cost models all refer to parameters by these names, never to fused
+tensors.
 """
 
 import math
@@ -12,19 +13,18 @@ from boost.config.families import SLOTS as SLOTS
 from boost.config.families import ModelConfig
 
 IGNORED = -100
-"""Target of a position that has no loss."""
+"""Target of positions that are excluded from the loss."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One mathematical parameter: its name, its global shape, and the role that determines its placement in a layout."""
+    """A parameter of the model: its name, global shape, and the role that determines its placement in a layout."""
 
     name: str
     shape: tuple[int, ...]
     role: str
-    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W}, which end in heads | o.{A,W}, which begin
-    in heads | latent.rows and latent.whole, which act on the latents of a crossing family (the former may be sharded along the
-    rank)"""
+    """embed | head | norm | final_norm | {enter,leave}.{A,B,W} | q.{B,W} and kv.{B,W} (outputs are heads) | o.{A,W} (inputs are
+    heads) | latent.rows and latent.whole (LaX's latent norms and gates; latent.rows may be sharded along the rank)"""
 
     @property
     def size(self) -> int:
@@ -41,12 +41,12 @@ class Slot:
     d_out: int
     rank: int | None
     kv: bool = False
-    """Whether its outputs are key/value heads, of which there may be fewer than TP processes."""
+    """Whether its outputs are key/value heads. There may be fewer of them than TP ranks."""
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Linears that share one input. side: 'enter' goes from the residual to heads or channels, 'leave' comes back."""
+    """Linears that share one input. side: 'enter' projects from the residual stream to heads or channels, 'leave' projects back."""
 
     name: str
     side: str
@@ -54,11 +54,11 @@ class GroupSpec:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Widths of the latents, one a slot; empty for dense."""
+        """Widths of the latents, one per slot; empty for dense linears."""
         return tuple(slot.rank for slot in self.slots if slot.rank is not None)
 
     def parameters(self, prefix: str, factor: str) -> tuple[Parameter, ...]:
-        """The factor 'A', 'B' or 'W' of every slot, in slot order, as `{prefix}.{slot}.{factor}`."""
+        """The parameter 'A', 'B' or 'W' of every slot, in slot order, named `{prefix}.{slot}.{factor}`."""
         result = []
         for slot in self.slots:
             rank = slot.rank or 0
@@ -73,7 +73,7 @@ _AT_HEADS = {
     **{(f"attn.{name}", factor): "kv" for name in "kv" for factor in "BW"},
     **{("attn.o", factor): "o" for factor in "AW"},
 }
-"""Roles of weights one side of which are heads."""
+"""Roles of weights whose rows or columns are heads, by (slot, factor)."""
 
 
 def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupSpec, GroupSpec]:
@@ -93,13 +93,13 @@ def groups(model: ModelConfig, layer: int) -> tuple[GroupSpec, GroupSpec, GroupS
 
 
 def has_latent_gate(model: ModelConfig, layer: int) -> bool:
-    """Whether block `layer` takes latents of the previous block."""
+    """Whether block `layer` receives latents from the previous block."""
     return model.has_latent_gates and layer > 0
 
 
 def first_alike(model: ModelConfig, layer: int) -> int:
-    """The first block that has linears of the same shapes as block `layer`, and latents arriving like it."""
-    if model.has_latent_gates:  # whose ranks are the same in all blocks
+    """The first block with the same shapes as block `layer`, and with latent gates if that block has them."""
+    if model.has_latent_gates:  # ranks are then the same in all blocks
         return min(layer, 1)
     if not model.ranks:
         return 0
@@ -108,12 +108,12 @@ def first_alike(model: ModelConfig, layer: int) -> int:
 
 
 def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) -> dict[str, tuple[Parameter, ...]]:
-    """What acts on the latents of a group where those of the block before arrive, by the stored tensor that holds it.
+    """Parameters of a group's latent LayerNorms and gates, by the name of the fused tensor that holds them.
 
-    LayerNorm's `norm_weight` and `norm_bias`, then the gate's: `gate_weight` [r, r] and `gate_bias` [r] of a dense one; `gate_rows`
-    [a, a] and `gate_columns` [b, b] of a tensor one, which takes a latent as [a, b]. The LayerNorm's of all slots share one
-    tensor; a gate's have one a slot, `gate_weight_q`: ranks may differ, and a bias that several GEMMs share would tie
-    their weight gradients together, which torch's zero-bubble schedule computes twice then.
+    LayerNorm: `norm_weight` and `norm_bias` [r]. Dense gate: `gate_weight` [r, r] and `gate_bias` [r]. Tensor gate: `gate_rows`
+    [a, a] and `gate_columns` [b, b], applied to a latent as an [a, b] matrix. The LayerNorm parameters of all slots share one
+    tensor. Gate parameters have one tensor per slot (`gate_weight_q`): ranks may differ, and if several GEMMs shared a bias,
+    torch's zero-bubble schedule would compute their weight gradients twice.
     """
     shapes: dict[str, Callable[[int], tuple[int, ...]]] = {"norm_weight": lambda r: (r,), "norm_bias": lambda r: (r,)}
     if model.gate == "dense":
@@ -137,7 +137,7 @@ def latent_gate_parameters(model: ModelConfig, group: GroupSpec, prefix: str) ->
 
 
 def tensor_shape(rank: int) -> tuple[int, int]:
-    """(a, b) with a b = rank and a <= b, as close to each other as they can be."""
+    """(a, b) with a b = rank, a <= b, and a as large as possible."""
     a = next(a for a in range(math.isqrt(rank), 0, -1) if rank % a == 0)
     return a, rank // a
 
@@ -180,24 +180,25 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Number of parameters, embedding and head included."""
+    """Number of parameters, including embedding and head."""
     return sum(parameter.size for parameter in parameters(model))
 
 
 def flops_per_token(model: ModelConfig, seq_len: int, all_scores: bool = False) -> int:
-    """Floating-point operations of forward and backward for one token: what model FLOP utilization (MFU) counts.
+    """FLOPs of the forward and backward pass per token, as counted for model FLOPs utilization (MFU).
 
-    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a look-up), and attention: of the causal
-    half of the scores, or of `all_scores`, as PaLM (arXiv 2204.02311) and Megatron-LM count. Recomputation is never counted.
+    6 per weight of every linear and of the head (2 forward, 4 backward; the embedding is a lookup), plus attention: the causal
+    half of the scores or, with `all_scores`, all of them, as PaLM (arXiv 2204.02311) and Megatron-LM count. Recomputation is not
+    counted.
     """
     masked = 6 * model.dim * seq_len * model.layers * all_scores
     return sum(block_flops_per_token(model, seq_len, n) for n in range(model.layers)) + 6 * head(model).size + masked
 
 
 def block_flops_per_token(model: ModelConfig, seq_len: int, layer: int) -> int:
-    """The same of one block. 6 * dim * seq_len are for attention's two products over the causal half of the scores:
-    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate's matrices meet each latent
-    as b columns of length a and a rows of length b."""
+    """FLOPs of one block per token. Attention takes 6 * dim * seq_len for its two products over the causal half of the scores:
+    2 products * 2 FLOPs * dim * seq_len / 2 forward, twice that backward. A tensor gate multiplies the b columns (length a) and the
+    a rows (length b) of each latent."""
     multiplied = 0
     for group in groups(model, layer):
         for factor in "AB" if model.low_rank else "W":

@@ -1,15 +1,15 @@
-"""Which form of attention runs where documents are isolated (data.isolate_documents)."""
+"""Implementation of attention with isolated documents (data.isolate_documents)."""
 
 from typing import Literal
 
 DocumentForm = Literal["segments", "varlen", "mask"]
-"""segments: a causal kernel for each document. varlen: one kernel that is given the boundaries. mask: [B, 1, S, S] is added to the
-scores, most of which nobody needs."""
+"""segments: one causal kernel call per document. varlen: one variable-length kernel that takes the document boundaries. mask: a
+[B, 1, S, S] mask added to the scores, which computes all of them."""
 
 
 def document_form(device: str, compute_dtype: str, compiled: bool) -> DocumentForm:
-    """The form on a device ("cpu", "cuda"). Compiled code for CPUs has one graph for all batches, so it takes a mask; on GPUs the
-    kernel for boundaries is FlashAttention, which computes in 16 bits only."""
+    """The implementation for a device ("cpu", "cuda"). On CPUs, compiled code uses a mask, because it has one graph for all
+    batches. On GPUs the variable-length kernel is FlashAttention, which supports 16-bit dtypes only."""
     if device == "cpu":
         return "mask" if compiled else "segments"
     return "varlen" if compute_dtype in ("bfloat16", "float16") else "mask"

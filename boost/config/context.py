@@ -1,15 +1,15 @@
-"""The context axis (parallel.cp): which tokens of each sequence a process holds, and how queries meet keys and values.
+"""Context parallelism (parallel.cp): which tokens of each sequence a CP rank holds, and what attention communicates.
 
-A sequence of S tokens is 2 cp chunks; process i holds the i-th from the front and the i-th from the back. Under a causal mask the
-two together have as much to attend to on every process, and the first chunks of all processes are the first half of the sequence.
-What crosses is the smaller of:
+A sequence of S tokens is split into 2 cp chunks; CP rank i holds the i-th chunk from the front and the i-th from the back. With a
+causal mask this balances attention over the ranks. The front chunks of all ranks form the first half of the sequence.
+Attention communicates whichever is smaller:
 
-- heads: an all-to-all of q, k and v gives each process all tokens of some of its heads, and one of what attention returns gives
-  them back; nothing grows with the sequence but the tokens held here. Heads must divide; key/value heads fewer than processes
-  are sent once for each process that needs one.
-- keys: k and v are gathered, and queries stay.
+- heads: an all-to-all of q, k and v gives each rank all tokens of some heads, and a second one returns the output of attention.
+  Memory grows only with the local tokens. cp must divide the heads; if there are fewer key/value heads than ranks, each is sent to
+  every rank that needs it.
+- keys: k and v are all-gathered, and queries stay local.
 
-Legend: n tokens of a micro-batch held here; H query and K key/value heads of one TP process, E width of a head.
+Legend: n local tokens of a micro-batch; H query heads and K key/value heads per TP rank; E head dimension.
 """
 
 from collections.abc import Iterator
@@ -19,22 +19,22 @@ from boost.config.layouts.spec import EXCHANGE, GATHER, PlannedComm
 from boost.config.schema import ModelConfig, ParallelConfig
 
 PLACE = "attention"
-"""What the collectives of the context axis serve."""
+"""`place` of the collectives of the cp axis."""
 
 
 def chunks_of(rank: int, cp: int) -> tuple[int, int]:
-    """The chunks, of 2 cp, of each sequence that this process holds."""
+    """Indices of the two chunks (of 2 cp) of each sequence that CP rank `rank` holds."""
     return rank, 2 * cp - 1 - rank
 
 
 def local_heads(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]:
-    """(H, K): query heads and key/value heads of one TP process."""
+    """(H, K): query heads and key/value heads per TP rank."""
     parts = num_shards(parallel)
     return model.heads // parts, max(model.kv_heads // parts, 1)
 
 
 def crosses_as_heads(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether heads cross the context axis, and not keys and values: where they can and it is not more bytes."""
+    """Whether heads are exchanged instead of gathering keys and values: if cp divides the heads and it sends no more bytes."""
     cp, (heads, kv_heads) = parallel.cp, local_heads(model, parallel)
     shared = max(kv_heads, cp)
     possible = heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
@@ -42,8 +42,8 @@ def crosses_as_heads(model: ModelConfig, parallel: ParallelConfig) -> bool:
 
 
 def context_comms(model: ModelConfig, parallel: ParallelConfig) -> Iterator[PlannedComm]:
-    """The collectives of one block over the context axis, in forward order. Widths are elements a token held here that a process
-    sends to all others together (heads), or that are gathered."""
+    """The collectives of one block over the cp axis, in forward order. Widths are elements per local token: sent to all other ranks
+    in total (heads), or gathered (keys)."""
     if parallel.cp == 1:
         return
     heads, kv_heads = local_heads(model, parallel)
@@ -56,13 +56,13 @@ def context_comms(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Plan
 
 
 def context_notes(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """What crosses, and why, in a sentence."""
+    """One sentence about what attention communicates over the cp axis."""
     if parallel.cp == 1:
         return
     heads, kv_heads = local_heads(model, parallel)
-    held = f"each process has 2 chunks of S / {2 * parallel.cp} tokens of every sequence"
+    held = f"each process holds 2 chunks of S / {2 * parallel.cp} tokens of every sequence"
     if crosses_as_heads(model, parallel):
-        yield f"CP {parallel.cp}: {held}; for attention, heads are exchanged, {heads // parallel.cp} a process"
+        yield f"CP {parallel.cp}: {held}; for attention, heads are exchanged, {heads // parallel.cp} per process"
     else:
         what = "1 key/value head is" if kv_heads == 1 else f"{kv_heads} key/value heads are"
         yield f"CP {parallel.cp}: {held}; for attention, {what} gathered"

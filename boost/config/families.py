@@ -1,6 +1,6 @@
-"""The mathematical function: what every decoder has, and one class for each family of linears.
+"""Model configuration: the fields of every decoder, and one class per family of linears.
 
-A family is a subclass of `ModelConfig`: its documentation, its own fields, the defaults that it derives, and its rules.
+A family is a subclass of `ModelConfig` with its documentation, its own fields, derived defaults and rules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from boost.config.schema import Config
 
 Family = str
-"""A tag of `ModelConfig`, one of `ModelConfig.choices`."""
+"""A value of model.family, one of `ModelConfig.choices`."""
 
 SLOTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 """Names of the linears of a block, in the order of `boost.config.architecture.groups`."""
 
 
 class ModelConfig(Tagged):
-    """A LLaMA-style decoder whose linears are dense or a low-rank bottleneck."""
+    """A LLaMA-style decoder with dense or low-rank linears."""
 
     key: ClassVar[str] = "model.family"
     absent: ClassVar[Mapping[str, Any]] = {
         "over": "none", "gate": "none", "rank": None, "ranks": {}, "latent_act": "none", "factor_init": "none",
     }  # fmt: skip
-    if TYPE_CHECKING:  # every family has a value for these: its own field's, or that of `absent`
+    if TYPE_CHECKING:  # readable for every family: its own field, or the value in `absent`
         over: str = "none"
         gate: str = "none"
         rank: int | None = None
@@ -75,40 +75,41 @@ class ModelConfig(Tagged):
     """Base of the rotary position embeddings."""
 
     rope_factor: Positive = 1.0
-    """Rotations of few turns within `rope_original_len` tokens are this many times slower, as in Llama 3.1 (8). 1: none is."""
+    """Factor by which low rotary frequencies are divided to extend the context, as in Llama 3.1 (8). 1 disables scaling."""
 
     rope_low_freq: Positive = 1.0
-    """With `rope_factor`: rotations of at most so many turns are slower by all of it, those up to `rope_high_freq` by a part."""
+    """With `rope_factor`: frequencies of at most this many turns per `rope_original_len` tokens are divided by the full factor.
+    Between it and `rope_high_freq` the scaling is interpolated."""
 
     rope_high_freq: Positive = 4.0
-    """With `rope_factor`: rotations of at least so many turns are as rope_theta says."""
+    """With `rope_factor`: frequencies of at least this many turns per `rope_original_len` tokens are not scaled."""
 
     rope_original_len: Count = 8192
-    """With `rope_factor`: tokens of the sequences that rope_theta was made for."""
+    """With `rope_factor`: context length before the extension, in tokens."""
 
     init_std: Positive = 0.02
-    """Standard deviation of the embedding, the head and the dense linears. Factors of low-rank linears have their own."""
+    """Standard deviation of the initial embedding, head and dense linears. For low-rank factors see `factor_init`."""
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Key/value heads, as many as heads."""
+        """By default, there are as many key/value heads as heads."""
         return {"kv_heads": values.get("heads", cls.model_fields["heads"].default)}
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> Any:
-        """The family whose recipe the linears of this one have."""
+        """The family whose recipe applies to the linears of this one."""
         return cls
 
     @classmethod
     def dropped(
         cls, former: type["ModelConfig"], new: type["ModelConfig"], table: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> set[str]:
-        """The former family's recipe, unless the new one has the same: CoLA's linears stay CoLA's in LaX over CoLA."""
+        """Fields of both families' recipes, unless the recipe stays the same: LaX over CoLA keeps CoLA's values."""
         same = former.kind(table) is new.kind(changes)
         return set() if same else {*former.recipe, *new.recipe}
 
     def advice(self) -> Iterator[str]:
-        """What a person would want to know before a run of this model, a sentence each."""
+        """Advice to print before a run of this model, one sentence each."""
         yield from ()
 
     @property
@@ -118,12 +119,12 @@ class ModelConfig(Tagged):
 
     @property
     def title(self) -> str:
-        """The family with its main choices, as 'lax over cola, tensor gate'."""
+        """The family with its main choices, such as 'lax over cola, tensor gate'."""
         return self.family
 
     @property
     def mixes(self) -> bool:
-        """Whether the latent gate mixes ranks, and so needs whole latents."""
+        """Whether the latent gate mixes latent dims, and so needs whole latents."""
         return self.gate in ("tensor", "dense")
 
     def rank_of(self, layer: int, slot: str) -> int | None:
@@ -135,13 +136,13 @@ class ModelConfig(Tagged):
 
 
 class DenseConfig(ModelConfig):
-    """y = W x."""
+    """Full-rank linears: y = W x."""
 
     family: Literal["dense"] = "dense"
 
 
 def _flat(table: Any, prefix: str = "") -> Any:
-    """Entries of nested tables under dotted names: TOML reads a bare `attn.q = 64` as a table in a table."""
+    """Flattens nested tables to dotted names: TOML parses a bare `attn.q = 64` as a table in a table."""
     if not isinstance(table, dict):
         return table
     flat: dict[str, Any] = {}
@@ -157,7 +158,7 @@ class LowRankConfig(ModelConfig):
     recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True, "latent_act": "none", "factor_init": "xavier"}
 
     rank: Width
-    """r, width of the bottleneck of every low-rank linear. Default: dim / 4."""
+    """r, bottleneck rank of every low-rank linear. Default: dim / 4."""
 
     ranks: Annotated[dict[str, Width], BeforeValidator(_flat)] = Field(default={})
     """Per-linear overrides of `rank`, as a table: attn, mlp, one linear (attn.q), or one linear of one block (layers.3.attn.q);
@@ -172,24 +173,24 @@ class LowRankConfig(ModelConfig):
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The rank follows the width; the rest is the recipe."""
+        """rank is dim / 4 by default; the other defaults are the recipe's."""
         dim = values.get("dim", cls.model_fields["dim"].default)
         rank = max(dim // 4, 1) if isinstance(dim, int) else None
         return super().derived(values) | {"rank": rank, **LowRankConfig.recipe, **cls.kind(values).recipe}
 
     def advice(self) -> Iterator[str]:
-        """Key/value projections (of few heads) for which two factors are larger than one matrix."""
+        """Key/value projections (with few heads) whose two factors are larger than one dense matrix."""
         width = self.kv_heads * self.head_dim
         for slot in ("attn.k", "attn.v"):
             rank = max(self.rank_of(layer, slot) or 0 for layer in range(self.layers if self.ranks else 1))
             if rank * (self.dim + width) > self.dim * width:
                 yield (
-                    f"{slot} of {self.dim} x {width} has more parameters as factors of rank {rank} than as one matrix: "
-                    f"--model.ranks.{slot} {max(width // 4, 1)} would give it a quarter of its width"
+                    f"{slot} ({self.dim} x {width}) has more parameters as factors of rank {rank} than as one matrix: "
+                    f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width"
                 )
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Ranks wider than their linears, or of linears that do not exist."""
+        """Ranks larger than their linears, and ranks for unknown linears."""
         narrow = min(self.dim, self.ffn_dim)
         if self.rank > narrow:
             yield f"model.rank = {self.rank} is larger than the linears it factors; largest valid value: {narrow}"
@@ -198,43 +199,46 @@ class LowRankConfig(ModelConfig):
             _, layer, slot = (*name.split(".", 2), "", "")[:3] if name.startswith("layers.") else ("", "", name)
             if slot not in (SLOTS if layer else ("attn", "mlp", *SLOTS)) or (layer and layer not in numbers):
                 example = f", or layers.0.{SLOTS[0]} to layers.{self.layers - 1}.{SLOTS[-1]} for one block"
-                yield f"model.ranks.{name} is no linear of this model; the names are {', '.join(('attn', 'mlp', *SLOTS))}{example}"
+                yield (
+                    f"model.ranks.{name} is not a linear of this model; valid names: "
+                    f"{', '.join(('attn', 'mlp', *SLOTS))}{example}"
+                )
                 continue
-            # Not checked against key/value heads, which may be few: a bottleneck wider than those is no bottleneck, but legal.
+            # Not checked against the width of few key/value heads: a rank larger than that is wasteful but valid.
             most = self.dim if slot.startswith("attn") else narrow
             if rank > most:
                 yield f"model.ranks.{name} = {rank} is larger than the linears it factors; largest valid value: {most}"
 
 
 class SVDConfig(LowRankConfig):
-    """y = B (A x)."""
+    """Low-rank linears without activation: y = B (A x)."""
 
     family: Literal["svd"] = "svd"
 
 
 class CoLAConfig(LowRankConfig):
-    """y = B silu(A x)."""
+    """Low-rank linears with an activation on the latents (CoLA): y = B silu(A x)."""
 
     family: Literal["cola"] = "cola"
     recipe: ClassVar[Mapping[str, Any]] = {"mlp_silu": True, "latent_act": "silu", "factor_init": "cola"}
 
 
 class LaXConfig(LowRankConfig):
-    """svd or cola whose latents also feed the next block (LaX)."""
+    """svd or cola whose latents also feed the next block through a gate (LaX)."""
 
     has_latent_gates: ClassVar[bool] = True
     family: Literal["lax"] = "lax"
 
     over: Literal["svd", "cola"] = "cola"
-    """Family of the linears."""
+    """Family of the low-rank linears."""
 
     gate: Literal["identity", "tensor", "dense"] = "identity"
-    """Gate applied to the previous block's latents. identity: none; tensor: two small matrices, one for each of
-    the two most balanced divisors of the rank; dense: a rank x rank linear."""
+    """Gate applied to the latents of the previous block. identity: none; tensor: two small matrices, a x a and b x b with a b =
+    rank and a as close to b as possible; dense: a rank x rank linear."""
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> Any:
-        """The family that the latents are of."""
+        """The family of the linears, `over`."""
         return cls.find(values.get("over", cls.model_fields["over"].default)) or cls
 
     @property
@@ -243,11 +247,11 @@ class LaXConfig(LowRankConfig):
         return f"lax over {self.over}, {self.gate} gate"
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """A linear's latents feed the same linear of the next block."""
+        """A linear's latents feed the same linear of the next block, so it has one rank in all blocks."""
         for name in self.ranks:
             if name.startswith("layers."):
                 yield (
-                    f"model.ranks.{name}: under model.family = 'lax' a linear's latents enter the same linear of the next "
-                    f"block, so all blocks have one rank for it; write ranks.{name.partition('.')[2].partition('.')[2]}"
+                    f"model.ranks.{name}: with model.family = 'lax', a linear's latents feed the same linear of the next "
+                    f"block, so its rank must be the same in all blocks; use ranks.{name.partition('.')[2].partition('.')[2]}"
                 )
         yield from super().problems(config)

@@ -1,4 +1,4 @@
-"""From a preset name or a TOML file, and dotted overrides, to a checked `Config`; and back to TOML."""
+"""Loads a validated `Config` from a preset or a TOML file plus dotted overrides, and writes it back to TOML."""
 
 import difflib
 import re
@@ -20,27 +20,27 @@ from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
 RANKS = "model.ranks"
-"""The one field that is a table of its own."""
+"""The only field that is a table."""
 
 
 def presets() -> list[str]:
-    """Names that stand where a configuration file is expected."""
+    """Names that are accepted in place of a configuration file, sorted."""
     return sorted(item.name.removesuffix(".toml") for item in _PRESETS.iterdir() if item.name.endswith(".toml"))
 
 
 def summary(preset: str) -> str:
-    """What a preset is, in a few words: its file's first comment, up to the first colon, semicolon or full stop."""
+    """A short description of a preset: the first comment of its file, up to the first colon, semicolon or period."""
     first = (_PRESETS / f"{preset}.toml").read_text(encoding="utf-8").partition("\n")[0]
     words = re.split(r"[:;.] |[:;.]$", first.removeprefix("# "))[0]
     return words + ")" * (words.count("(") - words.count(")"))
 
 
 def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig | None = None) -> Config:
-    """The checked configuration of `source` (preset name, TOML path, or None for the defaults) under `overrides`.
+    """Loads and validates the configuration in `source` (preset name, TOML path, or None for the defaults) with `overrides`.
 
-    `model` takes the place of a [model] section where `source` has none. `overrides` are the command line's
-    `--section.key value` (or `--section.key=value`) words.
-    Raises ConfigError: one line with the field, the value and the nearest valid one.
+    `model` is used if `source` has no [model] section. `overrides` are command-line arguments: `--section.key value` or
+    `--section.key=value`.
+    Raises ConfigError: one line with the field, its value and the nearest valid value.
     """
     tree = {} if source is None else read_source(source)
     if model is not None and "model" not in tree:
@@ -50,8 +50,8 @@ def load(source: str | None, overrides: Sequence[str] = (), model: ModelConfig |
 
 
 def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Writes values by dotted key into a document. Where one selects another class (optim.name, model.family, ...), what only
-    the class before gave a meaning is removed first."""
+    """Sets values by dotted key in a document. If a change selects another class (optim.name, model.family, ...), first removes the
+    fields that only the previous class has."""
     for section, root in _tagged():
         of_section = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{section}.")}
         if isinstance(table := tree.get(section, {}), dict):
@@ -66,7 +66,7 @@ def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def tags() -> list[tuple[str, str]]:
-    """(section, key) of what selects a class, each before those that it may change."""
+    """(section, key) of every tag, each before the tags that it may change."""
     return [(section, each.tag()) for section, root in _tagged() for each in (root, *root.parts.values())]
 
 
@@ -77,20 +77,20 @@ def _tagged() -> Iterator[tuple[str, type[Tagged]]]:
 
 
 def change_family(model: dict[str, Any], family: str, over: str = "cola") -> None:
-    """Sets the family in a [model] table, as `change` does. `over`: what lax will be made of."""
+    """Sets the family in a [model] table, like `change`. `over`: family of the linears if `family` is lax."""
     ModelConfig.switch(model, {"family": family, "over": over})
     model["family"] = family
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
-    """The checked configuration of a parsed TOML or JSON document. Raises ConfigError."""
+    """Validates a parsed TOML or JSON document, including the rules between fields. Raises ConfigError."""
     config = validated(tree)
     rules.check(config)
     return config
 
 
 def validated(tree: dict[str, Any]) -> Config:
-    """The same with every field checked by itself, not against the others. Raises ConfigError."""
+    """Validates each field of a document, but not the rules between fields. Raises ConfigError."""
     try:
         return Config.model_validate(_integers_to_floats(tree))
     except ValidationError as error:
@@ -98,18 +98,18 @@ def validated(tree: dict[str, Any]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The fully resolved configuration."""
+    """The fully resolved configuration as TOML."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def read_source(source: str) -> dict[str, Any]:
-    """The document of a preset or of a file, unchecked. Raises ConfigError."""
+    """Reads the document of a preset or a file without validating it. Raises ConfigError."""
     path = Path(source)
     if source in presets():
         return tomllib.loads((_PRESETS / f"{source}.toml").read_text(encoding="utf-8"))
     try:
         found = path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or holds NUL
+    except (OSError, ValueError):  # the name is too long or contains NUL
         found = False
     if found:
         return read_toml(path)
@@ -148,7 +148,7 @@ _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "nu
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of `--a.b value` and `--a.b=value` words; values are read as their field's type."""
+    """Parses `--a.b value` and `--a.b=value` into (dotted key, value), with values of the field's type."""
     known = dict(fields())
     rest = list(words)
     while rest:
@@ -172,12 +172,12 @@ def _parse_value(text: str, expected: str) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, or nested without end
+    except (ValueError, RecursionError):  # not TOML, a number with thousands of digits, or nested too deeply
         return text
 
 
 def _integers_to_floats(tree: dict[str, Any]) -> dict[str, Any]:
-    """TOML writes `lr = 1` for 1.0: an integer where a number is expected is one (strict validation refuses it)."""
+    """Converts integers to floats in float fields: TOML users write `lr = 1`, which strict validation would reject."""
     known = dict(fields())
     result: dict[str, Any] = {}
     for section, table in tree.items():
@@ -197,13 +197,13 @@ def _integers_to_floats(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first of pydantic's findings as one line: field, value, nearest valid value."""
+    """pydantic's first error as one line: field, value, nearest valid value."""
     detail = error.errors()[0]
     known, value, context = dict(fields()), detail["input"], detail.get("ctx", {})
     shown = brief(value)
     key = ".".join(str(part) for part in detail["loc"])
     if key not in known and (flat := f"{detail['loc'][0]}.{detail['loc'][-1]}") in known:
-        key = flat  # in a part of a section, whose keys stand in the section itself
+        key = flat  # a part of a section: its keys are flat in the section
     if detail["type"] == "extra_forbidden":
         if "." in key:
             return f"unknown key '{key}'; {_suggest(key, known, 'key')}"
@@ -220,13 +220,13 @@ def _explain(error: ValidationError) -> str:
         case "greater_than_equal":
             return f"{key} = {shown} is too small; smallest valid value: {context['ge']}"
         case "greater_than":
-            return f"{key} = {shown} is too small; it must be more than {context['gt']}"
+            return f"{key} = {shown} is too small; it must be greater than {context['gt']}"
         case "less_than":
             return f"{key} = {shown} is too large; it must be less than {context['lt']}"
         case "string_too_short":
-            return f"{key} is empty; write a path"
+            return f"{key} is empty; set it to a path"
         case "string_pattern_mismatch":
-            return f"{key} = {shown} holds a character that no path has (NUL); write another path"
+            return f"{key} = {shown} contains NUL, which is not allowed in a path; use another path"
         case "less_than_equal":
             return f"{key} = {shown} is too large; largest valid value: {context['le']}"
     if key.startswith(f"{RANKS}."):
@@ -244,7 +244,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
-    """'did you mean ...?' with the nearest choices, or where to find all of them."""
+    """'did you mean ...?' with the nearest choice, or the list of all choices."""
     names = [str(choice) for choice in choices]
     last = word.rpartition(".")[2]
     near = [name for name in names if name.rpartition(".")[2] == last]  # the right key in the wrong section
@@ -252,4 +252,4 @@ def _suggest(word: str, choices: Any, what: str, prefix: str = "") -> str:
     if near:
         return f"did you mean '{prefix}{near[0]}'?"
     listing = ", ".join(names) if len(names) <= 20 else "'boost config --fields' lists them"
-    return f"the {what}s are: {listing}" if len(names) <= 20 else listing
+    return f"valid {what}s: {listing}" if len(names) <= 20 else listing

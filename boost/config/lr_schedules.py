@@ -1,4 +1,4 @@
-"""Learning-rate schedules: one class for each. Their rates are functions of the step in `boost.optim.schedule`."""
+"""Learning-rate schedules, one class each. `boost.optim.schedule` computes their rates as functions of the step."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,7 +20,7 @@ class LRSchedule(Tagged):
 
     @classmethod
     def suits(cls, optimizer: type[Tagged]) -> bool:
-        """Whether the optimizer has what the schedule follows."""
+        """Whether the schedule works with the optimizer."""
         return True
 
 
@@ -31,7 +31,7 @@ class Cosine(LRSchedule):
 
 
 class Constant(LRSchedule):
-    """Stays at lr until the decay."""
+    """Stays at lr until the final decay."""
 
     schedule: Literal["constant"] = "constant"
 
@@ -39,17 +39,17 @@ class Constant(LRSchedule):
     """Number of final steps over which the learning rate decays linearly to min_lr_ratio * lr."""
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Warmup and decay must fit into the run."""
+        """Warmup and decay must fit within the run."""
         warmup, steps = config.optim.warmup_steps, config.train.steps
         if self.decay_steps and warmup + self.decay_steps > steps:
             yield (
-                f"optim.decay_steps = {self.decay_steps} and optim.warmup_steps = {warmup} do not fit into "
+                f"optim.decay_steps = {self.decay_steps} and optim.warmup_steps = {warmup} do not fit within "
                 f"train.steps = {steps}; largest valid value: {max(steps - warmup, 0)}"
             )
 
 
 class CosineRestarts(LRSchedule):
-    """LORO's cosine, with a warm restart wherever moments are cleared."""
+    """LORO's cosine with a warm restart whenever moments are cleared."""
 
     schedule: Literal["cosine-restarts"] = "cosine-restarts"
 
@@ -57,7 +57,7 @@ class CosineRestarts(LRSchedule):
     """Steps of warmup from 0 back to the cosine after every exact step. Default: the published value."""
 
     restart_delay: Natural = 0
-    """Steps by which the cosine and its restarts are delayed; a multiple of exact_every."""
+    """Steps by which the cosine and its restarts are delayed. Must be a multiple of exact_every."""
 
     @classmethod
     def suits(cls, optimizer: type[Tagged]) -> bool:
@@ -65,12 +65,12 @@ class CosineRestarts(LRSchedule):
         return "exact_every" in optimizer.model_fields
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Restarts must coincide with cleared moments and fit into the run."""
+        """Restarts must coincide with cleared moments and fit within the run."""
         optim, steps, warmup = config.optim, config.train.steps, config.optim.warmup_steps
         if not self.suits(type(optim)):
             yield (
-                "optim.schedule = 'cosine-restarts' restarts with the moments of optim.name = 'loro'; take that, or schedule = "
-                "'cosine'"
+                "optim.schedule = 'cosine-restarts' requires optim.name = 'loro', whose cleared moments it follows; use that, or "
+                "optim.schedule = 'cosine'"
             )
             return
         every = optim.exact_every
@@ -83,16 +83,16 @@ class CosineRestarts(LRSchedule):
         if self.restart_delay % every:
             best = min(max((2 * self.restart_delay + every) // (2 * every), 1) * every, most)
             yield (
-                f"optim.restart_delay = {self.restart_delay} must be a multiple of optim.exact_every = {every}, or the rate "
-                f"would dip where nothing restarts; nearest valid value: {best}"
+                f"optim.restart_delay = {self.restart_delay} must be a multiple of optim.exact_every = {every}, so that the rate "
+                f"only drops when moments are cleared; nearest valid value: {best}"
             )
         if self.restart_delay > most:
             yield (
-                f"optim.restart_delay = {self.restart_delay} puts the top of the cosine after the end of train.steps = {steps} "
+                f"optim.restart_delay = {self.restart_delay} moves the peak of the cosine past the end of train.steps = {steps} "
                 f"with optim.warmup_steps = {warmup}; largest valid value: {most}"
             )
         if warmup >= steps:
             yield (
-                f"optim.warmup_steps = {warmup} leaves nothing of train.steps = {steps} to optim.schedule = "
+                f"optim.warmup_steps = {warmup} leaves no steps of train.steps = {steps} for optim.schedule = "
                 f"'cosine-restarts'; largest valid value: {steps - 1}"
             )

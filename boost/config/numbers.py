@@ -1,12 +1,12 @@
-"""Arithmetic of error messages."""
+"""Arithmetic for error messages."""
 
 from collections.abc import Callable
 
 
 def nearest(value: int, largest: int, legal: Callable[[int], bool]) -> int:
-    """The legal integer from 1 to `largest` that is closest to `value`, the larger of two at one distance.
+    """The legal integer from 1 to `largest` that is closest to `value`; of two at the same distance, the larger one.
 
-    Some value up to `largest` must be legal; fields are bounded, so the search is short.
+    Some value up to `largest` must be legal. Fields are bounded, so the search is short.
     """
     for distance in range(max(value, largest)):
         for candidate in (value + distance, value - distance):

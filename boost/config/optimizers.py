@@ -1,4 +1,4 @@
-"""Optimizers: what every one has, and one class for each with its own fields and rules, and the name of its builder."""
+"""Optimizer configuration: common fields, and one class per optimizer with its own fields, rules and builder."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 class OptimConfig(Tagged):
-    """Optimizer and schedule. AdamW's settings are here: every optimizer uses AdamW for embedding, head and norms."""
+    """Optimizer and learning-rate schedule. AdamW's fields are common to all optimizers, which use it for embedding, head and
+    norms."""
 
     key: ClassVar[str] = "optim.name"
     absent: ClassVar[Mapping[str, Any]] = {"exact_every": 0, "refresh_only": False, "frobenius_decay": 0.0}
-    if TYPE_CHECKING:  # every optimizer has a value for these: its own field's, or that of `absent`
+    if TYPE_CHECKING:  # readable for every optimizer: its own field, or the value in `absent`
         exact_every: int = 0
         refresh_only: bool = False
         frobenius_decay: float = 0.0
 
     for_factors: ClassVar[bool] = False
-    """Whether it has its own update for the factors A and B."""
+    """Whether the optimizer has its own update for the factors A and B."""
 
     factor_copies: ClassVar[int] = 1
     """Number of factor-shaped tensors in the workspace of a step on gathered factors."""
@@ -35,25 +36,26 @@ class OptimConfig(Tagged):
     """Size of a bucket of gathered factors, in gradient buckets."""
 
     name: str = "adamw"
-    """The optimizer."""
+    """Optimizer."""
 
     lr: Positive = 3e-3
     """Peak learning rate."""
 
     beta1: Decay = 0.9
-    """AdamW's decay of the first moment."""
+    """AdamW's decay rate of the first moment."""
 
     beta2: Decay = 0.999
-    """AdamW's decay of the second moment."""
+    """AdamW's decay rate of the second moment."""
 
     eps: Positive = 1e-8
-    """AdamW's epsilon. Under loro it is added to sqrt(v) before bias correction, as published."""
+    """AdamW's epsilon. LORO adds it to sqrt(v) before bias correction, as published."""
 
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay."""
 
     decay_on: Literal["all", "matrices"] = "all"
-    """What weight decay applies to: all parameters (CoLA's recipe), or only the linears' matrices (not embedding, head, norms)."""
+    """Parameters that weight decay applies to. all: every parameter (CoLA's recipe); matrices: only the matrices of the linears,
+    not embedding, head or norms."""
 
     clip: NonNegative = 0.5
     """Maximum global gradient norm; 0 disables clipping (the norm is still logged)."""
@@ -65,32 +67,33 @@ class OptimConfig(Tagged):
     """Final learning rate as a fraction of lr."""
 
     lr_schedule: SerializeAsAny[LRSchedule] = Field(default_factory=LRSchedule)
-    """Learning-rate schedule; in a file: `schedule` and its own keys."""
+    """Learning-rate schedule. In a file: the key `schedule` and the keys of the schedule."""
 
     @property
     def builder(self) -> str:
-        """module:name of a function (fused parameters, configuration, mesh) -> optimizer; this package does not import torch."""
+        """module:name of a function (fused parameters, configuration, mesh) -> optimizer. A string, because this package does not
+        import torch."""
         raise NotImplementedError(type(self).__name__)
 
     @property
     def whole_factors(self) -> bool:
-        """Whether every step (not only one of exact_every) gathers whole factors."""
+        """Whether every step (not only one of exact_every) needs whole factors."""
         return False
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
-        """Falls back to the default schedule if the new optimizer lacks what the schedule depends on."""
+        """Falls back to the default schedule if the current one does not work with the new optimizer."""
         optimizer, schedule = cls.find(changes.get("name")), LRSchedule.find(table.get("schedule"))
         if optimizer and schedule and "schedule" not in changes and not schedule.suits(optimizer):
             changes = {**changes, "schedule": LRSchedule.model_fields["schedule"].default}
         super().switch(table, changes)
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Unsupported models, and the schedule's constraints."""
+        """Requires low-rank factors if the optimizer is for them; checks the schedule."""
         if self.for_factors and not config.model.low_rank:
             yield (
-                f"optim.name = '{self.name}' is for low-rank factors, and model.family = '{config.model.family}' has none; take "
-                "'adamw', or model.family = 'svd'"
+                f"optim.name = '{self.name}' is for low-rank factors; model.family = '{config.model.family}' has none; use "
+                "optim.name = 'adamw' or model.family = 'svd'"
             )
         yield from self.lr_schedule.problems(config)
 
@@ -106,7 +109,7 @@ class AdamWConfig(OptimConfig):
 
     @property
     def builder(self) -> str:
-        """Frobenius decay is a step before AdamW's."""
+        """With Frobenius decay, a decay step before AdamW's."""
         return "boost.optim.frobenius:FrobeniusAdamW" if self.frobenius_decay else "boost.optim.adamw:plain_adamw"
 
     @property
@@ -115,29 +118,29 @@ class AdamWConfig(OptimConfig):
         return self.frobenius_decay > 0
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Frobenius decay needs factors."""
+        """Frobenius decay requires low-rank factors."""
         if self.frobenius_decay and not config.model.low_rank:
             yield (
-                f"optim.frobenius_decay = {self.frobenius_decay} is for low-rank factors, and model.family = "
+                f"optim.frobenius_decay = {self.frobenius_decay} is for low-rank factors; model.family = "
                 f"'{config.model.family}' has none; valid value: 0"
             )
         yield from super().problems(config)
 
 
 class LOROConfig(OptimConfig):
-    """AdamW whose steps on the factors follow the low-rank manifold (ICLR 2025), for model.family = svd."""
+    """AdamW with Riemannian steps of the factors on the low-rank manifold (ICLR 2025), for model.family = svd."""
 
     for_factors: ClassVar[bool] = True
     factor_copies: ClassVar[int] = 2  # factors and directions
     factor_dtype: ClassVar[str] = "float64"
-    factor_bucket: ClassVar[int] = 8  # enough pairs that each process has some to solve
+    factor_bucket: ClassVar[int] = 8  # enough pairs to keep all processes busy
     name: Literal["loro"] = "loro"
 
     exact_every: Count = 500
-    """K: the last of every K steps is exact, and all moments are then cleared. Published runs use 500 and 200."""
+    """K: the last of every K steps is exact; all moments are then cleared. Published runs use 500 and 200."""
 
     refresh_only: bool = False
-    """Ablation: moments are cleared every K steps, but no step is exact. For any low-rank family."""
+    """Ablation: moments are cleared every K steps, but no step is exact. Works with any low-rank family."""
 
     @property
     def builder(self) -> str:
@@ -155,8 +158,8 @@ class LOROConfig(OptimConfig):
         if not self.refresh_only and (model.has_latent_gates or model.latent_act != "none"):
             what = f"model.latent_act = '{model.latent_act}'" if not model.has_latent_gates else "model.family = 'lax'"
             yield (
-                f"optim.name = 'loro' changes the basis of latents, and {what} is another function in each; take "
-                "model.family = 'svd', or optim.refresh_only = true"
+                f"optim.name = 'loro' changes the basis of latents, and {what} is not invariant to that; use "
+                "model.family = 'svd' or optim.refresh_only = true"
             )
 
 
@@ -164,11 +167,11 @@ class MuonConfig(OptimConfig):
     """Orthogonalized momentum for the factors, AdamW for the rest."""
 
     for_factors: ClassVar[bool] = True
-    factor_bucket: ClassVar[int] = 4  # enough Gram matrices that most processes have some to iterate on
+    factor_bucket: ClassVar[int] = 4  # enough Gram matrices to keep most processes busy
     name: Literal["muon"] = "muon"
 
     muon_lr: NonNegative = 0.0
-    """Peak learning rate of the factors, on the same schedule; 0: lr."""
+    """Peak learning rate of the factors, on the same schedule. 0: same as lr."""
 
     muon_momentum: Decay = 0.95
     """Momentum coefficient."""
@@ -178,10 +181,10 @@ class MuonConfig(OptimConfig):
 
     muon_adjust: Literal["original", "match_rms_adamw"] = "original"
     """Scale of the learning rate of an m x n factor. original: sqrt(max(1, m / n)); match_rms_adamw: 0.2 sqrt(max(m, n)), so that
-    a rate and decay tuned for AdamW carry over."""
+    learning rate and weight decay tuned for AdamW carry over."""
 
     muon_steps: Annotated[int, Field(ge=1, le=99)] = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
 
     @property
     def builder(self) -> str:
@@ -190,5 +193,5 @@ class MuonConfig(OptimConfig):
 
     @property
     def whole_factors(self) -> bool:
-        """Orthogonalizing each shard of a factor by itself would be a different update."""
+        """Always: orthogonalizing each shard of a factor separately would be a different update."""
         return True

@@ -1,7 +1,7 @@
-"""What a table of the configuration file is made of: `Section`, and `Tagged`, a section of which one key selects the class.
+"""Base classes of configuration tables: `Section`, and `Tagged`, a section in which one key selects the class.
 
-A tagged section is flat in the file: `[optim] name = "muon"` selects `MuonConfig`, whose own fields stand next to `name`, with
-no table of their own. To add a choice, write a subclass; importing its module registers it, from whatever package.
+A tagged section is flat in the file: `[optim] name = "muon"` selects `MuonConfig`, whose fields are next to `name` in the same
+table. To add a choice, write a subclass, in any package. Importing its module registers it.
 """
 
 import copy
@@ -35,33 +35,34 @@ class Section(BaseModel):
 
 
 class Tagged(Section):
-    """A section whose tag selects the class.
+    """A section whose tag selects the class (a tagged union).
 
-    A direct subclass is a root: it holds the tag and the fields of every choice. A subclass of the root whose tag is a
-    `Literal` of one value is a choice, with fields of its own; the root validates to it. A field of a tagged type is a part:
-    its keys stand flat in this section too, and read from here (`optim.schedule` is `optim.lr_schedule.schedule`).
+    A direct subclass is a root: it has the tag and the fields common to all choices. A subclass of the root whose tag is a
+    `Literal` of one value is a choice, with its own fields; validating with the root returns an instance of the choice. A field
+    of a tagged type is a part: its keys are flat in this section too, and readable as its attributes (`optim.schedule` is
+    `optim.lr_schedule.schedule`).
     """
 
     key: ClassVar[str]
-    """Dotted key of the tag in the file, as optim.name."""
+    """Dotted key of the tag in the file, such as optim.name."""
 
     absent: ClassVar[Mapping[str, Any]] = {}
-    """Fields that code reads whatever the choice: their values where the choice does not have them. Earlier releases wrote
-    these, and defaults, for the fields of all other choices."""
+    """Values of fields that are readable for every choice, for choices that do not have them. Earlier releases wrote these values,
+    and defaults, for the fields of all other choices."""
 
     choices: ClassVar[dict[str, Any]] = {}
-    """Classes by tag value. One dictionary for a root and everything below it."""
+    """Classes by tag value. A root and all of its subclasses share one dictionary."""
 
     parts: ClassVar[dict[str, Any]] = {}
-    """Roots of the fields that are tagged themselves."""
+    """Roots of the tagged fields, by field name."""
 
     def problems(self, config: "Config") -> Iterator[str]:
-        """Rules of this choice that a whole configuration breaks, one line each."""
+        """Rules of this choice that the configuration violates, one line each."""
         yield from ()
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that follow from other fields."""
+        """Defaults that depend on other fields."""
         return {}
 
     @classmethod
@@ -71,12 +72,12 @@ class Tagged(Section):
 
     @classmethod
     def find(cls, value: object) -> type[Self] | None:
-        """The class of a tag value; None if there is none."""
+        """The class for a tag value; None if there is none."""
         return cls.choices.get(value) if isinstance(value, str) else None
 
     @classmethod
     def choice(cls, values: Mapping[str, Any]) -> type[Self]:
-        """The class that a table selects. Raises ValidationError."""
+        """The class selected by a table. Raises ValidationError."""
         value = values.get(cls.tag(), cls.model_fields[cls.tag()].default)
         if (found := cls.find(value)) is None:
             raise _invalid(cls, "literal_error", cls.tag(), value, expected=" or ".join(cls.choices))
@@ -89,7 +90,7 @@ class Tagged(Section):
 
     @classmethod
     def keys(cls) -> Iterator[tuple[str, FieldInfo]]:
-        """Every key of this section in a file, those of all choices included, with what its documentation says."""
+        """Every key of this section in a file, including those of all choices, with its documentation."""
         names = [*cls.model_fields, *(name for choice in cls.choices.values() for name in choice.model_fields)]
         for name in dict.fromkeys(names):
             if name in cls.parts:
@@ -101,7 +102,7 @@ class Tagged(Section):
 
     @classmethod
     def switch(cls, table: dict[str, Any], changes: Mapping[str, Any]) -> None:
-        """Before `changes` are written into a table: if they name another choice, removes what the former one gave a meaning."""
+        """Prepares a table for `changes`: if they select another choice, removes the fields of the previous one from the table."""
         for root in (cls, *cls.parts.values()):
             tag = root.tag()
             former, new = root.find(table.get(tag, root.model_fields[tag].default)), root.find(changes.get(tag))
@@ -116,7 +117,7 @@ class Tagged(Section):
     def dropped(
         cls, former: type[Self], new: type[Self], table: Mapping[str, Any], changes: Mapping[str, Any]
     ) -> set[str]:
-        """Fields that both choices have, but whose value in the table is a default of the former."""
+        """Fields of both choices whose values in the table are defaults of the former one, so they are removed too."""
         return set()
 
     @classmethod
@@ -132,7 +133,7 @@ class Tagged(Section):
             for value in get_args(cls.model_fields[cls.tag()].annotation):
                 if other := cls.choices.get(value):
                     raise TypeError(
-                        f"{cls.key} = '{value}' is {other.__qualname__} already; {cls.__qualname__} needs its own"
+                        f"{cls.key} = '{value}' is already {other.__qualname__}; {cls.__qualname__} needs another value"
                     )
                 cls.choices[value] = cls
 
@@ -152,7 +153,8 @@ class Tagged(Section):
             return super().__getattr__(name)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, not validated. But another tag, or a key of a part, needs other classes: this copy is validated."""
+        """Like pydantic's, without validation, unless `update` changes the tag or a key of a part: those may select other
+        classes, so the copy is validated."""
         own = getattr(self, self.tag())
         if not update or (update.get(self.tag(), own) == own and update.keys() <= type(self).model_fields.keys()):
             return super().model_copy(update=update, deep=deep)
@@ -179,7 +181,7 @@ class Tagged(Section):
 
 
 def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one choice, from a flat table: its parts gathered, harmless keys of other choices left out."""
+    """The fields of one choice from a flat table: nests its parts and drops keys of other choices that hold default values."""
     own = dict(values)
     for part, root in cls.parts.items():
         if part in own and not isinstance(own[part], root):
@@ -195,16 +197,16 @@ def _own(cls: type[Tagged], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _misplaced(cls: type[Tagged], own: str, name: str, value: Any) -> ValidationError:
-    """A field of another choice: names its owner and the two ways out."""
+    """The error for a field of another choice: names the owner and both fixes."""
     field, shown = f"{cls.key.partition('.')[0]}.{name}", value
-    while isinstance(shown, dict) and shown:  # the first entry of a table, as it is written
+    while isinstance(shown, dict) and shown:  # the first entry of a table, as the user wrote it
         entry, shown = next(iter(shown.items()))
         field += f".{entry}"
     shown_value = str(shown).lower() if isinstance(shown, bool) else repr(shown)
     *others, last = [f"'{owner}'" for owner in cls.owners(name)]
     ways = f"{', '.join(others)} or {last}" if others else last
     message = (
-        f"{field} = {shown_value} belongs to {cls.key} = {ways}, not to '{own}'; remove it, or take {cls.key} = {ways}"
+        f"{field} = {shown_value} belongs to {cls.key} = {ways}, not to '{own}'; remove it, or use {cls.key} = {ways}"
     )
     return _invalid(cls, PydanticCustomError("misplaced", "{message}", {"message": message}), name, value)
 
@@ -218,7 +220,7 @@ def _invalid(
 
 
 def _tag_info(root: type[Tagged]) -> FieldInfo:
-    """The tag's field, whose documentation is the first paragraph of each choice's."""
+    """The field of the tag, documented by the first paragraph of each choice's docstring."""
     info = copy.copy(root.model_fields[root.tag()])
     info.annotation = Literal[tuple(root.choices)]  # type: ignore[assignment]
     meanings = [
@@ -229,7 +231,7 @@ def _tag_info(root: type[Tagged]) -> FieldInfo:
 
 
 def _choice_info(root: type[Tagged], name: str) -> FieldInfo:
-    """A field of some choices only: says of which, and a default if they share one."""
+    """A field of some choices: names them, and has a default if they share one."""
     owners = root.owners(name)
     infos = [root.choices[owner].model_fields[name] for owner in owners]
     info = copy.copy(infos[0])

@@ -1,7 +1,6 @@
 """Pipeline stages: blocks per stage, balanced by cost, and the assignment of stages to pipeline ranks.
 
-Stage s of pp x v stages belongs to pipeline process s mod pp, so that a process with several has them pp apart. The first
-stage embeds, the last one predicts.
+Stage s of pp x v stages belongs to PP rank s mod pp. The first stage has the embedding, the last one the head and the loss.
 """
 
 import functools
@@ -12,13 +11,13 @@ from boost.config.schema import Config, ModelConfig, RecomputeName, TrainConfig
 from boost.config.traffic import ITEMSIZE
 
 FLOPS_PER_BYTE = 100
-"""What a byte of memory traffic costs in multiply-adds and adds: an A100 does 312 TFLOP/s in bf16 and 2.0 TB/s at their
-peaks, and GEMMs reach about two thirds of theirs. Only the embedding, which multiplies nothing, is priced by it."""
+"""Cost of one byte of memory traffic in FLOPs: an A100 peaks at 312 TFLOP/s in bf16 and 2.0 TB/s, and GEMMs reach about two
+thirds of the former. Only used for the embedding, which has no FLOPs."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks, with the embedding before the first and the head after the last."""
+    """Consecutive blocks, plus the embedding in the first stage and the head in the last one."""
 
     index: int = 0
     count: int = 1
@@ -37,18 +36,20 @@ class Stage:
 
     @property
     def numbers(self) -> range:
-        """The blocks, by their numbers in the model."""
+        """Indices of its blocks in the model."""
         return range(self.first_layer, self.first_layer + self.layers)
 
 
 def whole(model: ModelConfig) -> Stage:
-    """The one stage of a model without a pipeline."""
+    """The only stage of a model without pipeline parallelism."""
     return Stage(layers=model.layers)
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """All stages of the model, in forward order: parallel.split, or balanced. A search asks for the same ones again and again:
-    they are kept by the identity of the sections that they follow from, which the entries keep alive."""
+    """All stages of the model, in forward order: as parallel.split says, or balanced.
+
+    Cached, because a search asks for the same stages many times. The cache key is the identity of the sections that determine them;
+    the entries keep these sections alive."""
     parallel = config.parallel
     if parallel.stages == 1:
         return (whole(config.model),)
@@ -77,7 +78,7 @@ def stages_of(config: Config, pp_rank: int) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True)
 class Costs:
-    """One micro-batch, forward and backward, in FLOPs of the whole model (TP divides all of them alike)."""
+    """Cost of one micro-batch, forward and backward, in FLOPs of the unsharded model (TP divides all parts alike)."""
 
     embedding: float
     blocks: tuple[float, ...]
@@ -85,7 +86,7 @@ class Costs:
 
 
 def costs(config: Config) -> Costs:
-    """What each part of the model costs, recomputation included: what a step takes, not what MFU counts."""
+    """Cost of each part of the model, including recomputation, which MFU does not count."""
     model, train = config.model, config.train
     tokens = train.micro_batch * train.seq_len
     cost_of = functools.cache(
@@ -95,7 +96,7 @@ def costs(config: Config) -> Costs:
     )
     policies = train.recompute_by_layer(model.layers)
     blocks = tuple(cost_of(first_alike(model, layer), policy) for layer, policy in enumerate(policies))
-    # T rows: copied forward; read and added backward. The table's gradient: cleared, then added to that of the step.
+    # T rows: copied in the forward pass; read and added in the backward pass. Gradient of the table: zeroed, then accumulated.
     traffic = (2 + 3) * tokens * model.dim + (1 + 3) * model.vocab_size * model.dim
     embedding = FLOPS_PER_BYTE * ITEMSIZE[train.param_dtype] * traffic
     return Costs(embedding, blocks, 6.0 * tokens * model.vocab_size * model.dim)
@@ -103,7 +104,7 @@ def costs(config: Config) -> Costs:
 
 @functools.lru_cache(maxsize=4096)
 def balanced(costs: Costs, count: int) -> tuple[int, ...]:
-    """Blocks per stage, at least one each: minimizes the slowest stage, then prefers the most even split.
+    """Blocks per stage, at least one each. Minimizes the cost of the slowest stage, then prefers the most even split.
 
     Exact, by dynamic programming over (stage, blocks before it).
     """
@@ -121,7 +122,7 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
         found: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for start, (worst, squares, lengths) in best.items():
             for end in range(start + 1, layers - (count - 1 - stage) + 1):
-                # An integer: two splits that are mirror images cost the same whatever the order of their sums.
+                # Rounded to an integer, so that mirror-image splits cost exactly the same whatever the order of the sums.
                 here = round((before[end] - before[start] + ends) / unit * 1e9)
                 candidate = (max(worst, here), squares + here * here, (*lengths, end - start))
                 found[end] = min(found.get(end, candidate), candidate)
@@ -130,7 +131,7 @@ def balanced(costs: Costs, count: int) -> tuple[int, ...]:
 
 
 def _again(model: ModelConfig, layer: int, train: TrainConfig, policy: RecomputeName) -> float:
-    """FLOPs that a block recomputes for one token: all of its forward pass, or what lies behind the latents."""
+    """FLOPs that a block recomputes per token: its whole forward pass, or the part that follows the latents."""
     attention = 2.0 * model.dim * train.seq_len
     if policy == "none":
         return 0.0

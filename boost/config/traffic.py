@@ -5,59 +5,62 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes of one element of a dtype."""
+"""Bytes per element, by dtype."""
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-reduce", "all-gather", "reduce-scatter", "all-to-all"
 """Kinds of collectives."""
 
 STATISTIC_TERMS = 3
-"""bf16 numbers that hold one fp32 number exactly: 3 x 8 bits of significand."""
+"""Number of bf16 values that represent one fp32 value exactly: 3 x 8 bits of significand."""
 
 CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk of the loss, on one process: 32 MiB of fp32."""
+"""Local logits per chunk of the loss: 32 MiB in fp32."""
 
 CHUNK_TOKENS = 512
-"""Least tokens of a chunk, whatever the vocabulary. A chunk of N tokens does 6 N operations for each number of the head's gradient,
-which it reads and writes (8 bytes or more): with fewer tokens a GPU waits for its memory."""
+"""Minimum number of tokens per chunk, whatever the vocabulary. A chunk of N tokens does 6 N FLOPs per element of the head's
+gradient, which it reads and writes (8 bytes or more). With fewer tokens a GPU is memory-bound."""
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are reduced in buckets of at least this size but for the last: few launches, and a copy of one bucket at a time."""
+"""Minimum size of a gradient bucket, except the last one. Limits the number of launches, and only one bucket is copied at a
+time."""
 
 BUCKETS = 8
-"""About so many buckets, of at least LEAST_BUCKET_BYTES, where gradients do not fill as many of BUCKET_BYTES: all but the last are
-reduced behind the backward pass."""
+"""If gradients fill fewer than this many buckets of BUCKET_BYTES, they are divided into about this many smaller ones, so that all
+but the last are reduced during the backward pass."""
 
 LEAST_BUCKET_BYTES = 2**20
+"""Minimum size of these smaller buckets."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, as one process takes part in it."""
+    """One collective from the perspective of one process."""
 
     phase: str
-    """forward | recompute | backward (of one micro-batch) | step (once an optimizer step)"""
+    """forward | recompute | backward (of one micro-batch) | step (once per optimizer step)"""
     kind: str
-    """all-reduce | all-gather | reduce-scatter | all-to-all | send (to the neighbor in a pipeline)"""
+    """all-reduce | all-gather | reduce-scatter | all-to-all | send (to the neighboring pipeline stage)"""
     shape: tuple[int, ...]
-    """The payload: the tensor (all-reduce), the gathered tensor (all-gather, reduce-scatter), one process's part of
-    the tensor (all-to-all), what is sent (send)."""
+    """Shape of the payload: the tensor (all-reduce), the gathered tensor (all-gather, reduce-scatter), one process's part of the
+    tensor (all-to-all), the sent tensor (send)."""
     dtype: str
     processes: int
     place: str = ""
     """What it serves: embed | qkv | o | gate_up | down | head | loss | pipeline | weights | gradients | optimizer | step stats."""
     layer: int | None = None
-    """Number of the block, for the four groups and for weights that are gathered with it."""
+    """Index of the block, for the four groups and for weights that are gathered with the block."""
     axis: str = "tp"
-    """Which processes take part: tp | cp | dp (of weights: dp x cp) | replicas (dp x cp x tp) | pp (two neighbors) | world."""
+    """Participating processes: tp | cp | dp (for weights: dp x cp) | replicas (dp x cp x tp) | pp (two neighbors) | world."""
 
     @property
     def elements(self) -> int:
-        """Elements of the payload."""
+        """Number of elements of the payload."""
         return math.prod(self.shape)
 
     @property
     def on_the_wire(self) -> tuple[str, str, int, str, int]:
-        """What is observable at run time: (phase, kind, elements, dtype, processes). Recomputation is part of backward."""
+        """What can be observed at run time: (phase, kind, elements, dtype, processes). Recomputation is part of the backward
+        pass."""
         phase = "backward" if self.phase == "recompute" else self.phase
         return phase, self.kind, self.elements, self.dtype, self.processes
 
@@ -86,13 +89,13 @@ def chunk_tokens(vocabulary: int) -> int:
 
 
 def bucket_bytes(total: int) -> int:
-    """Bytes of a bucket that takes no more, of `total` bytes of gradients."""
+    """Size at which a bucket is full, for `total` bytes of gradients."""
     return min(BUCKET_BYTES, max(total // BUCKETS, LEAST_BUCKET_BYTES))
 
 
 def bucket_lengths(sizes: Sequence[int], full: int | None = None) -> list[int]:
-    """How many of the tensors of `sizes` bytes, in order, share each bucket. `full`: bytes of a bucket that takes no more,
-    `bucket_bytes` unless said."""
+    """Number of consecutive tensors in each bucket. `sizes`: bytes of each tensor, in order. `full`: size at which a bucket is
+    full; default: `bucket_bytes`."""
     full = bucket_bytes(sum(sizes)) if full is None else full
     lengths: list[int] = []
     filled = full

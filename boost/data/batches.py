@@ -30,8 +30,8 @@ class Batch:
     document_ids: npt.NDArray[np.int32]
 
     def share(self, rank: int, cp: int) -> "Batch":
-        """What one of `cp` processes of the context axis trains on: tokens and targets [B, S / cp] of its two chunks of each row
-        (`boost.config.context`), with the document ids of whole rows, which attention asks for."""
+        """The part of one CP rank (of `cp`): tokens and targets [B, S / cp] of its two chunks of each row (`boost.config.context`),
+        with the document ids of whole rows, which attention needs."""
         if cp == 1:
             return self
         chunks = [np.split(x, 2 * cp, axis=1) for x in (self.tokens, self.targets)]
@@ -56,7 +56,7 @@ def shuffled_order(n_samples: int, seed: int) -> Any:
 
 
 def _import_grain() -> Any:
-    # On import grain warns through absl that jax is missing, which does not matter to a user of PyTorch.
+    # On import, grain warns through absl that jax is missing, which is irrelevant here.
     from absl import logging as absl_logging
 
     def is_relevant(record: logging.LogRecord) -> bool:
@@ -122,7 +122,7 @@ class Batches:
         return self.numbered(step, range(dp_rank * each, (dp_rank + 1) * each), micro_batch)
 
     def numbered(self, step: int, numbers: Iterable[int], micro_batch: int) -> Iterator[Batch]:
-        """Micro-batches of a step by their numbers in the global batch, 0 to G / B - 1."""
+        """Micro-batches of a step by their indices in the global batch, 0 to G / B - 1."""
         indices = self.sample_indices(step)
         for number in numbers:
             chosen = indices[number * micro_batch : (number + 1) * micro_batch]
@@ -134,11 +134,11 @@ class Batches:
 
 
 class EvaluationBatches:
-    """Windows of the split in order, `batch` rows at a time; every token but the first is a target exactly once.
+    """Windows of the split in order, `batch` rows at a time. Every token except the first is a target exactly once.
 
     Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
-    because every rank must take part in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
-    one, spread evenly over the split. Raises `DataError` if the split has no target. Its length is the number of batches.
+    because every rank must participate in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
+    one, spread evenly over the split. Raises `DataError` if the split has no target. `len` is the number of batches.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class EvaluationBatches:
     ) -> None:
         if split.n_tokens < 2:
             raise DataError(
-                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, nothing to predict; add text"
+                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, too few to predict one; add text"
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
         self._windows = self._selected = -(-(split.n_tokens - 1) // seq_len)

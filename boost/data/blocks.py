@@ -34,7 +34,7 @@ class BlockDigests:
         self._filled = 0
 
     def update(self, data: bytes) -> None:
-        """Adds data that is written to the file."""
+        """Adds data written to the file."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK_BYTES - self._filled]
@@ -58,8 +58,8 @@ class BlockDigests:
 class FileArray:
     """A file of numbers of one dtype as a read-only array; slices are read on access.
 
-    Not a memory map: if the file is truncated or the disk fails, a map kills the process with SIGBUS, while this raises
-    `DataError`. The file stays open, so replacing it under its name does not affect this reader.
+    Not a memory map: if the file is truncated or the disk fails, a memory map kills the process with SIGBUS, while this class
+    raises `DataError`. The file stays open, so replacing it does not affect this reader.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:

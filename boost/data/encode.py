@@ -1,4 +1,4 @@
-"""Text to tokens in bounded memory: long texts are split into pieces, which are encoded in batches."""
+"""Tokenizes text in bounded memory: splits long texts into pieces and encodes them in batches."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Checks that a token store matches a configuration: before processes start, and again in each of them."""
+"""Checks that a token store matches a configuration, before processes start and again in each of them."""
 
 from pathlib import Path
 
@@ -10,10 +10,11 @@ from boost.errors import ConfigError
 
 
 def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
-    """The token store of a configuration, verified unless data.verify is false. Raises DataError or ConfigError if it is
-    missing, damaged, too small for one sequence, or contains token ids outside the model's vocabulary.
+    """Opens the token store of a configuration and verifies it unless data.verify is false. `progress` wraps the iteration over the
+    blocks to verify; a store that this machine has verified before is not read again.
 
-    `progress` wraps the iteration over the verified blocks; a store that this machine has verified before is not read again.
+    Raises DataError or ConfigError if the store is missing, damaged, too small for one sequence, or contains token ids outside the
+    model's vocabulary.
     """
     store = TokenStore.open(Path(config.data.store))
     check_vocabulary(config, store)

@@ -29,13 +29,13 @@ from boost.data.tokenizer import (
 from boost.data.writer import TokenWriter, locked, new_store
 from boost.errors import DataError
 
-# The merges of a vocabulary converge long before this much text; more would only cost time and memory.
+# The merges of a vocabulary converge long before this much text. More would only cost time and memory.
 TRAINING_CHARS = 1 << 30
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options of one preparation: inputs, output, and how."""
+    """Options of `boost prepare`."""
 
     out: Path
     """Folder of the token store."""
@@ -46,19 +46,19 @@ class PrepareOptions:
     hf: str | None = None
     """NAME or NAME:CONFIG of a Hugging Face dataset."""
     hf_split: str = "train"
-    """Split of the dataset; all of it becomes the corpus, from which `heldout` is taken."""
+    """Split of the dataset to read. The whole split becomes the corpus; `heldout` is taken from it."""
     tokenizer: str = "train:4096"
     """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
     eos: str | None = None
-    """End-of-document token; None: found by its usual names."""
+    """End-of-document token; None: found by its usual names, such as </s>."""
     text_field: str = "text"
-    """Field or column of JSONL, Parquet and datasets that holds the text."""
+    """Field or column with the text, for JSONL, Parquet and datasets."""
     heldout: float = 0.02
-    """Fraction of the documents to hold out; 0 < heldout < 1."""
+    """Fraction of the documents to hold out, between 0 and 1."""
     max_documents: int | None = None
     """Stop after this many documents."""
     overwrite: bool = False
-    """Replace an existing store that was made from other input."""
+    """Replace an existing store that was made from different input."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,20 @@ class Progress:
     """Progress callbacks of `prepare`; this base class does nothing."""
 
     def phase(self, name: str, total: int | None) -> None:
-        """A phase begins; `total` is the number of input bytes it will read, None if unknown."""
+        """A phase begins. `total`: input bytes that it will read; None if unknown."""
 
     def update(self, consumed: int, documents: int) -> None:
         """Input bytes and documents processed so far in this phase."""
 
     def close(self) -> None:
-        """No more phases follow, also after an error."""
+        """The last phase is done, or an error occurred."""
 
 
 def prepare(options: PrepareOptions, progress: Progress | None = None) -> PrepareResult:
-    """Makes the token store `options.out`; does nothing if it is up to date.
+    """Builds the token store `options.out`; does nothing if it is up to date.
 
-    Raises `DataError` for bad input, or without `overwrite` for an existing store made from other input; `StorageError` if
-    the disk is full. On any error an existing store is unchanged, and no unfinished store has its name.
+    Raises `DataError` for invalid input and, without `overwrite`, for an existing store made from different input; `StorageError`
+    if the disk is full. On any error, an existing store is unchanged, and no incomplete store is left at `options.out`.
     """
     started = time.monotonic()
     progress = progress or Progress()
@@ -126,7 +126,7 @@ def _check_options(options: PrepareOptions) -> None:
 
 
 def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str:
-    """sha256 (hex) of everything the store depends on: names, sizes and modification times of files, not their contents."""
+    """sha256 (hex) of everything that the store depends on: names, sizes and modification times of files, not their contents."""
     tokenizer = Path(options.tokenizer)
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     content = {
@@ -156,7 +156,7 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
             raise
     if not options.overwrite:
         raise DataError(
-            f"{out}: already holds a token store made from other input or options; add --overwrite to replace it, "
+            f"{out}: already holds a token store made from different input or options; add --overwrite to replace it, "
             f"or choose another --out"
         )
     return False
@@ -207,12 +207,12 @@ def _notes(
     notes = []
     if requested is not None and size < requested:
         notes.append(
-            f"the train split has too few repeated sequences for {requested} tokens: the vocabulary has {size}"
+            f"the train split has too few repeated sequences for {requested} tokens: the vocabulary has {size} tokens"
         )
     if rule.single:
         notes.append("the corpus is one document: its last part is held out, split at a line break if there is one")
     if unknown:
-        notes.append(f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of this text")
+        notes.append(f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of the text")
     documents = sum(entry.documents for source in report.sources for entry in source.files)
     if documents == options.max_documents:
         notes.append(f"only the first {documents} documents were read (--max-documents)")

@@ -1,4 +1,4 @@
-"""What a preparation read, what it skipped and why: per file, per source, and in total."""
+"""Report of `boost prepare`: what it read and what it skipped and why, per file, per source, and in total."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ MAX_EXAMPLES = 5
 
 @dataclass
 class Skip:
-    """How often one reason occurred, and its first occurrences."""
+    """Number of skips for one reason, and the first occurrences."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class PrepareReport:
         return {source.name: [entry.as_dict() for entry in source.files] for source in self.sources}
 
     def skipped_in_words(self) -> str:
-        """For an error message: `3 skipped: 2 empty (a.txt), 1 binary (holds a NUL byte) (b.dat: byte 9)`."""
+        """Text for an error message: `3 skipped: 2 empty (a.txt), 1 binary (holds a NUL byte) (b.dat: byte 9)`."""
         skips = merge_skips(entry for source in self.sources for entry in source.files)
         if not skips:
             return "no input was found"
@@ -119,7 +119,7 @@ class PrepareReport:
 
 
 def merge_skips(entries: Iterable[FileReport]) -> dict[str, dict[str, Any]]:
-    """The skips of many files by reason; every example gets the name of its file."""
+    """The skips of many files by reason, with examples prefixed by the name of their file."""
     merged: dict[str, Skip] = {}
     for entry in entries:
         for reason, skip in entry.skipped.items():

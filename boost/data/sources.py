@@ -1,4 +1,4 @@
-"""Inputs of a preparation: files and folders, the standard library, a Hugging Face dataset.
+"""Inputs of `boost prepare`: files and folders, the standard library, a Hugging Face dataset.
 
 A source lists its files when it is created, so a missing file fails before any work. It can be read more than once:
 `documents(report)` yields its documents in a fixed order and records what it read and skipped in the report.

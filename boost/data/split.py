@@ -1,4 +1,4 @@
-"""Which documents are held out.
+"""Train/heldout split: which documents are held out.
 
 The hash of a document's key assigns it to `train` or `heldout`, independently of the order and of the other documents.
 A text file is one document (so the split is by file); in JSONL and Parquet a line or row is a document.
@@ -16,7 +16,7 @@ from boost.errors import DataError
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Assigns documents to splits. `moved`: (key, split) of a document that is reassigned so that no split is empty."""
+    """Assigns documents to splits. `moved`: (key, split) of a document that is reassigned so that neither split is empty."""
 
     heldout: float
     moved: tuple[str, str] | None = None

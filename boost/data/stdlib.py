@@ -1,4 +1,4 @@
-"""A corpus that needs no download: the sources and documentation of the Python standard library on this machine.
+"""A corpus that needs no download: the sources and documentation of the installed Python standard library.
 
 Every `.py` file is one document. Modules written in C have no Python source; their docstrings and signatures are one
 document per module.

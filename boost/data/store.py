@@ -148,7 +148,7 @@ class TokenStore:
 
     @property
     def largest_token(self) -> int:
-        """The largest token id that occurs: a model needs one row more. Some tokenizers have entries that never occur."""
+        """The largest token id that occurs: a model needs at least one row more. Some tokenizers have entries that never occur."""
         return max(int(self.meta["splits"][name]["largest_token"]) for name in SPLITS)
 
     @property
@@ -163,7 +163,7 @@ class TokenStore:
 
     @property
     def blocks(self) -> dict[str, str] | None:
-        """Concatenated block digests by file (`boost.data.blocks`); None in stores of earlier releases."""
+        """Concatenated block digests by file (`boost.data.blocks`); None for stores of earlier releases."""
         return self.meta.get("blocks")
 
     def content(self, split: str) -> str:
@@ -181,7 +181,7 @@ class TokenStore:
 
     @property
     def tokenizer_json(self) -> str:
-        """The tokenizer as of when the store was opened, even if its file has changed since."""
+        """The text of tokenizer.json when the store was opened, even if the file has changed since."""
         return self._tokenizer_json
 
     def tokenizer(self) -> "Tokenizer":
@@ -189,7 +189,7 @@ class TokenStore:
         return self._tokenizer
 
     def require_tokenizer(self, fingerprint: str, owner: str) -> None:
-        """Raises `DataError` unless the store was made with that tokenizer; `owner` names what requires it."""
+        """Raises `DataError` unless the store was made with this tokenizer. `owner`: what requires it, for the message."""
         if fingerprint != self.fingerprint:
             raise DataError(
                 f"{self.path}: its tokenizer ({self.fingerprint[:12]}) differs from that of {owner} ({fingerprint[:12]}); "
@@ -230,7 +230,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def _check_shape(meta: Any) -> None:
-    """Accesses every field that is used later, so that a damaged file fails here and not during training."""
+    """Accesses every field that is used later, so that a damaged file fails here instead of during training."""
     if meta["format"] != FORMAT:
         return
     for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
@@ -255,7 +255,7 @@ def _check_shape(meta: Any) -> None:
 
 
 def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
-    """The content of `store.json` with a digest of itself."""
+    """Adds to the content of `store.json` a digest of that content."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return {**content, "digest": block_digest(json.dumps(content, sort_keys=True).encode())}
 

@@ -1,4 +1,4 @@
-"""Tokenizers: train a byte-level BPE, or load any Hugging Face tokenizer, and find its end-of-document token."""
+"""Trains a byte-level BPE tokenizer or loads any Hugging Face tokenizer, and finds its end-of-document token."""
 
 import hashlib
 import json
@@ -34,8 +34,8 @@ def parse_training(spec: str) -> int | None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = END_OF_TEXT) -> "Tokenizer":
     """Trains a byte-level BPE: `eos` has id 0, all 256 bytes follow, then merges that occur at least twice.
 
-    The same texts in the same order give the same tokenizer. It has `vocab_size` entries, or fewer if the texts do not
-    have that many merges (see `vocabulary_size`). It can encode every byte sequence.
+    The same texts in the same order give the same tokenizer. It has `vocab_size` entries, or fewer if the texts yield fewer
+    merges (see `vocabulary_size`). It can encode every byte sequence.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -95,7 +95,7 @@ def _from_hub(name: str) -> "Tokenizer":
 
 
 def parse_tokenizer(text: str) -> "Tokenizer":
-    """A tokenizer from the text of its `tokenizer.json`, configured as by `load_tokenizer`."""
+    """Parses the text of a `tokenizer.json`; configures the tokenizer like `load_tokenizer`."""
     from tokenizers import Tokenizer
 
     return _as_plain_encoder(Tokenizer.from_str(text))
@@ -115,7 +115,9 @@ def vocabulary_size(tokenizer: "Tokenizer") -> int:
 
 
 def find_eos(tokenizer: "Tokenizer", eos: str | None = None, folder: str | Path | None = None) -> tuple[str, int]:
-    """The end-of-document token and its id: `eos` if given, else from `folder` or by convention. Raises `DataError`."""
+    """The end-of-document token and its id: `eos` if given, else from the configuration in `folder`, else a usual name.
+
+    Raises `DataError`."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if eos is not None:
         if eos not in vocabulary:

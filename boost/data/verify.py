@@ -1,4 +1,4 @@
-"""Verifies that the files of a token store are what `boost prepare` wrote: all of it before training, samples during training.
+"""Verifies that the files of a token store are what `boost prepare` wrote: all of them before training, samples during training.
 
 The whole store is read once per machine. The result is cached in `$XDG_CACHE_HOME/boost/verified` (`~/.cache/boost/verified`;
 the temporary folder if that is not writable), one small file per store and host. It is valid as long as the size, modification
@@ -57,7 +57,7 @@ def verify_once(store: TokenStore, progress: Progress = iter) -> None:
 
 
 def verify(store: TokenStore, progress: Progress = iter) -> None:
-    """Reads every byte of a store. Raises DataError, naming the file, if any has changed."""
+    """Reads and checks every byte of a store. Raises DataError, naming the file, if any byte has changed."""
     if store.blocks is None:
         _verify_without_blocks(store, progress)
         return
@@ -77,8 +77,9 @@ def verify(store: TokenStore, progress: Progress = iter) -> None:
 
 
 def recheck(store: TokenStore, split: Split, draw: str) -> None:
-    """Verifies one block of a split's tokens, chosen by `draw`, in the file that the split has open: a store may be replaced
-    during a run. Does nothing for stores of earlier releases, which have no block digests. Raises DataError."""
+    """Verifies one block of a split's tokens, chosen by the random seed `draw`. Reads the file that the split has open, because a
+    store may be replaced during a run. Does nothing for stores of earlier releases, which have no block digests. Raises
+    DataError."""
     file = f"{split.name}.tokens"
     if store.blocks is not None and isinstance(split.tokens, FileArray):
         count = len(store.blocks[file]) // (2 * DIGEST_BYTES)
@@ -99,11 +100,12 @@ def _verify_block(store: TokenStore, array: FileArray, file: str, index: int) ->
 
 def _require_known(store: TokenStore, split: str, largest: int) -> None:
     if largest > store.meta["splits"][split]["largest_token"]:
-        raise damaged(store.path, f"{split}.tokens contains token id {largest}, more than {STORE_FILE} says")
+        raise damaged(store.path, f"{split}.tokens contains token id {largest}, above the maximum in {STORE_FILE}")
 
 
 def _verify_without_blocks(store: TokenStore, progress: Progress) -> None:
-    """For stores of earlier releases: one digest of all tokens and none of document offsets, but every document ends with eos."""
+    """For stores of earlier releases, which have one digest of all tokens and none of document offsets: instead checks that every
+    document ends with eos."""
     for name in SPLITS:
         split, digest = store.split(name), hashlib.sha256()
         length = BLOCK_BYTES // split.tokens.dtype.itemsize
@@ -143,7 +145,8 @@ def _identities(store: TokenStore) -> dict[str, list[int]]:
 
 
 def _record_of(store: TokenStore) -> Path:
-    """Where this host caches the result; home directories are often shared among machines whose disks are not."""
+    """Where this host caches the result. The name includes the host, because machines often share home directories but not
+    disks."""
     key = block_digest(f"{socket.gethostname()}\0{store.path.resolve()}".encode("utf-8", "surrogateescape"))
     return _cache_folder() / f"{key}.json"
 
@@ -161,7 +164,7 @@ def _cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _locked(record: Path) -> Iterator[None]:
-    """Allows one process of this machine at a time, if the file system supports locks."""
+    """Context manager for one process of this machine at a time, if the file system supports locks."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             file: Any = stack.enter_context(open(record.with_suffix(".lock"), "w"))

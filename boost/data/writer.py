@@ -1,8 +1,8 @@
 """Writes a token store atomically: a reader sees the old store, the complete new one, or none.
 
-A store is written to `STORE.boost-tmp` next to its final path and read back there; the last step is a rename, or an exchange
-with an older store. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was
-left by a dead process.
+A store is written to `STORE.boost-tmp` next to its final path and read back there. The last step is a rename, or an exchange with
+an older store. `STORE.boost-lock` is held meanwhile, so any `.boost-tmp` or `.boost-old` that the lock holder finds was left by a
+dead process.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def is_leftover(name: str) -> bool:
 
 @contextmanager
 def locked(store: Path) -> Iterator[None]:
-    """Holds the store's lock and cleans up after an interrupted run. Raises `DataError` if another process holds it."""
+    """Holds the store's lock and cleans up after an interrupted run. Raises `DataError` if another process holds the lock."""
     store.parent.mkdir(parents=True, exist_ok=True)
     lock = sibling(store, "lock")
     while True:
@@ -65,7 +65,7 @@ def locked(store: Path) -> Iterator[None]:
 
 
 def _recover(store: Path) -> None:
-    """Removes an unfinished store. Restores the old one if its replacement is damaged or was interrupted between two renames."""
+    """Removes an incomplete store. Restores the old one if its replacement is damaged or was interrupted between two renames."""
     old, temporary = sibling(store, "old"), sibling(store, "tmp")
     _remove(temporary)
     if not old.exists():
@@ -90,10 +90,10 @@ def _opens(store: Path) -> bool:
 
 @contextmanager
 def new_store(store: Path) -> Iterator[Path]:
-    """Yields an empty folder; without an error it then becomes `store`, replacing an older one. The caller must hold `locked`.
+    """Yields an empty folder that becomes `store` on success, replacing an older one. The caller must hold `locked`.
 
     The store is read back before it is published. On any error the folder is removed and an existing store is unchanged.
-    Raises `StorageError` if the disk is full, `DataError` if reading back does not match.
+    Raises `StorageError` if the disk is full, `DataError` if the data read back does not match.
     """
     folder = sibling(store, "tmp")
     try:
@@ -133,7 +133,7 @@ def _read_back(folder: Path, store: Path) -> None:
 
 
 def _publish(folder: Path, store: Path) -> None:
-    """Publishes a finished store under its name. The previous one is then in `folder` or `STORE.boost-old`."""
+    """Moves a complete store to its final path. The previous one is then in `folder` or `STORE.boost-old`."""
     if not store.exists():
         os.rename(folder, store)
     elif not _exchange(folder, store):
@@ -151,7 +151,7 @@ _AT_FDCWD = -100
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names atomically, so that a store exists at all times. False if unsupported (such as on NFS)."""
+    """Swaps two names atomically, so that a store exists at all times. Returns False if unsupported (such as on NFS)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     return (
         rename is not None and rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
@@ -168,7 +168,7 @@ def _sync_one(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise") and path.is_file():  # so that reading back reads the disk, not the page cache
+        if hasattr(os, "posix_fadvise") and path.is_file():  # so that reading back bypasses the page cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Unbiased held-out loss: the sum over all tokens divided by their number, on any number of processes."""
+"""Unbiased held-out loss: the sum of the loss over all tokens divided by their number, on any number of processes."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from boost.train.console import progress
 from boost.train.model import Model, to_device
 
 STOP_CHECK_EVERY = 4
-"""Batches between two checks of the stop flags."""
+"""Interval between checks of the stop flags, batches."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Evaluation:
     """Held-out loss of a model."""
 
     tokens: int
-    """Targets evaluated, each once."""
+    """Number of targets; each one is evaluated once."""
     loss: float
     """Mean cross-entropy, nats per token."""
     perplexity: float
@@ -47,9 +47,10 @@ def evaluate(
     max_tokens: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same numbers.
+    """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
-    `stopped` is called every few batches and must return the same on all processes; if true, raises EvaluationStopped.
+    `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
+    True.
     """
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
     batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)

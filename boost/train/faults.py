@@ -1,6 +1,6 @@
-"""Fault injection, to rehearse failures of a cluster: `boost train --inject-fault KIND@STEP[:RANK]`.
+"""Fault injection, to rehearse cluster failures: `boost train --inject-fault KIND@STEP[:RANK]`.
 
-A fault hits one process just before (`nan`: within) the given step. A run that resumes before STEP hits it again.
+A fault hits one process just before the given step (`nan`: during it). A run that resumes before STEP hits it again.
 """
 
 import errno
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 SLOW_S = 20.0
-"""Seconds that `slow` sleeps."""
+"""Duration of `slow`, seconds."""
 
 KINDS = {
     "kill": "the process kills itself with SIGKILL, as the out-of-memory killer would",
     "hang": "the process stops (SIGSTOP) and no longer responds",
     "nan": "one gradient of the process becomes NaN",
     "flip": "one exponent bit of one weight flips, on this process only",
-    "disk-full": "the next file or folder of a checkpoint that the process creates fails with ENOSPC",
+    "disk-full": "the process fails with ENOSPC when it creates the next file or folder of a checkpoint",
     "slow": f"the process sleeps for {SLOW_S:g} s",
 }
 """What each kind does."""
@@ -40,7 +40,7 @@ _PATTERN = re.compile(r"([a-z-]+)@(\d{1,9})(?::(\d{1,9}))?")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
+    """A fault to inject: its kind, the step and the global rank that it hits."""
 
     kind: str
     step: int
@@ -48,7 +48,7 @@ class Fault:
 
 
 def parse_fault(text: str, steps: int, world_size: int) -> Fault:
-    """KIND@STEP or KIND@STEP:RANK; rank 0 by default. Raises ConfigError."""
+    """Parses KIND@STEP or KIND@STEP:RANK (rank 0 by default). Raises ConfigError."""
     match = _PATTERN.fullmatch(text)
     field = f"--inject-fault {text}"
     if match is None:
@@ -107,7 +107,7 @@ def flip_exponent_bit(weights: "Tensor") -> None:
 
 
 def fail_next_write(folder: Path) -> None:
-    """Makes the next file that this process opens for writing, or folder that it creates, below `folder` fail with ENOSPC."""
+    """Makes this process fail with ENOSPC the next time it opens a file for writing or creates a folder below `folder`."""
     armed = [True]
     below = os.path.join(os.path.realpath(folder), "")
 

@@ -1,7 +1,7 @@
-"""Text generation: token by token, with a key/value cache, on one process or all of a mesh.
+"""Autoregressive text generation with a key/value cache, on one process or on all processes of a mesh.
 
-Every process of a TP group and its pipeline has the same logits and the same seeded generator, so all of them sample the
-same token without communication.
+All processes of a TP group and its pipeline have the same logits and the same seeded generator, so they sample the same token
+without communication.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from boost.errors import ConfigError
 from boost.train.model import Model
 
 MIN_TEMPERATURE = 1e-4
-"""Below this, logits overflow, and sampling is greedy anyway."""
+"""At lower temperatures logits overflow, and sampling is greedy anyway."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
     temperature: float = 0.8
     top_k: int = 0
@@ -48,7 +48,8 @@ def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) ->
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set with mass p, never empty)."""
+    """Probabilities [B, V] (fp32) after temperature, then top-k, then top-p (the smallest set of tokens with total probability of
+    at least p)."""
     logits_BV = logits_BV.float() / sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[-1]:
         smallest = logits_BV.topk(sampling.top_k).values[:, -1:]
@@ -67,14 +68,14 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 def generate(
     model: Model, prompt: list[int], max_tokens: int, sampling: Sampling, eos: int | None = None
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` new tokens after a prompt of at least one; stops after yielding `eos`."""
+    """Yields up to `max_tokens` new tokens after a non-empty prompt; stops after yielding `eos`."""
     device = model.device
-    # Sampled on the CPU, so that a seed gives the same text on every device.
+    # Sample on the CPU, so that a seed gives the same text on every device.
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = model.make_caches(1, len(prompt) + max_tokens)
     tokens_BS = torch.tensor([prompt], device=device)
     for _ in range(max_tokens):
-        # Compiled blocks have a fixed shape: with a growing cache they would be recompiled for each token.
+        # Compiled blocks have static shapes: a growing cache would recompile them for each token.
         with torch.compiler.set_stance("force_eager"):
             logits_BV = model.next_logits(tokens_BS, caches)
         chosen = choose(logits_BV.cpu(), sampling, generator)

@@ -21,8 +21,8 @@ _GEMM_MIN_RUNS = 3
 def peak_flops(device: torch.device, compute_dtype: torch.dtype, override_tflops: float = 0.0) -> float:
     """Peak FLOP/s of one device in `compute_dtype`: `override_tflops` if not 0, else from boost/config/gpus.toml, else measured.
 
-    On a CPU it is the best of several GEMMs with this process's threads, about 0.2 s: what is achievable now, not a
-    datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
+    The CPU measurement is the best of several GEMMs with this process's threads and takes about 0.2 s. It is what is achievable
+    now, not a datasheet number. nan for a GPU that is not in the table: set run.peak_tflops.
     """
     if override_tflops > 0:
         return override_tflops * _TERA
@@ -43,7 +43,7 @@ def gpu_peak_flops(name: str, compute_dtype: torch.dtype) -> float:
 
 
 def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of several square GEMMs on `device`, a CPU. The first one is warm-up and does not count."""
+    """FLOP/s of the fastest of several square GEMMs on `device`, a CPU. The first one is a warm-up and does not count."""
     a = torch.randn(_GEMM_SIZE, _GEMM_SIZE, generator=torch.Generator().manual_seed(0)).to(device, compute_dtype)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)
@@ -58,16 +58,16 @@ def measured_flops(device: torch.device, compute_dtype: torch.dtype) -> float:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory of a GPU, or of this machine."""
+    """Total memory of a GPU, or of this machine, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of this process in bytes: the peak that torch allocated on a GPU, the resident set on a CPU.
+    """Memory of this process in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
 
-    Where the system does not report the current resident set (no /proc), it is the peak so far.
+    Without /proc, which reports the current resident set size, it is the peak so far.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -87,7 +87,7 @@ def peak_resident_bytes() -> int:
 def mfu(tokens_per_second: float, flops_per_token: float, devices: int, peak: float) -> float:
     """Model FLOPs utilization, a fraction: MFU = tokens/s x FLOPs/token / (devices x peak FLOP/s of one device).
 
-    `tokens_per_second` counts all devices; `flops_per_token` is boost.config.architecture.flops_per_token: forward and
-    backward of the model's mathematics, without recomputation. nan if the peak is unknown.
+    `tokens_per_second` is the total of all devices. `flops_per_token` is boost.config.architecture.flops_per_token: forward and
+    backward pass without recomputation. nan if the peak is unknown.
     """
     return tokens_per_second * flops_per_token / (devices * peak)

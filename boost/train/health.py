@@ -7,9 +7,9 @@ A step is in trouble if
 - it is a spike: its loss or gradient norm is more than train.spike_sigma standard deviations above the mean of the last WINDOW
   healthy steps, as in OLMo-core's SkipStepOptimizer (6 deviations, 128 steps). This needs at least MIN_HEALTHY healthy steps.
 
-Trouble ends after RECOVERED consecutive steps without any; until then there are no periodic checkpoints. The loss of a step is
-that of the weights before its update, so step n + 1 proves the checkpoint of step n healthy. The newest proven checkpoint is
-never rotated away. All processes see the same statistics and make the same decisions.
+Trouble ends after RECOVERED consecutive healthy steps; until then no periodic checkpoints are saved. The loss of a step is computed
+before its update, so a healthy step n + 1 proves that the checkpoint of step n is healthy. The newest proven checkpoint is never
+deleted. All processes see the same statistics and make the same decisions.
 """
 
 import math
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 WINDOW = 128
-"""Healthy steps whose mean and standard deviation a step is compared with."""
+"""Number of recent healthy steps from which mean and standard deviation are computed."""
 MIN_HEALTHY = 32
-"""Healthy steps before any step is called a spike."""
+"""Healthy steps required before a step can be a spike."""
 FLOOR = 0.02
-"""Minimum standard deviation, as a fraction of the mean: recent steps may happen to be almost equal."""
+"""Minimum standard deviation, as a fraction of the mean, for the case that recent steps are almost equal."""
 RECOVERED = 8
 """Consecutive steps without trouble after which training has recovered."""
 DIVERGED = 1.5
-"""A loss of this many times ln(vocabulary) is worse than that of an untrained model."""
+"""A loss above this many times ln(vocabulary) is worse than that of an untrained model."""
 
 Trouble = Literal["not finite", "diverged", "spike"]
 
 
 class SpikeDetector:
-    """Mean and standard deviation of the loss and the gradient norm of recent healthy steps."""
+    """Detects spikes from the mean and standard deviation of the loss and gradient norm of recent healthy steps."""
 
     def __init__(self, sigma: float, vocab_size: int) -> None:
-        """`sigma`: standard deviations above the mean from which a step is a spike; 0: never."""
+        """`sigma`: standard deviations above the mean beyond which a step is a spike; 0 disables spike detection."""
         self._sigma, self._ceiling = sigma, DIVERGED * math.log(vocab_size)
         self._recent: dict[str, deque[float]] = {"loss": deque(maxlen=WINDOW), "gradient_norm": deque(maxlen=WINDOW)}
 
@@ -55,7 +55,7 @@ class SpikeDetector:
             values.extend(state[name])
 
     def judge(self, metrics: StepMetrics, skipped: bool) -> tuple[Trouble, str] | None:
-        """(kind, one line) of a step in trouble; None for a healthy one, which is then remembered."""
+        """Returns (kind, one-line description) for a step in trouble. Returns None for a healthy step and adds it to the window."""
         if skipped:
             return "not finite", f"loss {metrics.loss}, gradient norm {metrics.gradient_norm}"
         if metrics.loss > self._ceiling:
@@ -102,7 +102,7 @@ class HealthMonitor(Hook):
             saved = f"'{proven}' is kept" if proven is not None else "there is no earlier checkpoint"
             trainer.warn(f"{text}; no periodic checkpoints until training has recovered, {saved}")
         trainer.begin_trouble(text, ruined=kind != "spike")
-        # A non-finite step changed nothing; only a second consecutive one means that the weights are ruined.
+        # A non-finite step changes no weight. Only a second one in a row means that the weights are ruined.
         if self._rollback and (kind != "not finite" or trainer.bad_steps > 1):
             trainer.request_rollback(text)
 

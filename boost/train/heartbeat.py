@@ -1,12 +1,12 @@
-"""A heartbeat per process: what it does right now, so that the others can say which one hangs, where, and in what.
+"""Heartbeats: each process publishes what it is doing, so that a hang is reported with the process, line and collective.
 
-A thread of each process publishes a `Beat` every second: phase, step, line of code, and the latest collectives, which it reads
-from c10d's flight recorder (gloo and NCCL alike; nothing is added to a collective's path). On one machine beats are files in the
-launcher's folder, under torchrun keys of the run's store. Nobody reads them until a process has waited as long as the
-timeout of its phase; it then names the processes that do not beat, or else those that have not reached the collective that it
-waits for.
+A thread of each process publishes a `Beat` every second: phase, step, line of code, and the latest collectives, read from c10d's
+flight recorder (gloo and NCCL; no overhead per collective). On one machine heartbeats are files in the launcher's folder; under
+torchrun they are keys of the run's store. A process reads them only after it has waited for the timeout of its phase. It then names
+the processes that send no heartbeats or, if there are none, those that have not reached the collective that it waits for.
 
-A process that is stopped (SIGSTOP), swapped out or lost with its machine does not beat; one that loops or sleeps in Python does.
+A process that is stopped (SIGSTOP), swapped out or lost with its machine sends no heartbeats. One that loops or sleeps in Python
+still does.
 """
 
 import contextlib
@@ -35,19 +35,20 @@ from boost.parallel.rendezvous import launch_dir
 log = logging.getLogger("boost")
 
 INTERVAL_S = 1.0
-"""Seconds between two beats."""
+"""Interval between heartbeats, seconds."""
 
 SILENCE_S = 3.5
-"""Seconds without a beat after which a process counts as not responding, once another one has waited for the whole timeout."""
+"""Seconds without a heartbeat after which a process counts as unresponsive, once another one has waited for the whole timeout."""
 
 WATCH_MARGIN_S = 2.0
-"""Seconds past the timeout after which the thread reports a hang that the backend has not ended."""
+"""Seconds past the timeout after which the thread reports a hang, if the backend has not raised an error by then."""
 
 NCCL_MARGIN_S = 8.0
-"""Seconds past the timeout of a phase until NCCL aborts the process, without naming anybody: the thread should come first."""
+"""Seconds past the timeout of a phase after which NCCL aborts the process. NCCL does not name the culprit, so the thread must be
+first."""
 
 _RECORDS = "64"
-"""Collectives that the flight recorder remembers, unless TORCH_FR_BUFFER_SIZE says otherwise; it is read every second."""
+"""Size of the flight recorder, in collectives, unless TORCH_FR_BUFFER_SIZE is set. It is small because it is read every second."""
 
 _BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
 
@@ -63,12 +64,12 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Issued:
-    """The latest collective of a group."""
+    """The latest collective that a process issued in a group."""
 
     operation: str
-    """As c10d names it, such as 'all_reduce'."""
+    """c10d's name, such as 'all_reduce'."""
     sequence: int
-    """Number within the group, the same on all its processes."""
+    """Sequence number within the group, the same on all of its processes."""
     group: str
     bytes: int
     point_to_point: bool = False
@@ -80,27 +81,27 @@ class Issued:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process published."""
+    """A heartbeat: what a process was doing when it published it."""
 
     rank: int
     count: int
-    """Beats so far: a count that does not grow means silence, whatever the clocks of the machines say."""
+    """Heartbeats so far. Silence is detected by a count that does not grow, so machines need no synchronized clocks."""
     phase: str = Phase.START_UP
     step: int = 0
     where: str = ""
-    """Innermost line of boost that its main thread runs."""
+    """Innermost line of boost in the stack of the main thread."""
     left: bool = False
-    """Whether it ended by itself and will not beat again."""
+    """Whether the process has ended normally; this is its last heartbeat."""
     saving: bool = False
-    """Whether a checkpoint is being written, here and now or in the background."""
+    """Whether the process is writing a checkpoint, in the main thread or in the background."""
     last: str | None = None
-    """Name of the group that issued last."""
+    """Group of the most recent collective."""
     issued: dict[str, Issued] = field(default_factory=dict)
-    """By name of the group."""
+    """Latest collective of each group, by group name."""
     incarnation: str = ""
-    """With in-step recovery: which start of its replica this process belongs to."""
+    """With in-step recovery: the incarnation of the replica that this process belongs to."""
     pace: float = 0.0
-    """Seconds that its latest passes took for each micro-batch; 0: unknown."""
+    """Seconds per micro-batch of the latest forward and backward passes; 0: unknown."""
     pid: int = 0
 
     @classmethod
@@ -111,17 +112,17 @@ class Beat:
 
 
 class Board(Protocol):
-    """Where processes publish their beats."""
+    """Where processes publish their heartbeats."""
 
     def post(self, rank: int, text: str) -> None:
-        """Replaces what `rank` has posted."""
+        """Publishes a heartbeat of `rank`, replacing its previous one."""
 
     def read(self, size: int) -> list[Beat]:
-        """What all processes have posted, those that have."""
+        """The latest heartbeat of every process that has published one."""
 
 
 class FolderBoard:
-    """Files in a folder of one machine."""
+    """Heartbeats as files in a local folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -136,19 +137,19 @@ class FolderBoard:
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The beats in the folder that the launcher shares with its processes, by rank."""
+    """The heartbeats in the folder that the launcher shares with its processes, sorted by rank."""
     beats = []
     for path in folder.glob("beat[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # it is being replaced, or the folder removed
+        with contextlib.suppress(OSError, ValueError):  # the file is being replaced, or the folder was removed
             beats.append(Beat.parse(path.read_text(encoding="utf-8")))
     return sorted(beats, key=lambda beat: beat.rank)
 
 
 class StoreBoard:
-    """Keys of the run's store. A connection of its own: the main thread may be waiting in the other one."""
+    """Heartbeats as keys of the run's store, over a separate connection: the main thread may be blocked in its own."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older torch: shares the connection
+        self._store: dist.Store = getattr(store, "clone", lambda: store)()  # older torch shares the connection
         self._store.set_timeout(timedelta(seconds=SILENCE_S))
 
     def post(self, rank: int, text: str) -> None:
@@ -159,7 +160,7 @@ class StoreBoard:
         return [Beat.parse(self._store.get(key).decode()) for key in keys]
 
 
-# What this process does: one run at a time, as torch has one default process group.
+# State of this process. One run at a time, because torch has one default process group.
 
 
 @dataclass
@@ -176,7 +177,7 @@ _current: "Heartbeat | None" = None
 
 @contextlib.contextmanager
 def in_phase(phase: Phase) -> Iterator[None]:
-    """While open, this process is in `phase`, and collectives have its timeout."""
+    """Context manager: this process is in `phase`, and collectives use the timeout of that phase."""
     before = _state.phase
     enter(phase)
     try:
@@ -186,7 +187,7 @@ def in_phase(phase: Phase) -> Iterator[None]:
 
 
 def enter(phase: Phase, step: int | None = None) -> None:
-    """This process is in `phase` from now on; `step` is the number of the step."""
+    """Sets the phase of this process; `step` is the number of the current step."""
     if step is not None:
         _state.step = step
     if phase != _state.phase:
@@ -196,19 +197,19 @@ def enter(phase: Phase, step: int | None = None) -> None:
 
 
 def apply_timeout() -> None:
-    """Gives groups that were made in the middle of a phase its timeout."""
+    """Applies the timeout of the current phase to process groups created during it."""
     if _current is not None:
         _current.phase_changed()
 
 
 def set_pace(seconds: float) -> None:
-    """The latest passes of this process took so long for each micro-batch."""
+    """Records how long the latest passes took, in seconds per micro-batch."""
     _state.pace = seconds
 
 
 @contextlib.contextmanager
 def background_save() -> Iterator[None]:
-    """While open, a thread of this process writes a checkpoint, whatever phase the main thread is in."""
+    """Context manager: a background thread is writing a checkpoint, whatever phase the main thread is in."""
     _state.background_save = True
     try:
         yield
@@ -217,10 +218,10 @@ def background_save() -> Iterator[None]:
 
 
 class Heartbeat:
-    """Publishes what this process does, and watches how long it has been doing it. A context manager around a run.
+    """Context manager around a run: publishes heartbeats of this process and detects hangs.
 
-    `on_hang` is called in the heartbeat's thread, with one line, if the process makes no progress for longer than the timeout
-    and another one is to blame; it should end the process, whose main thread waits in a collective.
+    If another process keeps this one from making progress for longer than the timeout, the heartbeat thread calls `on_hang` with a
+    one-line diagnosis. `on_hang` should end the process, because the main thread is blocked in a collective.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class Heartbeat:
         board: Callable[[], Board] | None = None,
         incarnation: str = "",
     ) -> None:
-        """`board`: where beats are published, by default the launcher's folder or the run's store; `incarnation`: as of `Beat`."""
+        """`board`: where to publish heartbeats, by default the launcher's folder or the run's store. `incarnation`: see `Beat`."""
         self.rank, self.size = mesh.rank, mesh.size
         self._make_board, self._incarnation = board or _board, incarnation
         self._margin = NCCL_MARGIN_S if mesh.device.type == "cuda" else 0.0
@@ -248,7 +249,7 @@ class Heartbeat:
         self._count = 0
         self._board: Board | None = None
         self._is_store_silent = False
-        """Whether the store has not answered since the latest progress."""
+        """Whether the store has failed to respond since the latest progress."""
         self._earlier: tuple[float, dict[int, int]] | None = None
         self._thread = threading.Thread(target=self._run, name="boost-heartbeat", daemon=True)
 
@@ -280,7 +281,7 @@ class Heartbeat:
         return self._timeouts[_state.phase]
 
     def phase_changed(self) -> None:
-        """Gives the collectives from now on the timeout of the current phase, and publishes it."""
+        """Applies the timeout of the current phase to subsequent collectives, and publishes the phase."""
         self._apply_timeout()
         self._wake.set()
 
@@ -288,10 +289,10 @@ class Heartbeat:
         set_timeout(self.timeout_s + self._margin)
 
     def diagnose(self, waited: bool = True) -> str | None:
-        """One line that names the processes for which this one waits, or None if none is to blame. `waited`: for the whole timeout;
-        else its connection was lost before.
+        """Returns one line naming the processes that this one waits for, or None if no process is at fault. `waited`: whether this
+        process waited for the whole timeout; False if its connection was lost earlier.
 
-        Takes `SILENCE_S` seconds, or what is left of them: the thread looks a first time before the timeout.
+        Takes up to `SILENCE_S` seconds; less if the thread has already taken a first reading, before the timeout.
         """
         if self._board is None and not self._is_store_silent:
             return None
@@ -304,16 +305,16 @@ class Heartbeat:
             found = hang_message(waiting, beats, before, self.size, self.timeout_s if waited else None)
             if found or self._earlier is None:
                 return found
-            self._earlier = None  # it may have stopped only since then: once more
-        return self._without_a_store(waiting, waited)
+            self._earlier = None  # the process may have stopped after that reading: take another one
+        return self._blame_store_host(waiting, waited)
 
     def _counts(self) -> tuple[float, dict[int, int]] | None:
-        """The time, and how often each process has beaten; None as `_read`."""
+        """The time, and the heartbeat count of each process by rank. None if the heartbeats cannot be read."""
         beats = self._read()
         return None if beats is None else (time.monotonic(), {beat.rank: beat.count for beat in beats})
 
     def _read(self) -> list[Beat] | None:
-        """All beats; None if the store fails or does not answer: c10d's client would wait for a stopped host for ever."""
+        """All heartbeats. None if the store fails or does not respond: c10d's client would wait forever for a stopped host."""
         board = self._board
         found: list[list[Beat]] = []
         if board is None:
@@ -327,12 +328,12 @@ class Heartbeat:
         reader.start()
         reader.join(SILENCE_S)
         if not found:
-            self._board, self._is_store_silent = None, True  # the connection may stay busy for ever
+            self._board, self._is_store_silent = None, True  # the connection may stay blocked forever
             return None
         return found[0]
 
-    def _without_a_store(self, waiting: Beat, waited: bool) -> str | None:
-        """Rank 0 hosts the store where torchrun does not."""
+    def _blame_store_host(self, waiting: Beat, waited: bool) -> str | None:
+        """The diagnosis when the store does not respond: names rank 0, which hosts the store unless torchrun does."""
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
             log.warning("heartbeats cannot be read")
             return None
@@ -362,15 +363,15 @@ class Heartbeat:
             self._wake.clear()
             try:
                 beat = self._post()
-            except (OSError, RuntimeError) as error:  # the store's host has gone; the collectives will say so too
+            except (OSError, RuntimeError) as error:  # the store's host is gone; the collectives will fail too
                 log.debug("no heartbeat: %s", error)
                 beat = self._beat()
             now, before = time.monotonic(), progress
             progress = (beat.phase, beat.step, beat.issued)
             if progress != before:
-                self._is_store_silent = False  # it was not why this process waited
+                self._is_store_silent = False  # the store was not the reason for the wait
             if progress != before or now - seen > SILENCE_S:
-                # Progress, or this process was itself stopped for a while, perhaps with all the others.
+                # Either progress, or this process itself was stopped for a while, perhaps along with all others.
                 since = now
                 self._earlier = None
             seen = now
@@ -390,12 +391,12 @@ def _board() -> Board:
 
 
 def remember_collectives() -> None:
-    """Turns c10d's flight recorder on; must come before the process group exists."""
+    """Enables c10d's flight recorder. Call before creating the process group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDS)
 
 
 def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
-    """The group that issued last, and the latest collective of each group that the flight recorder remembers."""
+    """The group of the most recent collective, and the latest recorded collective of each group by group name."""
     found: dict[str, Issued] = {}
     last, newest = None, -1
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
@@ -410,7 +411,7 @@ def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
             if entry["time_created_ns"] >= newest:
                 last, newest = name, entry["time_created_ns"]
     for name, each in list(last_exchanges.items()):
-        key = f"{name}, exchanges"  # numbered apart from what gloo itself does in the group
+        key = f"{name}, exchanges"  # numbered separately from gloo's own collectives in the group
         found[key] = Issued(each.operation, each.sequence, _label(name, each.group), each.bytes)
         if each.time_ns >= newest:
             last, newest = key, each.time_ns
@@ -418,13 +419,13 @@ def latest_collectives() -> tuple[str | None, dict[str, Issued]]:
 
 
 def _label(name: str, description: str) -> str:
-    """How messages call a group."""
+    """Name of a group in messages."""
     label = description.removeprefix("mesh_") if description not in ("", "undefined") else name
     return "all" if label == "default_pg" else label
 
 
 def _bytes(entry: dict[str, object]) -> int:
-    """Bytes of a collective's inputs."""
+    """Total size of a collective's inputs, bytes."""
     total = 0
     sizes, dtypes = entry.get("input_sizes"), entry.get("input_dtypes")
     if isinstance(sizes, list) and isinstance(dtypes, list):
@@ -437,7 +438,7 @@ def _bytes(entry: dict[str, object]) -> int:
 
 
 def innermost_line(frame: FrameType | None) -> str:
-    """The innermost line of this package in a stack, such as 'parallel/gradients.py:91 in finish'."""
+    """The innermost stack frame inside this package, such as 'parallel/gradients.py:91 in finish'."""
     package = str(Path(__file__).parent.parent)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -447,20 +448,22 @@ def innermost_line(frame: FrameType | None) -> str:
     return ""
 
 
-# Who is to blame
+# Diagnosis
 
 
 def process_name(rank: int, size: int) -> str:
-    """How messages name a process."""
+    """Name of a process in messages."""
     return f"process {rank + 1} of {size} (rank {rank})"
 
 
 def hang_message(
     waiting: Beat, beats: Sequence[Beat], before: dict[int, int], size: int, timeout_s: float | None
 ) -> str | None:
-    """Names the processes for which `waiting` waits: those whose count is still that of `before`, else those behind it.
+    """Names the processes that `waiting` waits for: those whose heartbeat count has not changed since `before`, or else those that
+    are behind it. `timeout_s`: the timeout that expired; None if its connection was lost earlier.
 
-    None if every process beats and has reached the collective: the network, or work that takes longer than the timeout.
+    Returns None if every process sends heartbeats and has reached the collective. The cause is then the network, or work that takes
+    longer than the timeout.
     """
     others = [beat for beat in beats if beat.rank != waiting.rank and not beat.left]
     silent = [beat for beat in others if beat.count == before.get(beat.rank)]
@@ -473,7 +476,7 @@ def hang_message(
 
 
 def _is_behind(beat: Beat, waiting: Beat) -> bool:
-    """Whether a process has not issued the collective in which another one waits."""
+    """Whether a process has not issued the collective that `waiting` is blocked in."""
     mine = waiting.issued.get(waiting.last or "")
     theirs = beat.issued.get(waiting.last or "")
     if mine is None or theirs is None or mine.point_to_point or theirs.point_to_point:
@@ -490,7 +493,7 @@ def _last_seen(beat: Beat) -> str:
 
 
 def _waits(waiting: Beat, size: int, timeout_s: float | None) -> str:
-    """`timeout_s` None: it did not wait for a timeout."""
+    """What the waiting process was doing. `timeout_s`: None if its connection was lost before the timeout."""
     last = waiting.issued.get(waiting.last or "")
     what = f", in {last}" if last else ""
     did = "lost its connection" if timeout_s is None else f"waited {timeout_s:g} s"

@@ -1,12 +1,12 @@
-"""Local processes without torchrun: started, watched, and ended together, with a one-line error for a failure.
+"""Single-machine launcher, without torchrun: starts, watches and ends the processes together, and reports a failure in one line.
 
-The parent starts the processes (forked if no GPU can be involved, see `can_fork`, otherwise spawned), forwards signals to
-them and waits; each runs `entry` and, if that fails, writes a report into a shared folder. The parent finds the root cause
-from the reports and exit codes and prints it. Against torch's elastic agent, which opens two TCP stores on all interfaces
-and unpickles what it finds there, this one has no restarts and no second machine, and knows which process hangs.
+The launcher starts the processes (forked if no GPU can be involved, see `can_fork`; otherwise spawned), forwards signals to them
+and waits. Each process runs `entry` and, if that fails, writes a report to a shared folder. From the reports and exit codes the
+launcher determines the root cause and prints it. torch's elastic agent opens two TCP stores on all interfaces and unpickles their
+content; this launcher does not. It handles one machine only, restarts processes only with in-step recovery, and knows which
+process hangs.
 
-Signals are blocked while a process starts (which inherits the mask), so that a Ctrl-C in those seconds neither
-prints tracebacks nor is lost.
+Signals are blocked while a process starts (it inherits the mask), so a Ctrl-C in those seconds prints no traceback and is not lost.
 """
 
 import contextlib
@@ -38,27 +38,28 @@ from boost.train.supervise import Supervisor
 from boost.train.worker import STOPPED_EXIT, LaunchSpec, run_worker, stacks_file
 
 ORPHAN_GRACE_S = 30.0
-"""Seconds that a process has to save and exit after its launcher was killed."""
+"""Time that a process has to save and exit after its launcher was killed, seconds."""
 
 FAILURE_GRACE_S = 5.0
-"""Seconds that the other processes have to report and exit once one has failed."""
+"""Time that the other processes have to report and exit after one has failed, seconds."""
 
 SAVING_GRACE_S = 60.0
-"""The same for a process that is writing a checkpoint."""
+"""Same, while one of them is writing a checkpoint."""
 
 HANG_GRACE_S = 0.5
-"""The same once a process has named another one that does not respond: nothing can be saved any more."""
+"""Same, once a process has reported a hang: nothing can be saved anymore."""
 
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Groups of processes that a launcher ends and starts again together."""
+    """Groups of processes that the launcher ends and restarts together."""
 
     ranks: tuple[tuple[int, ...], ...]
+    """Global ranks of each replica."""
     restarts: int
-    """Of each."""
+    """Maximum number of restarts per replica."""
 
 
 def under_torchrun() -> bool:
@@ -67,9 +68,10 @@ def under_torchrun() -> bool:
 
 
 def can_fork() -> bool:
-    """Whether processes of a run can be forked: they start in milliseconds and share the memory of imported modules.
+    """Whether the processes of a run can be forked. Forked processes start in milliseconds and share the memory of imported
+    modules.
 
-    Only on Linux and with a torch that knows no GPU, whose drivers do not survive a fork.
+    Only on Linux with a CPU build of torch: GPU drivers do not survive a fork.
     """
     return sys.platform == "linux" and not torch.backends.cuda.is_built()
 
@@ -84,24 +86,24 @@ def launch(
     forks: bool = False,
     replicas: Replicas | None = None,
 ) -> int:
-    """Runs `entry(*args)` in `nproc` local processes and returns the first exit code that is not 0, else 0.
+    """Runs `entry(*args)` in `nproc` local processes and returns the first nonzero exit code, or 0.
 
-    `entry` is a module-level function, `args` must be picklable. Global rank 0 inherits stdout and stderr; output of the
-    others is appended to log_dir/rank{r}.out (without `log_dir` they share the terminal). The stop signals and SIGUSR2 are
-    forwarded, and the processes decide when to exit; with `holds_signals` they wait in each process until `entry` opens a
-    StopRequest, so that none is lost while it starts. A second Ctrl-C ends the processes. Must be called on the main thread.
+    `entry` must be a module-level function, and `args` picklable. Global rank 0 inherits stdout and stderr; the output of the
+    others is appended to log_dir/rank{r}.out (without `log_dir` they share the terminal). Stop signals and SIGUSR2 are forwarded,
+    and the processes decide when to exit. With `holds_signals`, signals stay pending in each process until `entry` opens a
+    StopRequest, so that none is lost during startup. A second Ctrl-C ends the processes. Call this on the main thread.
 
-    `forks`: forks the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one
-    thread only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
+    `forks`: fork the processes instead of spawning them. Requires `can_fork`, and that this process has computed on one thread
+    only: OpenMP's threads do not survive a fork, and the next parallel loop would wait for them.
 
-    `replicas`: one whose process fails is ended and started again, as long as another one runs (run.recovery = "in-step").
+    `replicas`: a replica with a failed process is ended and restarted as long as another replica runs (run.recovery = "in-step").
 
-    Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its
-    connections; KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it
-    in log_dir/rank{r}.log, and returns 1.
+    Raises the BoostError of the process that failed first; TrainingError if a process was killed or lost its connections;
+    KeyboardInterrupt if an interrupt ended one. For a bug in `entry`, prints the traceback once, keeps it in log_dir/rank{r}.log,
+    and returns 1.
     """
     if nproc < 1:
-        raise ConfigError(f"--nproc = {nproc} is not a number of processes; smallest valid value: 1")
+        raise ConfigError(f"--nproc = {nproc} must be at least 1; smallest valid value: 1")
     with tempfile.TemporaryDirectory(prefix="boost-launch-") as folder:
         spec = LaunchSpec(entry, args, nproc, Path(folder), log_dir, os.getpid(), orphan_grace_s, holds_signals)
         with _omp_threads(nproc), _forward_signals(spec, forks) as signals:
@@ -115,21 +117,21 @@ def launch(
 
 @dataclass
 class _Signals:
-    """What the launcher has received, and whom it forwards to."""
+    """Signals that the launcher has received, and the processes that it forwards them to."""
 
     received: list[int] = field(default_factory=list)
     processes: list[BaseProcess] = field(default_factory=list)
     interrupted_at: float | None = None
     aborted: bool = False
-    """Whether a second Ctrl-C asked to end the processes."""
+    """Whether a second Ctrl-C requested to end the processes immediately."""
 
 
 def _run(spec: LaunchSpec, signals: _Signals, method: str, replicas: Replicas | None) -> dict[int, int]:
-    """Starts the processes and waits until all have ended. Returns the exit codes by rank of those that failed by themselves."""
+    """Starts the processes and waits until all have ended. Returns the exit codes, by rank, of those that failed on their own."""
     context: Any = multiprocessing.get_context(method)
 
     def start(rank: int) -> BaseProcess:
-        gc.freeze()  # otherwise each forked process copies every object at its first collection
+        gc.freeze()  # otherwise each forked process copies every object at its first garbage collection
         process: BaseProcess = context.Process(target=run_worker, args=(spec, rank), name=f"boost-rank{rank}")
         process.start()
         gc.unfreeze()
@@ -168,13 +170,13 @@ def _supervise(spec: LaunchSpec, signals: _Signals) -> dict[int, int]:
             if spec.log_dir:
                 _ask_for_stacks(running)
             break
-    else:  # a process may have ended after the last look at exit codes
+    else:  # a process may have ended after the last check of exit codes
         failed = {rank: code for rank, process in enumerate(signals.processes) if (code := process.exitcode)}
     return failed or ({0: -signal.SIGKILL} if signals.aborted and failed_at is not None else {})
 
 
 def _grace(spec: LaunchSpec, codes: Mapping[int, int | None]) -> float:
-    """Seconds that the remaining processes have: more if one of them is writing a checkpoint, hardly any if one hangs."""
+    """Grace period of the remaining processes in seconds: longer if one is writing a checkpoint, very short if one hangs."""
     if any(report.kind == "hung" for report in read_reports(spec.folder)):
         return HANG_GRACE_S
     saving = {beat.rank for beat in read_beats(spec.folder) if beat.saving}
@@ -182,7 +184,7 @@ def _grace(spec: LaunchSpec, codes: Mapping[int, int | None]) -> float:
 
 
 def _ask_for_stacks(processes: Sequence[BaseProcess]) -> None:
-    """Processes that are to be killed write their stacks first (`faulthandler`); one that is stopped cannot."""
+    """Lets processes write their stacks (`faulthandler`) before they are killed; a stopped process cannot."""
     for process in processes:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -192,11 +194,11 @@ def _ask_for_stacks(processes: Sequence[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def _omp_threads(nproc: int) -> Iterator[None]:
-    """Divides the cores among the processes, unless the user has set OMP_NUM_THREADS."""
+    """Divides the cores among the processes, unless OMP_NUM_THREADS is set."""
     if threads := os.environ.get("OMP_NUM_THREADS"):
         if not threads.isdecimal() or int(threads) < 1:
             raise ConfigError(
-                f"OMP_NUM_THREADS = {threads!r} is not a number of threads; unset it or set it to 1 or more"
+                f"OMP_NUM_THREADS = {threads!r} must be a number of threads; unset it or set it to 1 or more"
             )
         yield
         return
@@ -209,10 +211,10 @@ def _omp_threads(nproc: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
-    """While open, forwards signals to the processes; yields what has been received so far.
+    """Context manager that forwards signals to the processes; yields the signals received so far.
 
-    This thread blocks them, so that the processes inherit the mask; a second thread does not block them,
-    so that they are delivered (Python still runs the handlers on the main thread).
+    This thread blocks the signals, so that the processes inherit the mask. A second thread leaves them unblocked, so that they are
+    delivered (Python still runs the handlers on the main thread).
     """
     signals = _Signals()
 
@@ -224,7 +226,7 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
                     os.kill(process.pid, number)
 
     if not forks:
-        resource_tracker.ensure_running()  # otherwise the first spawn starts it, which unblocks signals on this thread
+        resource_tracker.ensure_running()  # otherwise the first spawn starts it and unblocks signals on this thread
     over = threading.Event()
     caught = caught_signals()
     before = {number: signal.getsignal(number) for number in caught}
@@ -244,10 +246,10 @@ def _forward_signals(spec: LaunchSpec, forks: bool) -> Iterator[_Signals]:
 
 
 def _note(spec: LaunchSpec, signals: _Signals, number: int) -> None:
-    """Notes a signal, for processes that have not started yet too, and answers a Ctrl-C."""
+    """Records a signal, also for processes that have not started yet, and responds to Ctrl-C."""
     signals.received.append(number)
     if number in STOP_SIGNALS:
-        # A process that has not started yet reads the file when it does.
+        # A process that has not started yet reads this file at startup.
         (spec.folder / "stop").write_text(str(number), encoding="ascii")
     if number == signal.SIGHUP:
         mute_closed_streams()
@@ -292,11 +294,11 @@ def _raise_root_cause(
 
 
 def _killed_error(spec: LaunchSpec, rank: int, exit_code: int, received: Sequence[int]) -> BoostError:
-    """The error for a process that ended without a report. A negative exit code is a signal number."""
+    """The error for a process that ended without a report. A negative exit code is the number of the signal that ended it."""
     number = -exit_code
     if number in received:
         name = signal.Signals(number).name
-        error = TrainingError(f"stopped by {name} while starting up or ending; what was saved before is intact")
+        error = TrainingError(f"stopped by {name} during startup or shutdown; existing checkpoints are intact")
         error.exit_code = STOPPED_EXIT + number
         return error
     how = f"was ended by {_signal_name(number)}" if number > 0 else f"ended with exit code {exit_code}"

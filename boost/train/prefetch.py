@@ -1,4 +1,4 @@
-"""Batches of the next step, read by a thread while this step runs."""
+"""Prefetches the batches of the next step in a thread while the current step runs."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,20 +16,20 @@ from boost.train.model import HostBatch, host_batch
 
 @dataclass(frozen=True)
 class StepData:
-    """What one process trains on in a step."""
+    """The data of one process for one step."""
 
     batches: list[HostBatch]
-    """Its micro-batches in order; for a pipeline one batch, all of them one below the other."""
+    """Micro-batches in order; with pipeline parallelism a single batch, their concatenation."""
     micro_batches: int
     targets: int
-    """Positions that have a target."""
+    """Number of targets."""
 
 
 class Prefetcher:
-    """This process's data of any step, and ahead of time that of the step after it.
+    """Reads this process's data of any step, and prefetches that of the following one.
 
-    Which data a step gets depends on its number alone: what was read for another step is dropped. A thread reads, for this object
-    only; on GPUs into pinned memory, from which a copy to the device does not wait.
+    The data of a step depends only on its number, so data prefetched for another step is discarded. Each object reads in its own
+    thread; on GPUs into pinned memory, so that copies to the device are asynchronous.
     """
 
     def __init__(self, batches: Batches, config: Config, mesh: Mesh) -> None:
@@ -38,8 +38,9 @@ class Prefetcher:
         self._ahead: tuple[int, Future[StepData]] | None = None
 
     def take(self, step: int, following: int | None = None) -> StepData:
-        """The data of a step of `Batches`; then starts to read that of step `following`. Raises DataError, also of what the thread
-        met earlier, if the store cannot be read."""
+        """Returns the data of a step of `Batches`, and starts to prefetch that of step `following`.
+
+        Raises DataError if the store cannot be read, including errors during prefetching."""
         (read, future), self._ahead = self._ahead or (None, None), None
         if future is None or read != step:
             if future is not None:
@@ -51,7 +52,7 @@ class Prefetcher:
         return data
 
     def close(self) -> None:
-        """Ends the thread, without waiting for what it reads. `take` starts another one."""
+        """Ends the thread without waiting for a read in progress. `take` starts a new one."""
         executor, self._executor, self._ahead = self._executor, None, None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
@@ -62,7 +63,7 @@ class Prefetcher:
         return self._executor.submit(self._read, step)
 
     def _enter_thread(self) -> None:
-        # A new thread is on GPU 0, where pinning memory would make a context for every process of the machine.
+        # A new thread starts on GPU 0, where pinning memory would create a CUDA context for every process of the machine.
         if self._mesh.device.type == "cuda":
             torch.cuda.set_device(self._mesh.device)
 
@@ -71,7 +72,7 @@ class Prefetcher:
         return self.read(step, share(train.global_batch // train.micro_batch, dp.rank, dp.size))
 
     def read(self, step: int, numbers: Sequence[int]) -> StepData:
-        """These micro-batches of a step, by number, now. Raises DataError."""
+        """Reads the given micro-batches of a step synchronously. Raises DataError."""
         config, cp = self._config, self._mesh.cp
         each = self._batches.numbered(step, numbers, config.train.micro_batch)
         found = [batch.share(cp.rank, cp.size) for batch in each]

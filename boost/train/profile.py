@@ -1,4 +1,4 @@
-"""Timeline of some training steps: what each process computes and communicates, as a trace for ui.perfetto.dev."""
+"""Traces selected training steps: computation and communication of each process, for ui.perfetto.dev."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -15,17 +15,17 @@ log = logging.getLogger("boost")
 
 
 class ProfileHook(Hook):
-    """Records the steps from `first` to `last` of every process into run.dir/profile/rank<R>.json (train.profile).
+    """Profiles steps `first` to `last` of every process into run.dir/profile/rank<R>.json (train.profile).
 
-    Such a file has Chrome's trace format: operators and collectives on the CPU, kernels on a GPU, and a range for each step.
-    `boost timeline` draws it. Recorded steps are slower.
+    The files are in Chrome's trace format, with CPU operators and collectives, GPU kernels, and a range per step. `boost timeline`
+    draws them. Profiled steps are slower.
     """
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self._profiler: profile | None = None
         self._step: tuple[int, record_function] | None = None
-        """The step whose range is open. On GPUs the next one begins before `after_step`."""
+        """Number and open range of the current step. On GPUs the next step begins before `after_step`."""
 
     def before_step(self, trainer: "Trainer", event: StepStart) -> None:
         if event.step == self.first:
@@ -66,6 +66,6 @@ class ProfileHook(Hook):
             folder.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:
-            trainer.warn(f"the timeline of steps {self.first} to {self.last} was not written: {error}")
+            trainer.warn(f"cannot write the timeline of steps {self.first} to {self.last}: {error}")
         else:
             log.info("timeline of steps %d to %d: %s (ui.perfetto.dev, or boost timeline)", self.first, self.last, file)

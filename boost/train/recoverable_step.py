@@ -1,4 +1,4 @@
-"""A step whose global batch stays whole when replicas are lost: their micro-batches are dealt to those that are left."""
+"""A training step that keeps its global batch when replicas are lost: the survivors compute the lost micro-batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,11 +17,12 @@ from boost.train.step import Passes, Stepper, Update, now
 
 
 class RecoverableStepper(Stepper):
-    """A `Stepper` whose sums and statistics are one operation of a `Recovery`. Gradients of this process stay, beside their sums,
-    until the operation is complete: one more copy of them in memory."""
+    """A `Stepper` whose gradient reduction and statistics form one operation of a `Recovery`.
+
+    Local gradients are kept next to their sums until the operation is complete, which takes one more copy of them in memory."""
 
     def __init__(self, recovery: Recovery, *parts: Any) -> None:
-        """`parts`: as of `Stepper`, but `ahead` is not a choice."""
+        """`parts`: arguments of `Stepper`; `ahead` is ignored."""
         *others, _ = parts
         super().__init__(*others)
         self.ahead = False
@@ -31,11 +32,11 @@ class RecoverableStepper(Stepper):
 
     @property
     def micro_batches(self) -> int:
-        """Of a global batch."""
+        """Number of micro-batches per global batch."""
         return self.config.train.global_batch // self.config.train.micro_batch
 
     def passes(self, position: Position, lr: float) -> Passes:
-        """The passes of this process's share; sums of gradients begin, but are not waited for."""
+        """Runs the passes of this process's share and starts the reduction of gradients without waiting for it."""
         versions = self._versions()
         following = position.step + 1 < self.config.train.steps
         step = position.step + position.skipped
@@ -53,7 +54,7 @@ class RecoverableStepper(Stepper):
         return Passes(position, versions, lr, loss, data.targets)
 
     def update(self, passes: Passes, flags: StepFlags) -> Update:
-        """Sums gradients and statistics over the replicas that are left, and makes the update."""
+        """Reduces gradients and statistics over the surviving replicas, then updates the weights."""
         whole = passes
 
         def attempt() -> Sequence[float]:
@@ -76,7 +77,7 @@ class RecoverableStepper(Stepper):
         return Update(passes.lr, stats, now(self.timed_on))
 
     def _more(self, passes: Passes, numbers: Sequence[int]) -> Passes:
-        """The passes of further micro-batches, added to those of this process."""
+        """Runs the passes of further micro-batches and adds them to `passes`."""
         data = self.prefetcher.read(passes.position.step + passes.position.skipped, numbers)
         with self.copies.in_use():
             loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
@@ -84,7 +85,7 @@ class RecoverableStepper(Stepper):
 
 
 def stepper_of(recovery: Recovery | None) -> Callable[..., Stepper]:
-    """What makes the steps of a run with this recovery."""
+    """The constructor of the stepper for a run with this recovery."""
     if recovery is None:
         return Stepper
     return lambda *parts: RecoverableStepper(recovery, *parts)

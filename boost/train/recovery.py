@@ -1,10 +1,10 @@
-"""In-step recovery (run.recovery = "in-step"): a replica that is lost is left out of the step that it was lost in, and one that
-comes back is taken in between two steps. docs/recovery.md explains it; `boost.parallel.membership` has the agreement.
+"""In-step recovery (run.recovery = "in-step"): the current step completes without a lost replica, and a restarted replica rejoins
+between two steps. docs/recovery.md explains the design; `boost.parallel.membership` implements the agreement protocol.
 
-What processes do together is a sequence of operations, the same on all of them: the sums and statistics of a step, an evaluation, a
-save. An operation that a process completes, all have entered. So when a replica is lost, processes are in one operation or in
-two that follow each other: those that are behind take its result from those that have it, the others repeat theirs among those
-that are left. Weights change only by what follows from a result, on every process alike.
+Everything that processes do collectively is a sequence of operations, the same on all of them: the sums and statistics of a step,
+an evaluation, a save. A process completes an operation only after all processes have entered it. So when a replica is lost, the
+survivors are in the same operation or in two consecutive ones. Processes that are one operation behind take the result from the
+others; otherwise all survivors repeat the operation. Weights change only as a function of results, identically on every process.
 """
 
 import dataclasses
@@ -53,27 +53,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("boost")
 
 INCARNATION = "BOOST_INCARNATION"
-"""Environment variable: the name of this start of a replica, from the launcher of one machine."""
+"""Environment variable set by the single-machine launcher: name of this incarnation of the replica."""
 REPLICA, COORDINATOR = "BOOST_REPLICA", "BOOST_COORDINATOR"
-"""Environment variables of a replica that something else starts, such as torchrun: its number; host:port of `boost coordinate`."""
+"""Environment variables of a replica started by torchrun or a similar launcher: its number; host:port of `boost coordinate`."""
 
 WATCH_S = 0.25
-"""Seconds between two looks into the store for news of the membership."""
+"""Interval at which the store is polled for changes of the membership, seconds."""
 WAITS_S = 2.0
-"""Seconds that a process waits before it looks whether the others answer."""
+"""Time that a process waits in a collective before it checks whether the other replicas respond, seconds."""
 PATIENCE = 2
-"""Times run.silence_s that a store on another machine may be silent while this process waits for others."""
+"""A remote store may be silent for this multiple of run.silence_s while this process waits for others."""
 PUT_OUT_GRACE_S = 5.0
-"""Seconds that a process has to end by itself after the others have gone on without it."""
+"""Time that a process has to exit by itself once the others continue without it, seconds."""
 
 _REPEAT = object()
 
 
 class Recovery:
-    """In-step recovery of one process: its replica, and the membership that it is in."""
+    """In-step recovery of one process: its replica and its current membership."""
 
     def __init__(self, config: Config, stopped: Stopped) -> None:
-        """Joins this process's replica, and the first membership, unless there has been one (`comes_back`).
+        """Joins this process's replica and, unless the replica is a restart (`comes_back`), the first membership.
 
         Raises TrainingError if processes are missing after run.startup_timeout_s, StoppedError on a stop signal.
         """
@@ -81,9 +81,9 @@ class Recovery:
         device = choose_device(run.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            # A communicator that fails must not end the process: it is aborted, and the next membership makes another one.
+            # A failed communicator must not end the process: it is aborted, and the next membership creates a new one.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's: half an hour
+            os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(run.timeout_s))  # torch's default: 30 minutes
         number, process, store, self._store, incarnation = _start(parallel, run.startup_timeout_s, stopped)
         self.replica = open_replica(parallel, device, store, process, run.startup_timeout_s)
         self.member = Member(number, incarnation)
@@ -110,32 +110,33 @@ class Recovery:
             try:
                 self._connect(founded)
             except PeersLostError as error:
-                raise TrainingError(f"a process was lost in start-up ({error}); start again") from error
+                raise TrainingError(f"a process was lost during startup ({error}); start the run again") from error
         self._guard: StoreGuard | None = None
         if where := not launch_dir() and os.environ[COORDINATOR]:
             self._guard = StoreGuard(where, PATIENCE * run.silence_s, self._waits_since)
         threading.Thread(target=self._watch, name="boost-recovery", daemon=True).start()
 
     def board(self) -> Board:
-        """Where the processes of all replicas publish their beats."""
+        """Where the processes of all replicas publish their heartbeats."""
         folder = launch_dir()
         return FolderBoard(folder) if folder else StoreBoard(self._store)
 
     def beats(self) -> list[Beat]:
-        """The latest of all processes."""
+        """The latest heartbeat of each process."""
         return self._beats.board.read(self.slots)
 
     def put_out_slow(self, member: Member, text: str) -> None:
-        """The others go on without a member that is slow."""
+        """Excludes a slow member; the others continue without it."""
         self._coordinator.put_out(member.incarnation, SLOW, text)
 
     # Operations.
 
     def run(self, attempt: Callable[[], Any]) -> Any:
-        """Runs what all processes do together. If a replica is lost meanwhile, repeats it with those that are left, or returns the
-        result of those that have it.
+        """Runs one collective operation. If a replica is lost meanwhile, the survivors repeat it, or take the result from a process
+        that has already completed it.
 
-        Raises what `attempt` raises; PutOutError if the others go on without this replica, TrainingError if nobody may go on.
+        Raises what `attempt` raises; PutOutError if the others continue without this replica; TrainingError if training cannot
+        continue.
         """
         if self._depth or self.trainer is None or threading.current_thread() is not threading.main_thread():
             return attempt()
@@ -145,7 +146,7 @@ class Recovery:
                 try:
                     result = attempt()
                     if self.mesh.device.type == "cuda" and self.membership.over.is_set():
-                        raise PeersLostError("the membership ended: what an aborted kernel has left is no result")
+                        raise PeersLostError("the membership ended: the output of an aborted kernel is invalid")
                 except PeersLostError as lost:
                     log.info("membership %d is over: %s", self.decision.number, lost)
                     found = self._recover()
@@ -163,55 +164,57 @@ class Recovery:
 
     @property
     def repeats(self) -> bool:
-        """Whether the current operation is tried again."""
+        """Whether the current operation is being repeated."""
         return self._repeats
 
     def _complete(self, result: Any) -> None:
         self.operation, self._last, self.held, self._repeats = self.operation + 1, result, [], False
 
     def own_share(self, micro_batches: int) -> list[int]:
-        """The micro-batches of the step that this process begins. Not the usual share if others were in this step already when a
-        replica was lost, and this process was behind them: they keep what they hold."""
+        """Micro-batches of this process in the step that it is about to start.
+
+        Differs from the usual share if a replica was lost while other processes were already in this step: those keep the
+        micro-batches that they hold."""
         dp, decision = self.mesh.dp, self.decision
         if self.operation == decision.operation and any(decision.held.values()):
-            return self._dealt(micro_batches)
+            return self._assigned(micro_batches)
         return list(share(micro_batches, dp.rank, dp.size))
 
     def still_to_do(self, micro_batches: int) -> list[int]:
-        """The micro-batches of the current step that fall to this process beside those that it holds: those of lost replicas."""
-        return self._dealt(micro_batches) if self._repeats else []
+        """Micro-batches of lost replicas that this process still has to compute in the current step."""
+        return self._assigned(micro_batches) if self._repeats else []
 
-    def _dealt(self, micro_batches: int) -> list[int]:
+    def _assigned(self, micro_batches: int) -> list[int]:
         held = [self.decision.held.get(member.incarnation, ()) for member in self.decision.members]
         place = self.decision.place(self.member)
-        assert place is not None, "a process trains in memberships that it is in"
+        assert place is not None, "a process only trains as a member"
         return deal(micro_batches, held)[place]
 
     def _recover(self) -> Any:
-        """Goes over to the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
+        """Joins the next membership. Returns the result of the current operation if another process has it, else _REPEAT."""
         begun = self._agrees_since = time.monotonic()
         try:
-            return self._goes_on(begun)
+            return self._join_next(begun)
         finally:
             self._agrees_since = None
 
-    def _goes_on(self, begun: float) -> Any:
+    def _join_next(self, begun: float) -> Any:
         while True:
-            if self._store.check(["done"]):  # somebody has left the last operation
+            if self._store.check(["done"]):  # another process has completed the last operation of the run
                 return None
             report = Report(self.operation, self._last, tuple(self.held), admits=self._admits)
             try:
-                self._go_over(self._coordinator.agree(self.decision, self.member, self.replica.process, report), begun)
+                self._adopt(self._coordinator.agree(self.decision, self.member, self.replica.process, report), begun)
             except PeersLostError as again:
                 log.info("membership %d is over: %s", self.decision.number, again)
                 continue
             self._repeats = True
             return self.decision.result if self.operation < self.decision.operation else _REPEAT
 
-    def _go_over(self, decision: Decision, begun: float) -> None:
+    def _adopt(self, decision: Decision, begun: float) -> None:
         before = self.decision
         self._connect(decision)
-        assert self.trainer is not None, "memberships change while a run trains"
+        assert self.trainer is not None, "memberships only change during training"
         names = {member.incarnation: member.replica for member in (*before.members, *decision.members)}
         event = MembershipChange(
             step=self.trainer.position.step + 1,
@@ -224,7 +227,7 @@ class Recovery:
         self.trainer.adopt(event)
 
     def _connect(self, decision: Decision) -> None:
-        """Leaves the groups of the membership before and makes those of this one. Raises PeersLostError."""
+        """Leaves the process groups of the previous membership and creates those of this one. Raises PeersLostError."""
         self.membership.end()
         if self.trainer is not None:
             self.trainer.abandon_save()
@@ -235,21 +238,21 @@ class Recovery:
         self.mesh.become(join_members(self.replica, decision, self.member, self._store, self.membership))
         apply_timeout()
 
-    # Where a run begins.
+    # Start of training.
 
     def begin(self, trainer: "Trainer") -> None:
-        """From now on a lost replica does not end the run."""
+        """Starts recovering from lost replicas; before this call, a lost replica ends the run."""
         self.trainer = trainer
 
-    # Replicas that come back.
+    # Replicas that rejoin.
 
     def someone_waits(self) -> bool:
-        """Whether a replica waits to come in."""
+        """Whether a replica is waiting to join."""
         return self._coordinator.someone_waits(self.decision)
 
     def admit(self) -> None:
-        """Takes in the replicas that wait. Collective, between two steps."""
-        assert self.trainer is not None, "a run trains"
+        """Admits the waiting replicas. Collective; called between two steps."""
+        assert self.trainer is not None, "replicas are only admitted during training"
         self._admits = True
         try:
             self.run(self._admit)
@@ -259,18 +262,18 @@ class Recovery:
         self.trainer.check_replicas(again=True)
 
     def _admit(self) -> None:
-        if not self._repeats:  # else there is a new membership already
+        if not self._repeats:  # a repeated attempt is already in a new membership
             begun = time.monotonic()
-            self.membership.lost("a replica comes in")
+            self.membership.lost("a replica joins")
             report = Report(self.operation, self._last, admits=True)
             decision = self._coordinator.agree(self.decision, self.member, self.replica.process, report)
-            self._go_over(decision, begun)
-        self._hand_over()
+            self._adopt(decision, begun)
+        self._transfer_state()
 
     def enter(self, trainer: "Trainer") -> None:
-        """Waits until the others take this replica in, and gets weights, moments and position from one of them.
+        """Waits until the others admit this replica, then receives weights, moments and position from one of them.
 
-        Raises PutOutError if that fails, so that the replica starts again; StoppedError if the run ends first.
+        Raises PutOutError if that fails, so that the replica is restarted; StoppedError if the run ends first.
         """
         since = self.decision.number
         _barrier_of_replica(self.replica.size)
@@ -287,22 +290,22 @@ class Recovery:
         try:
             self._connect(decision)
             trainer.reducer.rejoin(self.mesh)
-            self._hand_over(trainer)
+            self._transfer_state(trainer)
         except PeersLostError as error:
-            self._coordinator.put_out(self.member.incarnation, DEAD, "was not in yet")
-            raise PutOutError(f"the membership ended before this replica was in ({error})") from error
+            self._coordinator.put_out(self.member.incarnation, DEAD, "had not joined yet")
+            raise PutOutError(f"the membership ended before this replica had joined ({error})") from error
         trainer.optimizer.settle()
         self.trainer, self.operation = trainer, decision.operation
         self._complete(None)
         trainer.check_replicas(again=True)
 
-    def _hand_over(self, newcomer: "Trainer | None" = None) -> None:
-        """Sends weights, moments and position from the first replica that has them to those that come in. Collective.
+    def _transfer_state(self, newcomer: "Trainer | None" = None) -> None:
+        """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
 
-        Raises TrainingError if the state of a replica is not that of the others, bit for bit.
+        Raises TrainingError if the replicas' states are not bitwise identical afterwards.
         """
         trainer = newcomer or self.trainer
-        assert trainer is not None, "whoever comes in brings a trainer"
+        assert trainer is not None, "a joining replica passes its trainer"
         trainer.optimizer.drop()
         if not self.decision.joined:
             self.mesh.barrier()
@@ -312,7 +315,7 @@ class Recovery:
         if dp.rank == donor and self.replica.process == 0:
             self._store.set(key, json.dumps(state_of(trainer)))
         if newcomer is not None:
-            take_state(newcomer, json.loads(self._told(key)))
+            take_state(newcomer, json.loads(self._wait_for(key)))
         weights, takes = [fused.tensor.detach() for fused in trainer.fused_params], newcomer is not None
         for tensor in weights:
             sent = tensor if takes or dp.rank == donor else torch.empty_like(tensor)
@@ -323,56 +326,56 @@ class Recovery:
         dist.all_gather(digests, mine, group=dp.group)
         if any(len(set(found) - {0}) > 1 for found in zip(*(each.tolist() for each in digests), strict=True)):
             raise TrainingError(
-                f"replica {self.member.replica} does not hold the state of the others after it was handed over: memory or the "
-                "network failed; resume with --resume auto"
+                f"replica {self.member.replica} differs from the others after the state was transferred: memory or the network "
+                "failed; resume with --resume auto"
             )
         self.mesh.barrier()
 
-    def _told(self, key: str) -> bytes:
-        """What another process of the membership says in the store."""
+    def _wait_for(self, key: str) -> bytes:
+        """Waits for another member to write `key`, and returns its value."""
         while not self._store.check([key]):
             if self.membership.over.is_set():
-                raise PeersLostError("the membership ended before the position came")
+                raise PeersLostError("the membership ended before the position arrived")
             time.sleep(0.01)
-        said: bytes = self._store.get(key)
-        return said
+        value: bytes = self._store.get(key)
+        return value
 
     # Watching.
 
     def _watch(self) -> None:
-        """The thread that learns of the end of the membership, while the main thread computes or waits."""
+        """Thread that detects the end of the membership while the main thread computes or waits."""
         store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
         coordinator = Coordinator(store, self.slots, 1, self._beats.is_silent)
         put_out_at: float | None = None
         while not self._closed.wait(WATCH_S):
             try:
-                put_out_at = self._look(coordinator, put_out_at)
+                put_out_at = self._check_membership(coordinator, put_out_at)
                 if self._guard is not None:
                     self._guard.answered()
             except (OSError, RuntimeError) as error:
-                log.info("the store does not answer: %s", error)
+                log.info("the store does not respond: %s", error)
 
     def _waits_since(self) -> float | None:
-        """Since when this process waits for others: in a collective, or for their agreement."""
+        """When this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
         return self._agrees_since or self.membership.waiting_since
 
-    def _look(self, coordinator: Coordinator, put_out_at: float | None) -> float | None:
-        """Once; returns when this process learned that the others go on without it."""
+    def _check_membership(self, coordinator: Coordinator, put_out_at: float | None) -> float | None:
+        """One check. Returns when this process learned that the others continue without it; None if they do not."""
         membership, decision = self.membership, self.decision
-        if membership.number != decision.number:  # the main thread is between the two
+        if membership.number != decision.number:  # the main thread is switching memberships
             return put_out_at
         if membership.number >= 0 and not membership.over.is_set() and coordinator.is_over(membership.number):
             membership.end()
         if why := coordinator.why_gone(self.member.incarnation):
             put_out_at = put_out_at or time.monotonic()
             membership.end()
-            if time.monotonic() - put_out_at > PUT_OUT_GRACE_S:  # it hangs with its replica
-                log.error("the others go on without this replica (%s)", why)
+            if time.monotonic() - put_out_at > PUT_OUT_GRACE_S:  # the main thread hangs
+                log.error("the other replicas continue without this one (%s)", why)
                 leave(BoostError.exit_code)
         if not membership.over.is_set():
             for member in decision.members:
                 if why := coordinator.why_gone(member.incarnation):
-                    membership.lost(f"replica {member.replica} is gone ({why})")
+                    membership.lost(f"replica {member.replica} is lost ({why})")
         since = membership.waiting_since
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             for member in decision.members:
@@ -382,8 +385,8 @@ class Recovery:
         return put_out_at
 
     def failed(self, error: BaseException) -> None:
-        """This process ends with an error: the others need not find out. A connection that it lost is a symptom: the launcher knows
-        which process of the replica ended first."""
+        """Tells the others that this process fails, so that they need not wait to detect it. A lost connection is not reported: it
+        is a symptom, and the launcher knows which process of the replica ended first."""
         symptom = launch_dir() and (is_lost_connection(error) or is_lost_connection(error.__cause__))
         if not isinstance(error, PutOutError) and not symptom:
             try:
@@ -392,10 +395,10 @@ class Recovery:
                 )
                 self.membership.lost(f"replica {self.member.replica} failed")
             except (OSError, RuntimeError) as unreachable:
-                log.info("the store does not answer: %s", unreachable)
+                log.info("the store does not respond: %s", unreachable)
 
     def close(self) -> None:
-        """The run is complete: the last operation was."""
+        """Call when the run is complete, after its last operation."""
         self._store.set("done", "")
         self._closed.set()
         self.membership.leave()
@@ -404,12 +407,12 @@ class Recovery:
 
     def _latest(self) -> Decision:
         latest = self._coordinator.latest()
-        assert latest is not None, "there has been a membership"
+        assert latest is not None, "a restarted replica finds a membership"
         return latest
 
 
 def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int, dist.Store, dist.Store, str]:
-    """(replica, process of it, store of the replica, store of the run, incarnation) of this process, from its environment."""
+    """(replica, process within it, store of the replica, store of the run, incarnation), read from the environment."""
     own: dist.Store
     if folder := launch_dir():
         replica, process = place_of(parallel, int(os.environ["RANK"]))
@@ -420,7 +423,7 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
     if not number.isdecimal() or not port.isdecimal():
         raise ConfigError(
             f"run.recovery = 'in-step' under torchrun needs {REPLICA} (now {number!r}) and {COORDINATOR}=host:port of "
-            "'boost coordinate'; one torchrun for each replica (docs/recovery.md)"
+            "'boost coordinate'; start one torchrun per replica (docs/recovery.md)"
         )
     own, process, size = meet(timeout_s, stopped)
     if size != replica_size(parallel):
@@ -432,8 +435,8 @@ def _start(parallel: Any, timeout_s: float, stopped: Stopped) -> tuple[int, int,
         members = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         raise TrainingError(
-            f"{COORDINATOR} = '{host}:{port}' did not answer within run.startup_timeout_s = {timeout_s:g}; start "
-            "'boost coordinate' there first, and see that the port can be reached"
+            f"{COORDINATOR} = '{host}:{port}' did not respond within run.startup_timeout_s = {timeout_s:g}; start "
+            "'boost coordinate' there first, and check that the port is reachable"
         ) from error
     if process == 0:
         own.set("incarnation", f"{number}.{uuid.uuid4().hex[:8]}")
@@ -446,7 +449,7 @@ def _barrier_of_replica(size: int) -> None:
 
 
 class _Beats:
-    """Whether members answer: from the beats of their processes."""
+    """Which members respond, judged by the heartbeats of their processes."""
 
     def __init__(self, board: Board, slots: int, processes: int, silence_s: float) -> None:
         self.board, self._slots, self._processes, self._silence_s = board, slots, processes, silence_s
@@ -455,11 +458,11 @@ class _Beats:
         self._lock = threading.Lock()
 
     def is_silent(self, member: Member) -> bool:
-        """Whether a process of a member has not beaten for run.silence_s, since this process began to look."""
+        """Whether a process of a member has sent no heartbeat for run.silence_s, counted from when this process began to watch."""
         with self._lock:
             now = time.monotonic()
             if now - self._read_at > 2 * WAITS_S:
-                self._seen = {}  # nobody looked: what is old is no silence
+                self._seen = {}  # not watched in between: an old entry does not mean silence
             if now - self._read_at > WATCH_S:
                 self._read_at = now
                 for beat in self.board.read(self._slots):

@@ -1,4 +1,4 @@
-"""What processes of a run with in-step recovery tell each other, as JSON: it is read, not executed."""
+"""Messages between processes of a run with in-step recovery: JSON, so that reading one never executes code."""
 
 import dataclasses
 from pathlib import Path
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 
-# What a replica that comes back needs to know beside weights and moments.
+# State that a rejoining replica needs in addition to weights and moments.
 
 
 def state_of(trainer: "Trainer") -> dict[str, Any]:
-    """As JSON: the position, and what hooks know of the steps so far."""
+    """The trainer's position and the state of its hooks, JSON-serializable."""
     trouble = trainer.trouble
     return {
         "position": dataclasses.asdict(trainer.position),
@@ -44,13 +44,13 @@ def take_state(trainer: "Trainer", state: dict[str, Any]) -> None:
             hook.take_state(found)
 
 
-# Results of operations, for processes that are behind.
+# Results of operations, for processes that are one operation behind.
 
 _KINDS = {kind.__name__: kind for kind in (Evaluation, SavedCheckpoint, ReplicaReport, Mismatch)}
 
 
 def encode(value: Any) -> Any:
-    """The result of an operation, or the error that it ended with."""
+    """Encodes the result of an operation, or the error that it raised."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -66,7 +66,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverse of `encode`; raises the error that an operation ended with."""
+    """Inverse of `encode`. Raises the error if the operation ended with one."""
     if not isinstance(value, dict):
         return value
     if "path" in value:
@@ -80,4 +80,4 @@ def decode(value: Any) -> Any:
         return tuple(decode(each) for each in value["tuple"])
     if "kind" in value:
         return _KINDS[value["kind"]](**{name: decode(each) for name, each in value["fields"].items()})
-    raise TrainingError(f"a replica was lost while {value['unknown']} was exchanged; resume with --resume auto")
+    raise TrainingError(f"a replica was lost while exchanging {value['unknown']}; resume with --resume auto")

@@ -7,7 +7,7 @@ from boost.parallel.replicas import Mismatch, ReplicaReport
 
 
 def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None:
-    """Raises TrainingError if replicas differ or a weight is not finite; `latest`: the newest checkpoint, which was checked."""
+    """Raises TrainingError if replicas differ or a weight is not finite. `latest`: the newest checkpoint that passed this check."""
     if not report.mismatches and not report.not_finite:
         return
     found = [_mismatch(each, report.hosts) for each in report.mismatches[:3]]
@@ -18,7 +18,7 @@ def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None
     cause = "memory or arithmetic failed there" if report.mismatches else "optim.lr is too high, or memory failed there"
     advice = f"resume from '{latest}' with --resume auto" if latest else "there is no checkpoint: start over"
     raise TrainingError(
-        f"at step {step}, {'; '.join(found)}{f' (and {more} more)' if more else ''}: {cause}; no such weights were "
+        f"at step {step}, {'; '.join(found)}{f' (and {more} more)' if more else ''}: {cause}; these weights were not "
         f"saved; {advice}, and exclude the machine if it happens again"
     )
 
@@ -26,7 +26,7 @@ def require_sound(report: ReplicaReport, step: int, latest: Path | None) -> None
 def _mismatch(found: Mismatch, hosts: tuple[str, ...]) -> str:
     who = _named(found.processes, hosts)
     if not found.certain:
-        return f"{who} should have the same weights but do not (there is no majority to tell which are right)"
+        return f"{who} should have the same weights but do not (without a majority, it is unknown which are right)"
     has = "has" if len(found.processes) == 1 else "have"
     same = found.copies - len(found.processes)
     return f"{who} {has} different weights than the {same} replicas that agree"

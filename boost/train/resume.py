@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes or starts from, and whether it may."""
+"""Selects the checkpoint that a run resumes or starts from, and checks that it fits the run."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "optim": (),
     "data": ("isolate_documents",),
 }
-"""Fields that affect training, by section; () means all of them. seed, seq_len and global_batch must not change at all."""
+"""Fields that affect training and may change on resume with a warning, by section; () means all. seed, seq_len and global_batch
+must not change."""
 
 
 def resume_candidates(resume: str | None, run: RunDirectory, fallback: Path | None = None) -> list[Path]:
-    """Checkpoints that `--resume` refers to, newest first: for 'auto' all of this run, including those in the `fallback`
-    folder, else the one at a path. Those with ruined weights come last.
+    """Checkpoints that `--resume` refers to, newest first: with 'auto', all of this run, including those in the `fallback` folder;
+    otherwise the one at the given path. Checkpoints with ruined weights come last.
 
     Raises CheckpointError if there is none at the path.
     """
@@ -39,8 +40,8 @@ def _step(path: Path) -> int:
 
 
 def require_nothing_lost(run: RunDirectory, candidates: list[Path], restart: bool) -> None:
-    """Raises CheckpointError if `--resume auto` would start at step 0 although the run has saved checkpoints: they are missing,
-    and starting over is not a resume. `restart` allows it."""
+    """Raises CheckpointError if `--resume auto` would start at step 0 although the run has saved checkpoints, which are now
+    missing. `restart` allows it."""
     if candidates or restart:
         return
     saved = run.last_saved_step()
@@ -75,7 +76,7 @@ def resume_warnings(found: Checkpoint, candidates: list[Path], config: Config) -
 
 
 def changes(before: Config, now: Config) -> list[str]:
-    """Hyperparameters that differ, 'optim.lr 0.001 -> 0.002', in the order of the configuration."""
+    """Hyperparameters that differ, such as 'optim.lr 0.001 -> 0.002', in the order of the configuration."""
     lines = []
     for name in HYPERPARAMETERS:
         old, new = (_flat(getattr(each, name).model_dump()) for each in (before, now))
@@ -94,9 +95,9 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoint:
-    """The checkpoint whose weights a run starts from.
+    """Opens the checkpoint whose weights a run starts from.
 
-    Raises CheckpointError or DataError if it has another model or another tokenizer.
+    Raises CheckpointError or DataError if its model or its tokenizer differs.
     """
     found = ckpt.open_checkpoint(Path(start_from))
     ckpt.require_fits(found, config.model)
@@ -105,12 +106,12 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
 
 
 def data_identity(store: TokenStore) -> dict[str, Any]:
-    """What a checkpoint records about its data: a resumed run requires the same, and generation needs the tokenizer."""
+    """What a checkpoint records about its data. A resumed run must match it, and generation needs the tokenizer."""
     return {"tokenizer": store.fingerprint, "content": store.content("train"), "eos": store.eos}
 
 
 def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> None:
-    """Raises ConfigError or CheckpointError if resuming would repeat or skip samples, or train on other data.
+    """Raises ConfigError or CheckpointError if resuming would repeat or skip samples, or train on different data.
 
     The order of the data is a function of the seed, the sequence length and the global batch.
     """
@@ -133,6 +134,6 @@ def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> Non
     store.require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
     if found.data.get("content") != store.content("train"):
         raise CheckpointError(
-            f"'{found.path}' was trained on other text than that of data.store = '{config.data.store}'; "
-            "resume with the store it was trained on"
+            f"'{found.path}' was trained on different text than data.store = '{config.data.store}' holds; "
+            "resume with the store that it was trained on"
         )

@@ -1,4 +1,4 @@
-"""train.on_spike = "rollback": returns to the newest proven checkpoint and skips the data since (done manually for PaLM)."""
+"""train.on_spike = "rollback": returns to the newest proven checkpoint and skips the data since then (PaLM did this manually)."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 MAX_ROLLBACKS = 3
-"""Maximum number of rollbacks before the run is PAST_TROUBLE steps past the step that requested them."""
+"""Maximum number of rollbacks for the same trouble."""
 PAST_TROUBLE = 32
+"""Steps beyond the furthest step of a rollback after which the trouble is over and the count starts again."""
 
 
 class Rollbacks:
@@ -20,16 +21,16 @@ class Rollbacks:
 
     def __init__(self) -> None:
         self.count = self.furthest = 0
-        """Rollbacks that did not get the run past its trouble, and the last step that one began at."""
+        """Rollbacks for the current trouble, and the furthest step at which one of them was requested."""
 
     def roll_back(self, trainer: "Trainer", reason: str) -> None:
         """Loads the newest proven checkpoint and skips the data since then. Collective.
 
-        Raises TrainingError if there is none, or after MAX_ROLLBACKS that did not get the run past the trouble.
+        Raises TrainingError if there is none, or if MAX_ROLLBACKS did not get the run past the trouble.
         """
         trainer.finish_save()
         before = trainer.position
-        # The count is only reset once the run is past the trouble: otherwise it could fail at the same step forever.
+        # Resetting the count earlier would let the run fail at the same step forever.
         if before.step > self.furthest + PAST_TROUBLE:
             self.count = 0
         self.count += 1
@@ -43,8 +44,8 @@ class Rollbacks:
         trainer.notify(Hook.on_rollback, event)
 
     def _return(self, trainer: "Trainer", reason: str) -> None:
-        """Loads the newest proven checkpoint; later ones are not found any more. Collective, and repeated if a replica is lost."""
-        # Only the main process looks: others might see a folder that is being renamed.
+        """Loads the newest proven checkpoint and marks later ones as superseded. Collective; repeated if a replica is lost."""
+        # Only the main process searches: others might see a folder that is being renamed.
         look = trainer.proven_checkpoint if trainer.mesh.is_main else lambda: None
         target = ckpt.run_on_all(trainer.mesh, look, TrainingError)[0]
         if target is None:
@@ -54,7 +55,7 @@ class Rollbacks:
                 f"{reason}; {MAX_ROLLBACKS} rollbacks to '{target}' did not help: resume from it with a lower optim.lr"
             )
         trainer.load(ckpt.open_checkpoint(target))
-        # Later checkpoints may look healthy but are not: --resume auto must not find them if the run is killed now.
+        # Later checkpoints may look healthy but are not. --resume auto must not find them if the run is killed now.
         for folder in trainer.checkpoint_folders:
             ckpt.supersede(folder, trainer.position.step, trainer.mesh)
         trainer.mesh.barrier()

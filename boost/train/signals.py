@@ -1,7 +1,7 @@
-"""Signals as flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and continues.
+"""Turns signals into flags that the training loop reads between steps: a stop signal saves and exits, SIGUSR2 saves and continues.
 
-Does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested: a command
-opens the outer one, the trainer another around its steps, and no signal is lost in between.
+This module does not import torch, so that a command can catch signals before slow imports. `StopRequest` can be nested: a command
+opens the outer one and the trainer another one around its steps, so no signal is lost in between.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""Sent by schedulers, spot instances, terminals that close, and users at a terminal."""
+"""Sent by schedulers, on spot preemption, when a terminal closes, and by users at a terminal."""
 
 SAVE_SIGNAL = signal.SIGUSR2
 """Requests a checkpoint after the current step; training continues."""
 
 SECOND_INTERRUPT_S = 2.0
-"""Two SIGINTs within this time count as one Ctrl-C: a terminal sends it to every process, and a launcher forwards it."""
+"""Two SIGINTs within this time count as one Ctrl-C: the terminal sends it to every process, and the launcher forwards it."""
 
 INTERRUPTED = b"\nstopping after this step, Ctrl-C again to abort\n"
 """Printed immediately at the first Ctrl-C."""
@@ -33,15 +33,15 @@ def caught_signals() -> tuple[signal.Signals, ...]:
 
 
 class StopRequest:
-    """While open, stop signals only set a flag; a second SIGINT more than 2 s after the first raises KeyboardInterrupt.
+    """Context manager in which stop signals only set a flag. A second SIGINT more than 2 s after the first raises
+    KeyboardInterrupt.
 
-    Blocked signals are delivered as soon as the handlers are installed. Previous handlers and the mask are restored on
-    exit; after a SIGINT, its handler is restored once those 2 s are over. Must be entered on the main thread, as Python
-    requires for handlers.
+    Pending signals are delivered as soon as the handlers are installed. Previous handlers and the signal mask are restored on exit;
+    after a SIGINT, its handler is restored once the 2 s are over. Enter it on the main thread, as Python requires for handlers.
     """
 
     announces: ClassVar[bool] = True
-    """Whether this process prints a message at Ctrl-C: the launcher does so for the processes that it started."""
+    """Whether this process prints a message on Ctrl-C. For processes that it started, the launcher does."""
 
     _open: ClassVar["StopRequest | None"] = None
 
@@ -58,8 +58,8 @@ class StopRequest:
 
     @classmethod
     def begin_process(cls) -> None:
-        """In a process that a launcher has started: the launcher prints messages, and its own open request, which a forked
-        process inherits, is not this process's."""
+        """Call at the start of a process started by a launcher: the launcher prints messages, and its open StopRequest, which a
+        forked process inherits, does not apply to this process."""
         cls.announces, cls._open = False, None
 
     def __enter__(self) -> "StopRequest":
@@ -96,7 +96,7 @@ class StopRequest:
         self._save_requested, self._interrupted_at = other._save_requested, other._interrupted_at
 
     def _ignore_repeat(self, previous: Any) -> Callable[[int, FrameType | None], None]:
-        """The previous handler, which ignores further SIGINTs that a launcher forwards for the same Ctrl-C."""
+        """Wraps the previous handler so that it ignores further SIGINTs that a launcher forwards for the same Ctrl-C."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self._interrupted_at is not None and time.monotonic() - self._interrupted_at <= SECOND_INTERRUPT_S:
@@ -126,13 +126,13 @@ class StopRequest:
 
 
 def answer_interrupt() -> None:
-    """Prints what Ctrl-C does, bypassing Python's streams, which may be in use when the signal arrives."""
+    """Prints what Ctrl-C does. Bypasses Python's streams, which may be in use when the signal arrives."""
     with contextlib.suppress(OSError):
         os.write(2, INTERRUPTED)
 
 
 def mute_closed_streams() -> None:
-    """Redirects stdout and stderr to /dev/null if their terminal or pipe is gone: every write would fail."""
+    """Redirects stdout and stderr to /dev/null if their terminal or pipe is gone; otherwise every write would fail."""
     for descriptor in (1, 2):
         poll = select.poll()
         poll.register(descriptor, 0)

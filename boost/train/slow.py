@@ -1,4 +1,4 @@
-"""Slow is a fault too: a replica that keeps the others waiting is reported, and left out if run.put_out_slow says so."""
+"""Slow replicas: a replica that keeps the others waiting is reported and, with run.put_out_slow, excluded and restarted."""
 
 import statistics
 import time
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 TIMES = 3.0
-"""A replica is slow if its micro-batches take this many times as long as those of the median of the others."""
+"""A replica is slow if its micro-batches take this many times the median of the other replicas."""
 LOOK_S = 1.0
-"""Seconds between two looks: beats are not more frequent."""
+"""Interval between checks, seconds; heartbeats are not more frequent."""
 
 
 class SlowReplicas(Hook):
-    """Compares the pace of replicas, which every process publishes with its beats."""
+    """Compares the seconds per micro-batch of replicas, which every process publishes in its heartbeats."""
 
     main_only = True
 
     def __init__(self, steps: int, put_out: bool) -> None:
-        """`steps`: in a row for which a replica must be slow (0: never); `put_out`: whether it is then left out."""
+        """`steps`: consecutive steps after which a slow replica is reported (0: never). `put_out`: whether it is also excluded."""
         self._steps, self._put_out = steps, put_out
         self._since: dict[Member, int] = {}
         self._reported: set[Member] = set()
@@ -45,14 +45,14 @@ class SlowReplicas(Hook):
                 continue
             self._reported.add(member)
             text = f"{slow[member]:.1f} times as long as the others for {event.metrics.step - since} steps"
-            action = "it is left out and started again" if self._put_out else "see what else its machine does"
+            action = "it is excluded and restarted" if self._put_out else "check the load of its machine"
             trainer.warn(f"replica {member.replica} takes {text}; {action}")
             if self._put_out:
                 trainer.recovery.put_out_slow(member, text)
 
 
 def slow_members(decision: Decision, beats: Sequence[Beat]) -> dict[Member, float]:
-    """The members that are slow, and how many times as long they take as the median of the others."""
+    """The slow members, with their seconds per micro-batch divided by the median of the others."""
     pace = {
         member: max((beat.pace for beat in beats if beat.incarnation == member.incarnation), default=0.0)
         for member in decision.members

@@ -1,8 +1,8 @@
-"""One optimizer step of this process in three parts: its passes, its update, its numbers.
+"""One optimizer step of this process in three parts: forward and backward passes, update, statistics.
 
-On a GPU the first two only launch work. So that it never runs out of work, the trainer launches the passes of step n + 1 before it
-reads the numbers of step n (order of events: `boost.train.hooks`). The passes need the weights of step n, whose update was launched
-before them, but not its numbers: those decide only what happens around a step.
+On a GPU the first two only launch work. To keep the GPU busy, the trainer launches the passes of step n + 1 before it reads the
+statistics of step n (order of events: `boost.train.hooks`). The passes need the weights of step n, whose update was launched before
+them, but not its statistics: those only determine what happens around a step.
 """
 
 import time
@@ -34,31 +34,32 @@ from boost.train.prefetch import Prefetcher
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes of a step, launched. The gradients are where `Stepper.update` finds them."""
+    """Forward and backward passes of a step, launched. `Stepper.update` finds the gradients in the reducer's buckets."""
 
     position: Position
-    """Of the weights they were computed with."""
+    """Position of the weights that the passes use."""
     versions: tuple[int, ...]
-    """Of the weights, which torch counts up with every change in place."""
+    """torch's version counters of these weights; every in-place change increments them."""
     lr: float
     loss: Tensor
-    """fp64 scalar; of this process, as of `run_passes`."""
+    """Loss of this process, fp64 scalar, as returned by `run_passes`."""
     targets: int
-    """Positions of this process that have a target."""
+    """Number of targets of this process."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A step whose update was launched, or on a CPU made. Its numbers may not have been read."""
+    """The update of a step, launched (on a CPU: done). Its statistics may not have been read yet."""
 
     lr: float
     stats: LaunchedStats
     end: "float | torch.cuda.Event"
-    """When it was done, for `StepClock`."""
+    """End of the update, for `StepClock`."""
 
 
 class Stepper:
-    """The steps of one process. The methods are called in turn; every process of the mesh calls the same ones."""
+    """Runs the steps of one process: `passes`, `update`, `read`. All processes of the mesh call the same methods in the same
+    order."""
 
     def __init__(
         self,
@@ -71,27 +72,27 @@ class Stepper:
         batches: Batches,
         ahead: bool | None = None,
     ) -> None:
-        """`ahead`: as of `Trainer`."""
+        """`ahead`: see `Trainer`."""
         self.config, self.mesh, self.model = config, mesh, model
         self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
         self.copies = WorkingCopies(model, config, reducer.accumulated)
         self.prefetcher = Prefetcher(batches, config, mesh)
         self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
-        """Whether the passes of a step are launched before the numbers of the step before it are read."""
-        # On a CPU, where nothing waits, numbers save a pass over gradients that need no clipping.
+        """Whether the passes of a step are launched before the statistics of the previous step are read."""
+        # On a CPU reading them first costs nothing, and saves a pass over gradients that need no clipping.
         self.from_tensors = self.ahead or (optimizer.takes_tensors and mesh.device.type == "cuda")
-        """Whether updates are launched without their numbers."""
+        """Whether updates are launched before their statistics are read."""
         self.timed_on = mesh.device if self.ahead else torch.device("cpu")
-        """Whose time the seconds of a step are. Ahead, the host launches a step while the device makes another one."""
+        """Device whose clock times the steps. With `ahead`, the host launches one step while the device runs another."""
 
     @property
     def tokens(self) -> int:
-        """Positions of a global batch."""
+        """Tokens per global batch."""
         return self.config.train.global_batch * self.config.train.seq_len
 
     def passes(self, position: Position, lr: float) -> Passes:
-        """Launches the passes of the step after `position` and the sums of its gradients. No collective is left to wait for: the
-        passes may be dropped.
+        """Launches the passes of the step after `position` and the reduction of their gradients. Leaves no collective pending, so
+        the result may be dropped.
 
         Raises DataError if the token store cannot be read.
         """
@@ -105,11 +106,12 @@ class Stepper:
         return Passes(position, versions, lr, loss, data.targets)
 
     def is_current(self, passes: Passes, position: Position) -> bool:
-        """Whether passes belong to the step after `position`, and no weight has changed since."""
+        """Whether `passes` are those of the step after `position` and no weight has changed since they were launched."""
         return passes.position == position and passes.versions == self._versions()
 
     def update(self, passes: Passes, flags: StepFlags) -> Update:
-        """Launches the update that passes lead to; none if the loss or the gradient norm is not finite. Sends `flags` along."""
+        """Launches the update from the gradients of `passes`; weights do not change if the loss or the gradient norm is not finite.
+        Reduces `flags` together with the statistics."""
         optimizer, clip = self.optimizer, self.config.optim.clip
         stats = launch_step_stats(self.fused_params, passes.loss, passes.targets, self.tokens, self.mesh, flags)
         if self.from_tensors:
@@ -119,11 +121,11 @@ class Stepper:
             if found.is_finite:
                 clip_gradients((s.tensor for s in self.fused_params), found, clip)
                 optimizer.step(passes.position.step, passes.lr)
-        forget_gathered(self.model)  # by hooks since the passes
+        forget_gathered(self.model)  # weights that hooks have gathered since the passes
         return Update(passes.lr, stats, now(self.timed_on))
 
     def read(self, update: Update) -> StepStats:
-        """The numbers of a step. Waits until they are known, but for nothing that was launched since."""
+        """Waits for the statistics of a step and returns them. Does not wait for work launched later."""
         stats = update.stats.read()
         if self.from_tensors and not stats.is_finite:
             self.optimizer.take_back()
@@ -134,7 +136,7 @@ class Stepper:
 
 
 def now(device: torch.device) -> "float | torch.cuda.Event":
-    """This moment: on a GPU, when it has done all that was launched so far."""
+    """A timestamp. On a GPU: an event that is reached once all work launched so far is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -143,18 +145,18 @@ def now(device: torch.device) -> "float | torch.cuda.Event":
 
 
 def seconds_between(first: "float | torch.cuda.Event", second: "float | torch.cuda.Event") -> float:
-    """Seconds from one moment to a later one of the same device; waits for it."""
+    """Seconds between two timestamps of the same device. Waits for the second one."""
     if isinstance(first, float) or isinstance(second, float):
-        assert isinstance(first, float) and isinstance(second, float), "moments of one device"
+        assert isinstance(first, float) and isinstance(second, float), "timestamps are of the same device"
         return second - first
     second.synchronize()
     return first.elapsed_time(second) / 1e3
 
 
 class StepClock:
-    """Seconds of each step: from the end of the one before it to its own, without what hooks in between took.
+    """Duration of each step in seconds: from the end of the previous step to its own end, excluding hooks in between.
 
-    On a GPU these are times of the GPU: hooks that run while it computes take none of them.
+    On a GPU this is GPU time: hooks that run while the GPU computes add nothing to it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,18 +166,18 @@ class StepClock:
         self._gap: tuple[float | torch.cuda.Event, float | torch.cuda.Event] | None = None
 
     def pause(self) -> None:
-        """Hooks begin."""
+        """Call before hooks run."""
         self._paused = now(self._device)
 
     def resume(self) -> None:
-        """The step begins, or goes on after hooks; nothing if it does already."""
+        """Call when a step starts, or continues after hooks. No effect if the clock is already running."""
         if self._begin is None:
             self._begin = now(self._device)
         elif self._paused is not None:
             self._gap, self._paused = (self._paused, now(self._device)), None
 
     def seconds(self, update: Update) -> float:
-        """Of the step that ends with this update. Waits for it."""
+        """Duration of the step that ends with this update, in seconds. Waits for the update."""
         assert self._begin is not None, "resume comes before the first step"
         gap = seconds_between(*self._gap) if self._gap is not None else 0.0
         found = seconds_between(self._begin, update.end) - gap

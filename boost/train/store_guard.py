@@ -1,5 +1,7 @@
-"""Ends a process that waits for others while the store of its run does not answer: it is in a part of the network that may not go
-on, and a request to a store behind a broken wire may block for a quarter of an hour."""
+"""Ends a process that waits for others while the run's store does not respond.
+
+Such a process is in a network partition that must not continue training. A request to a store behind a broken link may block for 15
+minutes, so the process cannot rely on an error."""
 
 import logging
 import sys
@@ -13,29 +15,29 @@ from boost.train.worker import leave
 log = logging.getLogger("boost")
 
 LOOKS_S = 0.5
-"""Seconds between two looks."""
+"""Interval between checks, seconds."""
 
 
 class StoreGuard:
-    """Watches from a thread, which never asks the store itself."""
+    """Checks from a thread that never accesses the store itself."""
 
     def __init__(self, where: str, patience_s: float, waits_since: Callable[[], float | None]) -> None:
-        """`where`: the store, for people; `patience_s`: how long it may be silent; `waits_since`: since when the main thread waits
-        for others, None if it does not."""
+        """`where`: address of the store, for messages. `patience_s`: how long the store may be silent, seconds. `waits_since`:
+        returns when the main thread started waiting for others, None if it is not waiting."""
         self._where, self._patience_s, self._waits_since = where, patience_s, waits_since
         self._answered = time.monotonic()
         threading.Thread(target=self._watch, name="boost-store-guard", daemon=True).start()
 
     def answered(self) -> None:
-        """The store has answered, some other thread."""
+        """Call when the store has answered a request of another thread."""
         self._answered = time.monotonic()
 
     def _watch(self) -> None:
         while not self._is_over(time.monotonic()):
             time.sleep(LOOKS_S)
         text = (
-            f"the store of the run at {self._where} has not answered for {self._patience_s:g} s, so this replica cannot know "
-            "whether the others go on, and stops"
+            f"the run's store at {self._where} has not responded for {self._patience_s:g} s: this replica cannot tell whether the "
+            "others continue, so it stops"
         )
         log.error(text)
         print(f"boost: error: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Replicas of one machine under their launcher (run.recovery = "in-step"): one that fails is ended whole and started again."""
+"""Supervises the replicas of one machine (run.recovery = "in-step"): ends all processes of a failed replica and restarts it."""
 
 import contextlib
 import logging
@@ -21,13 +21,13 @@ log = logging.getLogger("boost")
 
 POLL_S = 0.1
 RESTART_S = 0.5
-"""Seconds before a replica is started again: an error that all of them have ends the run instead."""
+"""Delay before a replica is restarted, seconds. An error that hits all replicas ends the run within this time."""
 END_S = 30.0
-"""Seconds that a replica that is coming back has to end when the run is complete."""
+"""Time that a restarting replica has to exit once the run is complete, seconds."""
 
 
 class Supervisor:
-    """Watches the processes of all replicas until the run is complete or nobody can go on."""
+    """Watches the processes of all replicas until the run is complete or no replica can continue."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class Supervisor:
         processes: list[BaseProcess],
         received: Sequence[int],
     ) -> None:
-        """`replicas`: the ranks of each; `start` starts the process of a rank; `processes` by rank, which this changes; `received`:
-        signals to the launcher so far."""
+        """`replicas`: global ranks of each replica. `restarts`: maximum number per replica. `start`: starts the process of a rank.
+        `processes`: list of processes by rank, updated in place. `received`: signals that the launcher has received so far."""
         self._folder, self._replicas, self._restarts = folder, replicas, restarts
         self._start, self._processes, self._received = start, processes, received
         store = dist.FileStore(str(folder / "members"), -1)
         self._coordinator = Coordinator(store, len(replicas), len(replicas[0]))
         self._starts = [0] * len(replicas)
         self._due: dict[int, float] = {}
-        """When a replica is to be started again."""
+        """Time at which a replica is to be restarted, by replica."""
         self._failed: dict[int, int] = {}
-        """Exit codes by rank, of those that failed and were not started again since."""
+        """Exit codes, by rank, of processes that have failed and not been restarted since."""
 
     def start_all(self) -> None:
         """Starts every process."""
@@ -57,16 +57,17 @@ class Supervisor:
             self._start_replica(replica)
 
     def supervise(self, aborted: Callable[[], bool]) -> dict[int, int]:
-        """Returns the exit codes of what failed, if nobody could go on; nothing if the run is complete. Ends no process then."""
+        """Returns an empty dict if the run is complete; the exit codes of the failed processes, by rank, if no replica could
+        continue. The caller ends the processes that are left."""
         complete_at: float | None = None
         while running := [process for process in self._processes if process.exitcode is None]:
             connection.wait([process.sentinel for process in running], POLL_S)
             if aborted():
                 return self._failed
             for replica in range(len(self._replicas)):
-                self._look(replica)
-            if self._failed and self._nobody_is_left():
-                self._collect()
+                self._check(replica)
+            if self._failed and self._no_replica_left():
+                self._collect_failures()
                 return self._failed
             for replica, when in list(self._due.items()):
                 if time.monotonic() >= when and not self._is_ending():
@@ -77,7 +78,7 @@ class Supervisor:
             if complete_at is not None and time.monotonic() - complete_at > END_S:
                 break
         for replica in range(len(self._replicas)):
-            self._look(replica)
+            self._check(replica)
         complete = any(process.exitcode == 0 for process in self._processes)
         return {} if complete else self._failed
 
@@ -101,8 +102,8 @@ class Supervisor:
         finally:
             del os.environ[INCARNATION]
 
-    def _look(self, replica: int) -> None:
-        """Ends a replica of which a process has failed, or that the others have left out."""
+    def _check(self, replica: int) -> None:
+        """Ends a replica if one of its processes has failed or the other replicas have excluded it."""
         if replica in self._due:
             return
         ranks, incarnation = self._replicas[replica], self._incarnation(replica)
@@ -111,9 +112,8 @@ class Supervisor:
         if not codes and why is None:
             return
         if codes and not set(codes) <= set(self._failed):
-            rank, code = min(
-                codes.items(), key=lambda each: each[1]
-            )  # a signal before an exit code, which may follow from it
+            # Signals (negative codes) come first: an exit code may be a consequence of one.
+            rank, code = min(codes.items(), key=lambda each: each[1])
             self._coordinator.put_out(incarnation, DEAD, f"rank {rank} {_ended(code)}")
         alive = [rank for rank in ranks if self._processes[rank].exitcode is None]
         for rank in alive:
@@ -129,15 +129,15 @@ class Supervisor:
         if self._starts[replica] <= self._restarts and self._coordinator.latest() is not None:
             self._due[replica] = time.monotonic() + RESTART_S
 
-    def _nobody_is_left(self) -> bool:
-        """Whether no replica that has weights runs."""
+    def _no_replica_left(self) -> bool:
+        """Whether no running replica has weights."""
         latest = self._coordinator.latest()
-        if latest is None or latest.refused:  # it failed in start-up, or may not go on
+        if latest is None or latest.refused:  # the failure was during startup, or training cannot continue
             return True
         return all(self._coordinator.why_gone(member.incarnation) for member in latest.members)
 
-    def _collect(self) -> None:
-        """Adds those that end now by themselves: one of them may know why."""
+    def _collect_failures(self) -> None:
+        """Waits briefly for the other processes to exit and adds their failures: one of their reports may name the cause."""
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline and any(process.exitcode is None for process in self._processes):
             time.sleep(POLL_S)

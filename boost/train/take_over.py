@@ -1,4 +1,4 @@
-"""What a process needs when it becomes the main one, because the one before is gone (run.recovery = "in-step")."""
+"""Takeover of the main process's terminal and lock by its successor (run.recovery = "in-step")."""
 
 import logging
 import time
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("boost")
 
 LOCK_S = 5.0
-"""Seconds that the main process before has to let go of the run directory: whoever starts it ends it when it is left out."""
+"""Time for the previous main process to release the run directory, seconds. Its launcher ends it once it is excluded."""
 
 
 class TakesOver(Hook):
-    """Takes over the terminal and the lock of the run directory. The first main process has both already."""
+    """Takes over the terminal and the lock of the run directory. The first main process already has both."""
 
     main_only = True
 
@@ -35,9 +35,9 @@ class TakesOver(Hook):
             lock = RunLock(trainer.config.run.dir)
             try:
                 self._lock = lock.__enter__()
-            except ConfigError as error:  # it hangs, and has not been ended yet
+            except ConfigError as error:  # the previous main process hangs and has not been ended yet
                 if time.monotonic() > deadline:
-                    log.warning("%s; training goes on without the lock", error)
+                    log.warning("%s; training continues without the lock", error)
                     return
                 time.sleep(0.2)
 

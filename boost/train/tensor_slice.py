@@ -1,8 +1,7 @@
-"""A rectangular slice of a tensor, as torch.distributed.checkpoint saves and loads it.
+"""A rectangular slice of a tensor that torch.distributed.checkpoint can save and load.
 
-DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of
-the parameters in it. This class describes any rectangle, through the protocol that DTensor implements for the checkpoint
-planner.
+DTensor describes equal shards along dimensions. That is not always enough: equal shards of a fused tensor are unequal shards of its
+parameters. This class describes any rectangle, through the same protocol that DTensor implements for the checkpoint planner.
 """
 
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class TensorSlice(Tensor):
-    """A tensor of `shape` of which this process holds the rectangle `local` at `offsets`. Supports no computation."""
+    """A tensor of `shape`; this process holds the rectangle `local` at `offsets`. Supports no computation."""
 
     local: Tensor
     offsets: torch.Size

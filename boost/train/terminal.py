@@ -1,4 +1,4 @@
-"""Output that survives its terminal: a run whose window was closed saves before it exits, instead of failing to print."""
+"""Output that survives a closed terminal: the run saves before it exits, instead of failing to print."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _TerminalFile(io.FileIO):
-    """A terminal, or /dev/null once the terminal is gone."""
+    """A terminal; writes go to /dev/null once it is closed."""
 
     def write(self, data: Any) -> int:
         try:
@@ -26,7 +26,7 @@ class _TerminalFile(io.FileIO):
 
 @contextlib.contextmanager
 def outliving_terminal() -> Iterator[None]:
-    """While open, a write to stdout or stderr does not fail because their terminal was closed."""
+    """Context manager in which writes to stdout and stderr do not fail after the terminal was closed."""
     before = sys.stdout, sys.stderr
     try:
         sys.stdout, sys.stderr = (_protected(stream, number) for number, stream in enumerate(before, start=1))

@@ -1,4 +1,4 @@
-"""Checkpoints of weights only, tensor by tensor and without a model. Used by conversions from and to other formats."""
+"""Reads and writes weights-only checkpoints tensor by tensor, without a model. Used for conversion to and from other formats."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ PREFIX = "model."
 
 
 class _Reader(ShardReader):
-    """Reads the headers of all files once, not for each tensor."""
+    """Reads the headers of all files once instead of once per tensor."""
 
     @functools.cached_property
     def _headers(self) -> Metadata:
@@ -36,7 +36,7 @@ class _Reader(ShardReader):
 
 
 class WeightReader:
-    """Full weights of a checkpoint, one at a time, saved on any mesh. Verifies every file first.
+    """Reads the full weights of a checkpoint saved on any mesh, one parameter at a time. Verifies every file first.
 
     Raises DamagedCheckpointError if a file has changed.
     """
@@ -54,7 +54,7 @@ class WeightReader:
         return metadata
 
     def names(self) -> list[str]:
-        """Of all parameters."""
+        """Names of all parameters, sorted."""
         return sorted(name.removeprefix(PREFIX) for name in self._tensors if name.startswith(PREFIX))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -62,7 +62,7 @@ class WeightReader:
         return self._metadata(name).properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """The full parameter of this name, on the CPU."""
+        """The full parameter, on the CPU, in the dtype in which it was saved."""
         metadata = self._metadata(name)
         whole = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         with quiet():
@@ -79,7 +79,7 @@ def weights_state(config: Config, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin_weights(final: Path) -> Path:
-    """An empty temporary folder for a checkpoint of weights, next to its final path. Raises StorageError."""
+    """Creates an empty temporary folder for a weights-only checkpoint, next to its final path. Raises StorageError."""
     temporary = final.resolve().with_name(f".{final.resolve().name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -90,7 +90,7 @@ def begin_weights(final: Path) -> Path:
 
 
 def finish_weights(temporary: Path, final: Path, state: dict[str, Any], texts: Iterable[tuple[str, str]]) -> None:
-    """Adds state, further files and the manifest, and moves the complete checkpoint to its final path."""
+    """Writes the state, the files in `texts` and the manifest, and moves the complete checkpoint to its final path."""
     for name, text in (("state.json", json.dumps(state, indent=2)), *texts):
         (temporary / name).write_text(text, encoding="utf-8")
     finalize(temporary, final)

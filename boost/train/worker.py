@@ -1,4 +1,4 @@
-"""A worker process of the launcher: environment, output, signals, and a failure report for the launcher."""
+"""Worker process of the launcher: sets up environment, output and signals, and writes a failure report for the launcher."""
 
 import contextlib
 import faulthandler
@@ -22,12 +22,12 @@ from boost.train.failures import failure_report
 from boost.train.signals import StopRequest, caught_signals
 
 STOPPED_EXIT = 128
-"""Plus the signal number: exit code of a process that a signal stopped, as in a shell."""
+"""Plus the signal number: exit code of a process stopped by a signal, as in a shell."""
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Arguments of a worker process; pickled."""
+    """Arguments of a worker process. Pickled if it is spawned."""
 
     entry: Callable[..., int]
     args: tuple[Any, ...]
@@ -42,7 +42,7 @@ class LaunchSpec:
 
 
 def run_worker(spec: LaunchSpec, rank: int) -> None:
-    """Entry point of a worker process, which inherits blocked signals from the launcher. Never raises."""
+    """Entry point of a worker process, which inherits blocked signals from the launcher. Does not return or raise."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -52,7 +52,7 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
     }
     stay_on_loopback()
     StopRequest.begin_process()
-    logging.getLogger("boost").handlers.clear()  # of the launcher, if this process was forked
+    logging.getLogger("boost").handlers.clear()  # a forked process inherits those of the launcher
     caught = caught_signals()
     for number in caught:
         signal.signal(number, signal.SIG_DFL)
@@ -71,16 +71,16 @@ def run_worker(spec: LaunchSpec, rank: int) -> None:
         leave(STOPPED_EXIT + signal.SIGINT)
     except BaseException as error:
         _report_and_leave(spec, rank, error)
-    signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # a stop signal after the work is done changes nothing
+    signal.pthread_sigmask(signal.SIG_BLOCK, caught)  # the work is done: ignore stop signals
     if os.getppid() != spec.launcher:
-        shutil.rmtree(spec.folder, ignore_errors=True)  # the launcher is gone and cannot clean up
+        shutil.rmtree(spec.folder, ignore_errors=True)  # the launcher died and cannot clean up
     else:
         (spec.folder / f"code{rank}").write_text(str(code), encoding="ascii")
     leave(0)
 
 
 def stacks_file(spec: LaunchSpec, rank: int) -> Path | None:
-    """The file that SIGQUIT writes stacks to; None: stderr."""
+    """File that stacks are written to on SIGQUIT; None: stderr."""
     return spec.log_dir and spec.log_dir / f"rank{rank}.stacks"
 
 
@@ -90,21 +90,21 @@ def _write_stacks_on_request(path: Path | None) -> None:
     if path:
         with contextlib.suppress(OSError):  # the main process will report the error
             path.parent.mkdir(parents=True, exist_ok=True)
-            stream = open(path, "ab")  # noqa: SIM115 (open as long as the process lives)
+            stream = open(path, "ab")  # noqa: SIM115 (stays open for the life of the process)
     faulthandler.register(signal.SIGQUIT, stream, all_threads=True)
 
 
 def stay_on_loopback() -> None:
-    """Binds gloo and NCCL to the loopback interface, unless the user has set one: the run is on this machine only."""
+    """Binds gloo and NCCL to the loopback interface, unless the user has set another one: the run is local to this machine."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # "=": this name, not a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # "=": exact name, not a prefix
 
 
 def leave(code: int) -> None:
-    """Exits without interpreter shutdown, in which a broken process group can hang forever."""
+    """Exits without interpreter shutdown, which can hang forever on a broken process group."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -113,7 +113,7 @@ def leave(code: int) -> None:
 
 
 def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None:
-    """Writes a report and exits."""
+    """Writes a failure report and exits."""
     report = failure_report(error, rank)
     logger = logging.getLogger("boost")
     if report.kind != "boost":
@@ -128,11 +128,11 @@ def _report_and_leave(spec: LaunchSpec, rank: int, error: BaseException) -> None
 
 
 _terminal: list[tuple[int, int]] = []
-"""(copy of it, descriptor) of the streams that `_redirect_output` has redirected."""
+"""(duplicate of the original descriptor, descriptor) of the streams redirected by `_redirect_output`."""
 
 
 def take_terminal() -> None:
-    """Prints from now on where the launcher does."""
+    """Restores stdout and stderr to those of the launcher."""
     sys.stdout.flush()
     sys.stderr.flush()
     while _terminal:
@@ -140,7 +140,7 @@ def take_terminal() -> None:
 
 
 def _redirect_output(path: Path) -> None:
-    """Appends stdout and stderr, also of C code, to `path`. If that fails, does nothing: the main process will report the error."""
+    """Appends stdout and stderr, including output of C code, to `path`. Does nothing on errors: the main process reports them."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
@@ -152,7 +152,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _watch_launcher(spec: LaunchSpec) -> None:
-    """Stops this process when its launcher is gone: first with SIGTERM, then forcibly if it is stuck in a collective."""
+    """Stops this process when its launcher dies: first with SIGTERM, then forcibly, in case it is stuck in a collective."""
     while os.getppid() == spec.launcher:
         time.sleep(0.5)
     shutil.rmtree(spec.folder, ignore_errors=True)

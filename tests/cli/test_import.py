@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
         ([*begin, "--start-from", whole, "--model.layers", "3"], "model.layers = 2 there, 3 here"),
         (
             [*begin, "demo", "--start-from", whole, "--parallel.tp", "1"],
-            "has another model: model.family = 'dense' there",
+            "has a different model: model.family = 'dense' there",
         ),
     ):
         code, said, err = say(capsys, *words)

@@ -49,7 +49,7 @@ BAD = [
     (["--model.factor_init", "none"], ["factor_init = 'none'", "cola, xavier, spectral"]),
     (
         ["--model.gate", "tensor"],
-        ["gate = 'tensor' belongs to model.family = 'lax', not to 'cola'; remove it, or take model.family = 'lax'"],
+        ["gate = 'tensor' belongs to model.family = 'lax', not to 'cola'; remove it, or use model.family = 'lax'"],
     ),
     (["--model.over", "svd"], ["model.over = 'svd'", "'lax'"]),
     (["--model.family", "lax", "--model.gate", "none"], ["model.gate = 'none' is not one of identity, tensor, dense"]),
@@ -83,7 +83,7 @@ BAD = [
     (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
     (
         ["--parallel.tp", "2", "--parallel.layout", "btp-sp", "--parallel.norm", "sync"],
-        ["parallel.norm = 'sync' belongs to parallel.layout = 'btp', not to 'btp-sp'; remove it, or take parallel.layout = 'btp'"],
+        ["parallel.norm = 'sync' belongs to parallel.layout = 'btp', not to 'btp-sp'; remove it, or use parallel.layout = 'btp'"],
     ),
     (
         ["--parallel.tp", "2", "--parallel.vanilla", "published"],
@@ -161,7 +161,7 @@ BAD = [
     (["--optim.muon_nesterov", "false"], ["muon_nesterov = false", "'muon'", "not to 'adamw'"]),
     (
         ["--optim.muon_lr", "0.5"],
-        ["optim.muon_lr = 0.5 belongs to optim.name = 'muon', not to 'adamw'; remove it, or take optim.name = 'muon'"],
+        ["optim.muon_lr = 0.5 belongs to optim.name = 'muon', not to 'adamw'; remove it, or use optim.name = 'muon'"],
     ),
     (["--optim.exact_every", "5"], ["exact_every = 5", "'loro'", "not to 'adamw'"]),
     (["--optim.exact_every", "500"], ["exact_every = 500", "'loro'", "not to 'adamw'"]),

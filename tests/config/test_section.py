@@ -166,7 +166,7 @@ def outside() -> Iterator[None]:
 
 
 def test_a_tag_value_belongs_to_one_class() -> None:
-    with pytest.raises(TypeError, match="parallel.layout = 'whole' is Whole already"):
+    with pytest.raises(TypeError, match="parallel.layout = 'whole' is already Whole"):
 
         class Other(Layout):
             layout: Literal["whole", "half"] = "half"

@@ -18,22 +18,22 @@ FILES: dict[str, tuple[bytes, str]] = {
     "deep array": (b"[parallel]\nsplit = " + b"[" * DEEP, "nested too deeply"),
     "deep table": (b"[parallel]\nsplit = " + b"{a=" * DEEP, "nested too deeply"),
     "deep section": (b"[" + b"a." * 900 + b"a]", "unknown section 'a'"),
-    "5000 digits": (b"[model]\ndim = " + b"9" * 5000, "is not TOML: .*digits"),
+    "5000 digits": (b"[model]\ndim = " + b"9" * 5000, "is not valid TOML: .*digits"),
     "4000 digits": (b"[model]\ndim = " + b"9" * 4000, r"model\.dim = 9+\.\.\. \(4000 characters\) is too large"),
     "5000 hex digits": (
         b"[model]\ndim = 0x" + b"f" * 5000,
-        r"model\.dim = an integer of thousands of digits is too large",
+        r"model\.dim = an integer with thousands of digits is too large",
     ),
     "4000 digits of a number": (b"[optim]\nlr = " + b"9" * 4000, r"optim\.lr = 9+\.\.\. "),
     "UTF-16": ("[model]\ndim = 64".encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
     "UTF-16, no mark": ("[model]\ndim = 64".encode("utf-16-le"), "is UTF-16 text; save it as UTF-8"),
     "UTF-16, big end first": ("[model]\ndim = 64".encode("utf-16-be"), "is UTF-16 text; save it as UTF-8"),
     "UTF-32": ("[model]\ndim = 64".encode("utf-32"), "is UTF-32 text; save it as UTF-8"),
-    "latin-1": (b"# \xe9\n", r"is not a UTF-8 text file \(byte 2\)"),
-    "binary": (bytes(range(256)), "is not a UTF-8 text file"),
-    "NUL": (b"[model]\n\0", "is not TOML"),
-    "NUL in a path": (b'[run]\ndir = "a\\u0000b"', r"run\.dir = 'a\\x00b' holds a character that no path has"),
-    "NUL in another": (b'[data]\nstore = "a\\u0000b"', r"data\.store = 'a\\x00b' holds a character that no path has"),
+    "latin-1": (b"# \xe9\n", r"is not UTF-8 text \(byte 2\)"),
+    "binary": (bytes(range(256)), "is not UTF-8 text"),
+    "NUL": (b"[model]\n\0", "is not valid TOML"),
+    "NUL in a path": (b'[run]\ndir = "a\\u0000b"', r"run\.dir = 'a\\x00b' contains NUL"),
+    "NUL in another": (b'[data]\nstore = "a\\u0000b"', r"data\.store = 'a\\x00b' contains NUL"),
     "absurd width": (
         b"[model]\ndim = 1_000_000_000_000",
         r"model\.dim = 1000000000000 is too large; largest valid value",
@@ -87,7 +87,7 @@ def test_what_a_terminal_would_obey_is_shown_instead() -> None:
     assert printable("a\x1b[2J\r\n\x07b\x9b1m\u202ec\udcff é 日") == "a\\x1b[2J\\r\\n\\x07b\\x9b1m\\u202ec\\udcff é 日"
     assert printable("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
     assert brief("x" * 500) == f"'{'x' * 59}... (502 characters)"
-    assert brief(16**5000) == "an integer of thousands of digits"
+    assert brief(16**5000) == "an integer with thousands of digits"
 
 
 JUNK = st.recursive(

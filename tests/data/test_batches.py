@@ -127,7 +127,7 @@ def test_evaluation_of_windows_spread_over_the_split():
 
 
 def test_evaluation_of_a_single_token_is_refused_at_the_call():
-    with pytest.raises(DataError, match="nothing to predict"):
+    with pytest.raises(DataError, match="too few to predict one"):
         EvaluationBatches(make_split(1), 4, 1)
 
 

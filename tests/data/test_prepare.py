@@ -175,7 +175,7 @@ def test_unknown_tokens_are_reported(corpus, tmp_path):
     unknown = sum(int(store.split(name).token_counts()[0]) for name in ("train", "heldout"))
     assert unknown == 40 * (2 + 5 * 4)
     assert store.report["notes"] == [
-        f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of this text"
+        f"{unknown} tokens are the unknown token: the tokenizer cannot represent all of the text"
     ]
 
 

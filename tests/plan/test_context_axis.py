@@ -90,7 +90,7 @@ def test_seven_billion_parameters_at_131072_tokens_on_eight_gpus() -> None:
 def test_context_notes() -> None:
     config = request(131_072, tp=8, cp=4, layout="btp-cp").base
     assert next(context_notes(config.model, config.parallel)).endswith(
-        "for attention, heads are exchanged, 1 a process"
+        "for attention, heads are exchanged, 1 per process"
     )
     config = load("llama3-8b", ["--parallel.tp=8", "--parallel.cp=4"])
     assert next(context_notes(config.model, config.parallel)).endswith("for attention, 1 key/value head is gathered")

@@ -209,7 +209,7 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("title = ", "is not TOML"),
+        ("title = ", "is not valid TOML"),
         ('like = "a100"', "like = 'a100' is not a profile"),
         ('like = "a100-80g"\nper_nodes = 2', "per_nodes"),
         ('like = "a100-80g"\nper_node = 0', "per_node"),

@@ -326,7 +326,7 @@ def test_a_signal_before_the_processes_have_started_is_one_line(tmp_path: Path) 
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert done.stdout == "stopped by SIGTERM while starting up or ending; what was saved before is intact\n"
+    assert done.stdout == "stopped by SIGTERM during startup or shutdown; existing checkpoints are intact\n"
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("stopped?"))
 

@@ -304,8 +304,8 @@ def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
 
 
 def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> int:
-    """Trains; the first time that state is handed over, the donor or the newcomer is killed in the middle."""
-    usual = Recovery._hand_over
+    """Trains; during the first state transfer, the donor or the newcomer is killed."""
+    usual = Recovery._transfer_state
 
     def hand_over(self: Recovery, newcomer: Any = None) -> None:
         is_donor = newcomer is None and self.mesh.dp.rank == 0
@@ -318,7 +318,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
                 os.kill(os.getpid(), signal.SIGKILL)
         usual(self, newcomer)
 
-    Recovery._hand_over = hand_over  # type: ignore[method-assign]
+    Recovery._transfer_state = hand_over  # type: ignore[method-assign]
     return train_process(config, *rest)
 
 
@@ -365,7 +365,7 @@ def test_results_reach_those_that_are_behind(value: Any) -> None:
 def test_errors_reach_them_too() -> None:
     with pytest.raises(StorageError, match="disk full"):
         decode(json.loads(json.dumps(encode(StorageError("disk full")))))
-    with pytest.raises(TrainingError, match="while object was exchanged"):
+    with pytest.raises(TrainingError, match="while exchanging object"):
         decode(encode(object()))
     assert issubclass(StorageError, BoostError)
 

@@ -96,7 +96,7 @@ def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_othe
     (change,) = memberships(config)
     assert change["replicas"] == 1 and "does not answer" in change["lost"][0][1]
     wait_for_step(agents, run, change["step"] + 20)
-    wait_for(agents, lambda: "whether the others go on, and stops" in agents[1].said())
+    wait_for(agents, lambda: "others continue, so it stops" in agents[1].said())
     nodes[1].connect(True)
     wait_for(agents, lambda: any(line["joined"] for line in memberships(config)))
     steps = [line["step"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
@@ -112,5 +112,5 @@ def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node
         assert agent.wait(LIMIT_S) != 0, agent.said()
     assert "1 of 4 replicas respond, which is not a majority" in agents[0].said(), agents[0].said()
     for agent in agents[1:]:
-        assert re.search("store of the run at .* has not answered for 6 s", agent.said()), agent.said()
+        assert re.search("run's store at .* has not responded for 6 s", agent.said()), agent.said()
     assert not memberships(config)

@@ -1,7 +1,7 @@
-"""Layouts, found by name. `register_layout` adds one; installed packages add theirs by the entry point group `boost.layouts`.
+"""Registry of layouts. `register_layout` adds one; installed packages add theirs through the entry point group `boost.layouts`.
 
-An entry point names a `LayoutSpec` class, as `my-layout = "my_package.spec:MyLayoutSpec"`; `LayoutSpec.config` is its choice of
-[parallel].
+An entry point names a `LayoutSpec` class, such as `my-layout = "my_package.spec:MyLayoutSpec"`. `LayoutSpec.config` is the class
+that `parallel.layout` then selects.
 """
 
 import functools
@@ -25,7 +25,7 @@ _single = SingleSpec()
 
 
 def register_layout(spec: LayoutSpec) -> LayoutSpec:
-    """Registers a layout with the configuration, the planner and the runtime. Raises ValueError if the name is taken."""
+    """Registers a layout for the configuration, the planner and the runtime. Raises ValueError if the name is taken."""
     if spec.name in _specs:
         raise ValueError(f"a layout named '{spec.name}' is already registered by {type(_specs[spec.name]).__name__}")
     _specs[spec.name] = spec
@@ -34,19 +34,19 @@ def register_layout(spec: LayoutSpec) -> LayoutSpec:
 
 
 def unregister_layout(name: str) -> None:
-    """Unregisters a layout (tests)."""
+    """Unregisters a layout. For tests."""
     del _specs[name]
     del ParallelConfig.choices[name]
 
 
 def layout_names() -> tuple[str, ...]:
-    """All layouts: built-in ones, defaults of each family first, then those of other packages."""
+    """Names of all layouts: built-in ones, starting with the defaults of each family, then those of other packages."""
     load_entry_points()
     return tuple(_specs)
 
 
 def layout_spec(name: str) -> LayoutSpec:
-    """The layout of this name. Raises KeyError: configurations are checked before they get here."""
+    """The layout with this name. Raises KeyError if there is none; a validated configuration always names a known layout."""
     if name not in _specs:
         load_entry_points()
     if name not in _specs:
@@ -55,17 +55,17 @@ def layout_spec(name: str) -> LayoutSpec:
 
 
 def spec_of(parallel: ParallelConfig) -> LayoutSpec:
-    """The layout in effect: with one TP process every layout is `single`."""
+    """The layout in effect: `single` with tp = 1, else parallel.layout."""
     return _single if parallel.tp == 1 else layout_spec(parallel.layout)
 
 
 def layouts_of(model: ModelConfig) -> tuple[str, ...]:
-    """Names of the layouts that shard a model of this family, the usual one first."""
+    """Names of the layouts that support a model of this family, the default one first."""
     return tuple(name for name in layout_names() if not (spec := _specs[name]).single_process and spec.suits(model))
 
 
 def placement_of(role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
-    """Placement of a parameter of this role under the layout in effect."""
+    """Placement of parameters with this role under the layout in effect."""
     return spec_of(parallel).placement(role, model, parallel)
 
 

@@ -1,8 +1,8 @@
-"""`btp`: bottleneck-aware tensor parallelism (arXiv 2512.12131). Sharded along the wide dimension, synchronized at the bottleneck.
+"""`btp`: bottleneck-aware tensor parallelism (arXiv 2512.12131). Shards along the wide dim, communicates at the bottleneck.
 
 residual x [T, d/p]; A [R, d_in/p], B [d_out/p, r], gamma [d/p]; embedding [V, d/p], head [V/p, d], final gamma [d]
-forward a block, online and grouped:  AR(3r + s)  AR(r)  AR(2r + s)  AR(r)
-backward:                             AR(3r)      AR(r)  AR(2r)      AR(r)
+forward per block, online and grouped:  AR(3r + s)  AR(r)  AR(2r + s)  AR(r)
+backward:                               AR(3r)      AR(r)  AR(2r)      AR(r)
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ class BTPConfig(ParallelConfig):
     layout: Literal["btp"] = "btp"
 
     norm: Literal["online", "sync"] = "online"
-    """RMSNorm statistics. online: sent with the latents; sync: a separate all-reduce (the paper's ablation)."""
+    """RMSNorm statistics. online: all-reduced together with the latents; sync: in a separate all-reduce (the paper's ablation)."""
 
 
 class BTPSpec(LayoutSpec):
-    """Hidden-sharded residual, all-reduces of width r."""
+    """Hidden-sharded residual stream, all-reduces of width r."""
 
     config: ClassVar[type[ParallelConfig]] = BTPConfig
     runtime = "boost.parallel.layouts.btp:BTP"
@@ -39,17 +39,17 @@ class BTPSpec(LayoutSpec):
     residual = "hidden"
     placements: ClassVar[dict[str, Placement]] = {
         "norm": Placement(0),
-        "final_norm": PARTIAL,  # applied whole by every process, to its own part of the vocabulary
+        "final_norm": PARTIAL,  # every rank applies all of it, before its shard of the vocabulary
         "enter.A": Placement(1),
         "enter.B": Placement(0),
         "kv.B": Placement(0),
         "leave.A": Placement(1),
         "leave.B": Placement(0),
-        "latent.rows": PARTIAL,  # gradients of latents are summed behind the gates
+        "latent.rows": PARTIAL,  # gradients of latents are all-reduced after the gates' backward pass
         "latent.whole": PARTIAL,
     }
     head_comms = (GATHER,)
-    scaled = frozenset({"enter.A"})  # by gamma
+    scaled = frozenset({"enter.A"})  # multiplied by gamma
     searched: ClassVar[dict[str, tuple[str, ...]]] = {"norm": ("online", "sync")}
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
@@ -61,7 +61,7 @@ class BTPSpec(LayoutSpec):
         yield from self.latent_sums(context, statistic)
 
     def latent_sums(self, context: GroupContext, statistic: int) -> Iterator[PlannedComm]:
-        """Sums of partial latents, and of their gradients; the first one carries the statistic."""
+        """All-reduces of partial latents and of their gradients. The first one includes the norm statistic."""
         for comm in context.merged(SUM_BOTH, list(context.group.ranks)):
             yield PlannedComm(SUM_BOTH, comm.width, forward_only=statistic)
             statistic = 0

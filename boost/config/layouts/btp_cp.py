@@ -1,12 +1,11 @@
-"""`btp-cp`: low-rank linears, tokens sharded; the MLP stays with its tokens, and attention crosses at the narrower of latents and
-heads.
+"""`btp-cp`: token-sharded residual stream and MLP; attention communicates latents or heads, whichever is narrower.
 
-residual x [T/p, d]; whole weights, but for B of what enters and A of what leaves attention as latents (sharded by heads)
-q, k, v:   r <= width/p: h = act(A norm(x)) [T/p, r], AG, B [width/p, r];   else: B h of own tokens, A2A of heads
-o:         r <= d/p: A [r, d/p], RS of r, act, B;                           else: A2A of heads, then A, act, B of own tokens
-forward a block:   one collective into attention, one out of it
-backward:          the same two
-Elements a token sent, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p) + min(r, d/p)) (p - 1)/p.
+residual x [T/p, d]; weights replicated, except B (q, k, v) and A (o) of projections that communicate latents: sharded by heads
+q, k, v:   r <= width/p: h = act(A norm(x)) [T/p, r], AG, B [width/p, r];   else: B h of local tokens, A2A of heads
+o:         r <= d/p: A [r, d/p], RS of r, act, B;                           else: A2A of heads, then A, act, B of local tokens
+forward per block:   one collective into attention, one out of it
+backward:            the same two
+Elements sent per token, forward and backward: 2 (min(r, d/p) + 2 min(r, d_kv/p) + min(r, d/p)) (p - 1)/p.
 """
 
 from collections.abc import Iterator
@@ -19,21 +18,21 @@ from boost.config.schema import ModelConfig, ParallelConfig
 
 
 class BTPCPConfig(ParallelConfig):
-    """Fewest bytes: tokens sharded, MLP local, attention crosses at the narrower of latents and heads; whole weights."""
+    """Fewest bytes: sharded tokens, replicated weights, local MLP; attention sends latents or heads, whichever is narrower."""
 
     layout: Literal["btp-cp"] = "btp-cp"
 
 
 class BTPCPSpec(CrossingSpec):
-    """Token-sharded residual and MLP; attention crosses at the bottleneck or as heads, whichever is narrower."""
+    """Token-sharded residual stream and MLP; attention communicates latents or heads, whichever is narrower."""
 
     config = BTPCPConfig
     runtime = "boost.parallel.layouts.btp_cp:BTPCP"
     low_rank = True
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
-        """Whether this process's heads are narrower than the latent, in the block where it is widest: all blocks cross alike.
-        k and v cross alike too."""
+        """Whether one rank's heads are narrower than the widest latent of this projection in any block. All blocks use the same
+        choice, and so do k and v."""
         return heads_width(slot, model, parallel) < self._widest(slot.kv, slot.name, model)
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
@@ -43,7 +42,7 @@ class BTPCPSpec(CrossingSpec):
         name, placement = sharded[role]
         if self.crosses_as_heads(_slot(name, model), model, parallel):
             return PARTIAL
-        # Fewer key/value heads than processes: as in LayoutSpec.placement.
+        # Fewer key/value heads than TP ranks: see LayoutSpec.placement.
         return PARTIAL if role == "kv.B" and model.kv_heads < parallel.tp else placement
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -53,7 +52,7 @@ class BTPCPSpec(CrossingSpec):
             each = f"{name[-1]} ({self.sent_to_each(slot, model, parallel)})"
             words.setdefault(self.crosses_as_heads(slot, model, parallel), []).append(each)
         crossing = [f"{', '.join(names)} as {'heads' if as_heads else 'latents'}" for as_heads, names in words.items()]
-        yield f"into and out of attention cross (elements a token for each process): {'; '.join(crossing)}"
+        yield f"communicated into and out of attention (elements per token and process): {'; '.join(crossing)}"
         yield from super().notes(model, parallel)
 
     def _widest(self, kv: bool, name: str, model: ModelConfig) -> int:

@@ -1,9 +1,9 @@
-"""`btp-sp`: BTP with a token-sharded residual stream. Half of BTP's bytes, in collectives of one phase instead of two.
+"""`btp-sp`: BTP with a token-sharded residual stream. Half of BTP's bytes: an all-gather or reduce-scatter for each all-reduce.
 
-residual x [T/p, d]; A of q, k, v, gate, up and B of o, down whole; B of q, k, v, gate, up [d_out/p, r];
-A of o, down [r, d_in/p]; norms whole
-forward a block, grouped:   AG(3r)  RS(r)  AG(2r)  RS(r)
-backward:                   RS(3r)  AG(r)  RS(2r)  AG(r)
+residual x [T/p, d]; A of q, k, v, gate, up and B of o, down replicated; B of q, k, v, gate, up [d_out/p, r];
+A of o, down [r, d_in/p]; norms replicated
+forward per block, grouped:   AG(3r)  RS(r)  AG(2r)  RS(r)
+backward:                     RS(3r)  AG(r)  RS(2r)  AG(r)
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from boost.config.schema import ParallelConfig
 
 
 class BTPSPConfig(ParallelConfig):
-    """btp with a token-sharded residual stream, half of its bytes."""
+    """btp with a token-sharded residual stream: half of its bytes."""
 
     layout: Literal["btp-sp"] = "btp-sp"
 
 
 class BTPSPSpec(LayoutSpec):
-    """Token-sharded residual, all-gathers and reduce-scatters of width r."""
+    """Token-sharded residual stream, all-gathers and reduce-scatters of width r."""
 
     config = BTPSPConfig
     runtime = "boost.parallel.layouts.btp_sp:BTPSP"

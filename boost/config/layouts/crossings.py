@@ -1,4 +1,4 @@
-"""What `ulysses` and `btp-cp` share: whole weights, tokens sharded, a local MLP, one collective into attention and one out."""
+"""Base of `ulysses` and `btp-cp`: replicated weights, sharded tokens, local MLP, one collective before and one after attention."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -19,7 +19,7 @@ from boost.config.schema import ModelConfig, ParallelConfig
 
 
 class CrossingSpec(LayoutSpec):
-    """Token-sharded residual and MLP; each of q, k, v and o crosses, as heads or as latents."""
+    """Token-sharded residual stream and MLP; each of q, k, v and o communicates heads or latents."""
 
     residual: ClassVar[ResidualKind] = "tokens"
     placements: ClassVar[dict[str, Placement]] = dict.fromkeys(
@@ -34,11 +34,11 @@ class CrossingSpec(LayoutSpec):
     mlp_stays = True
 
     def crosses_as_heads(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> bool:
-        """Whether heads of this projection are exchanged, and not its latents gathered."""
+        """Whether this projection exchanges heads instead of gathering latents."""
         raise NotImplementedError
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """One into attention (without grouping, one a projection), one out of it, none around the MLP."""
+        """One collective into attention (without grouping, one per projection), one out of it, none around the MLP."""
         group, model, parallel = context.group, context.model, context.parallel
         if group.name not in ("qkv", "o"):
             return
@@ -54,17 +54,17 @@ class CrossingSpec(LayoutSpec):
                 )
 
     def sent_to_each(self, slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
-        """Elements a token of this projection that one process needs: its heads, or the latent."""
+        """Elements per token of this projection that one rank needs: its heads, or the latent."""
         return heads_width(slot, model, parallel) if self.crosses_as_heads(slot, model, parallel) else slot.rank or 0
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
         yield (
-            "weights that TP does not shard are sharded over dp x tp by parallel.shard = 'full' (or 'optimizer') with "
+            "to shard the weights that TP replicates over dp x tp, use parallel.shard = 'full' (or 'optimizer') with "
             "parallel.shard_outer = true"
         )
 
 
 def heads_width(slot: Slot, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements a token of one process's heads of q, k, v or o; of fewer key/value heads than processes, those of one head."""
+    """Elements per token of one rank's heads of q, k, v or o. With fewer key/value heads than ranks, this is one head."""
     width = model.kv_heads * model.head_dim if slot.kv else model.dim
     return max(width // parallel.tp, model.head_dim)

@@ -1,7 +1,7 @@
 """`megatron`: column -> row tensor parallelism of the dense model (arXiv 1909.08053), the full-rank baseline.
 
-residual x [T, d]; q, k, v, gate, up: W [d_out/p, d]; o, down: W [d, d_in/p]; norms whole
-forward a block:            AR(d) AR(d)
+residual x [T, d]; q, k, v, gate, up: W [d_out/p, d]; o, down: W [d, d_in/p]; norms replicated
+forward per block:          AR(d) AR(d)
 backward, grouped:          AR(d) AR(d)
 """
 
@@ -24,13 +24,13 @@ from boost.config.schema import ParallelConfig
 
 
 class MegatronConfig(ParallelConfig):
-    """Dense: column then row parallel linears, replicated residual stream (arXiv 1909.08053)."""
+    """Dense: column- then row-parallel linears, replicated residual stream (arXiv 1909.08053)."""
 
     layout: Literal["megatron"] = "megatron"
 
 
 class MegatronSpec(LayoutSpec):
-    """Replicated residual, all-reduces of width d."""
+    """Replicated residual stream, all-reduces of width d."""
 
     config: ClassVar[type[ParallelConfig]] = MegatronConfig
     runtime = "boost.parallel.layouts.megatron:Megatron"
@@ -46,12 +46,12 @@ class MegatronSpec(LayoutSpec):
     embed_comms = (GATHER_REPLICATED,)
     head_comms = (SUM_BACKWARD,)
     in_comm: ClassVar[Comm] = SUM_BACKWARD
-    """Of width d, from the residual stream into a group."""
+    """Collective of width d from the residual stream into a group."""
     out_comm: ClassVar[Comm] = SUM_FORWARD
-    """Of width d, from a group to the residual stream."""
+    """Collective of width d from a group to the residual stream."""
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """One of width d into a group (without grouping, one a slot), one out of it."""
+        """One collective of width d into a group (without grouping, one per slot), one out of it."""
         group, dim = context.group, context.model.dim
         if group.side == "leave":
             yield PlannedComm(self.out_comm, dim)

@@ -1,8 +1,8 @@
 """`megatron-sp`: `megatron` with a token-sharded residual stream ("sequence parallelism", arXiv 2205.05198).
 
 residual x [T/p, d]; weights sharded like `megatron`
-forward a block:   AG(d) RS(d) AG(d) RS(d)
-backward:          AG(d) RS(d) AG(d) RS(d), and the norms' gradients once per optimizer step
+forward per block:   AG(d) RS(d) AG(d) RS(d)
+backward:            AG(d) RS(d) AG(d) RS(d), and the gradients of the norms once per optimizer step
 """
 
 from typing import ClassVar, Literal
@@ -19,7 +19,7 @@ class MegatronSPConfig(ParallelConfig):
 
 
 class MegatronSPSpec(MegatronSpec):
-    """Token-sharded residual, all-gathers and reduce-scatters of width d."""
+    """Token-sharded residual stream, all-gathers and reduce-scatters of width d."""
 
     config = MegatronSPConfig
     runtime = "boost.parallel.layouts.megatron_sp:MegatronSP"

@@ -1,4 +1,4 @@
-"""`single`: no tensor parallelism. Every other layout becomes this one with tp = 1."""
+"""`single`: no tensor parallelism. With tp = 1 every layout is this one."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -8,13 +8,13 @@ from boost.config.schema import ModelConfig, ParallelConfig
 
 
 class SingleConfig(ParallelConfig):
-    """No tensor parallelism: every layout with tp = 1."""
+    """No tensor parallelism; in effect with tp = 1, whatever the layout."""
 
     layout: Literal["single"] = "single"
 
 
 class SingleSpec(LayoutSpec):
-    """No collective, nothing sharded."""
+    """No collectives, nothing sharded."""
 
     config = SingleConfig
     runtime = "boost.parallel.layouts.single:Single"

@@ -1,10 +1,10 @@
 """The specification of a layout, without torch: its families, placements, collectives and constraints.
 
 Configuration rules, the planner, `boost inspect` and the runtime all read this one description. A layout is a subclass of
-`LayoutSpec` in a file of its own beside this one, and a runtime class (`boost.parallel.layouts`) that its `runtime` names.
+`LayoutSpec`, in its own file in this folder, and a runtime class (`boost.parallel.layouts`) named by its `runtime`.
 
-Legend: T tokens of one micro-batch, p TP processes. A dim is a tensor dim of a parameter's global shape; shards are equal and
-contiguous. A width is elements a token of a whole payload.
+Legend: T tokens of one micro-batch; p TP ranks. A dim is a tensor dim of a parameter's global shape; shards are equal and
+contiguous. A width is the number of elements per token in a whole payload.
 """
 
 import itertools
@@ -19,14 +19,14 @@ from boost.config.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCAT
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of a parameter on TP processes, and the kind of its local gradient."""
+    """Placement of a parameter over TP ranks, and whether its local gradient is partial."""
 
     dim: int | None = None
-    """Tensor dim along which each process holds an equal, contiguous shard; None: every process holds all of it."""
+    """Tensor dim along which each rank holds an equal, contiguous shard; None: replicated."""
 
     partial: bool = False
-    """True for a parameter held whole whose local gradient is one term of a sum over TP processes: it is reduced
-    once per optimizer step. False: the local gradient is complete."""
+    """True for a replicated parameter whose local gradient is a partial sum: it is reduced over TP ranks once per optimizer step.
+    False: the local gradient is complete."""
 
 
 WHOLE = Placement()
@@ -35,9 +35,9 @@ PARTIAL = Placement(partial=True)
 
 @dataclass(frozen=True)
 class Comm:
-    """One differentiable collective: its kind forward and backward; None for no communication.
+    """One differentiable collective: its kind in the forward and in the backward pass; None: no communication.
 
-    `boost.parallel.collectives` says what each of the constants below does, and runs it.
+    `boost.parallel.collectives` implements and documents each of the constants below.
     """
 
     forward: str | None
@@ -63,90 +63,90 @@ class PlannedComm:
     forward_only: int = 0
     """Additional elements per token in the forward payload only."""
     dtype: str = ""
-    """Empty: that of the activations."""
+    """Dtype of the payload; empty: the dtype of the activations."""
     place: str = ""
-    """embed | qkv | o | gate_up | down | head."""
+    """What the collective serves: embed | qkv | o | gate_up | down | head | attention."""
     layer: int | None = None
     axis: str = "tp"
-    """tp, or cp: of the tokens and the heads that each process of it holds."""
+    """Mesh axis: tp or cp. Over cp, widths refer to the tokens and heads that each CP rank holds."""
 
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What the collectives of a group of linears depend on."""
+    """Everything that the collectives of a group of linears depend on."""
 
     group: GroupSpec
     model: ModelConfig
     parallel: ParallelConfig
     dtype: str
-    """Of the activations."""
+    """Dtype of the activations."""
     has_latent_gate: bool
     """Whether this block has latent gates (LaX)."""
 
     def merged(self, comm: Comm, widths: Sequence[int], **facts: Any) -> Iterator[PlannedComm]:
-        """One collective for all slots of the group, or one a slot without grouping."""
+        """One collective for all slots of the group; without grouping, one per slot."""
         for width in [sum(widths)] if self.parallel.grouping else widths:
             yield PlannedComm(comm, width, **facts)
 
 
 ResidualKind = Literal["replicated", "tokens", "hidden"]
-"""How the residual stream [T, d] lies on the processes: all of it on each, sharded along tokens, or along the width."""
+"""Sharding of the residual stream [T, d]: replicated, along tokens, or along the hidden dim."""
 
 _USUAL = {"q": "enter", "o": "leave"}
-"""Whose placement a role has that has none of its own."""
+"""Roles that default to the placement of another role."""
 
 _ENDS = {"embed": Placement(1), "head": Placement(0)}
-"""The same under every layout: hidden columns of the embedding, vocabulary rows of the head."""
+"""Placements that are the same under every layout: hidden columns of the embedding, vocabulary rows of the head."""
 
 
 class LayoutSpec:
-    """One way to shard a decoder over TP processes, as data."""
+    """One way to shard a decoder over TP ranks, as data."""
 
     config: ClassVar[type[ParallelConfig]]
-    """Its choice of [parallel]: the name, what it is in a phrase, options of its own, and what it refuses beyond what its
-    placements say (`problems`)."""
+    """Class that `parallel.layout` selects: name, one-phrase description, options, and `problems` beyond those that follow from the
+    placements."""
     runtime: ClassVar[str]
-    """`module:Class` of the code that runs it; imported when a model is built."""
+    """`module:Class` of the implementation; imported when a model is built."""
     low_rank: ClassVar[bool | None]
-    """Whether it shards factor pairs (svd, cola, lax), or dense linears; None: either."""
+    """True: supports low-rank factors (svd, cola, lax); False: dense linears; None: both."""
     residual: ClassVar[ResidualKind]
     placements: ClassVar[Mapping[str, Placement]]
-    """By role (`boost.config.architecture.Parameter.role`); the embedding and the head have theirs already, and q and o by default
-    those of enter and leave."""
+    """Placements by role (`boost.config.architecture.Parameter.role`). Those of the embedding and the head are fixed; q and o
+    default to those of enter and leave."""
     embed_comms: ClassVar[tuple[Comm, ...]] = ()
-    """Of width d, after the embedding."""
+    """Collectives of width d after the embedding."""
     head_comms: ClassVar[tuple[Comm, ...]] = ()
-    """Of width d, before the head."""
+    """Collectives of width d before the head."""
     searched: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    """Options of its own that the planner chooses, with their values; it leaves the others as they are."""
+    """Options of this layout that the planner searches, with their candidate values. It does not change other options."""
     scaled: ClassVar[frozenset[str]] = frozenset()
-    """Roles of weights that the runtime multiplies before it casts them: a working copy (train.working_copies) would round them
-    twice, so they have none."""
+    """Roles of weights that the runtime scales before the cast. They get no working copy (train.working_copies), which would round
+    them twice."""
     gathers_latents: ClassVar[bool] = False
-    """Whether latents can be saved before they are gathered (train.recompute = "low-rank-sharded")."""
+    """Whether latents can be saved before they are all-gathered (train.recompute = "low-rank-sharded")."""
     mlp_stays: ClassVar[bool] = False
-    """Whether the MLP runs where the tokens of the residual stream are, all channels of them, with whole weights."""
+    """Whether the MLP runs on the local tokens of the residual stream, with all channels and replicated weights."""
     single_process: ClassVar[bool] = False
-    """Whether every layout becomes this one with tp = 1."""
+    """Whether this is the layout in effect with tp = 1."""
 
     @property
     def name(self) -> str:
-        """As `parallel.layout` has it."""
+        """Value of `parallel.layout`."""
         name: str = self.config.model_fields["layout"].default
         return name
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Fields of [parallel] that not every layout has."""
+        """Fields of [parallel] that belong to this layout only."""
         return tuple(field for field in self.config.model_fields if field not in ParallelConfig.model_fields)
 
-    # What follows from the placements.
+    # Derived from the placements.
 
     def placement(self, role: str, model: ModelConfig, parallel: ParallelConfig) -> Placement:
-        """Placement of a parameter of this role.
+        """Placement of parameters with this role.
 
-        Key/value heads fewer than p cannot be sharded p ways: every process holds all of them, uses the rows of its own
-        head, and the gradients of the copies are summed once per optimizer step.
+        Fewer than p key/value heads cannot be sharded over p ranks. Every rank holds all of them and uses the rows of its own head;
+        the gradients of the copies are summed once per optimizer step.
         """
         placements = {**_ENDS, **self.placements}
         side, _, factor = role.partition(".")
@@ -162,21 +162,21 @@ class LayoutSpec:
 
     @property
     def communicates_at_bottleneck(self) -> bool:
-        """Whether what the groups communicate are latents: the inner factors are sharded along heads and channels."""
+        """Whether groups communicate latents, because the inner factors are sharded along heads and channels."""
         return self.placements.get("enter.B", WHOLE).dim == 0
 
     @property
     def has_whole_factors(self) -> bool:
-        """Whether every TP process holds all of some factors (which parallel.shard_outer can share out)."""
+        """Whether some factors are replicated over TP ranks (parallel.shard_outer can shard them)."""
         return any(role.endswith((".A", ".B")) and placement.partial for role, placement in self.placements.items())
 
     @property
     def ends_with_comm(self) -> bool:
-        """Whether nothing that the backward pass needs comes after a block's last collective."""
+        """Whether a block ends with a collective: nothing after its last one is needed in the backward pass."""
         return not self.mlp_stays and self.placements["leave.B" if self.low_rank else "leave.W"].dim == 1
 
     def residual_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
-        """Shape of the residual stream of `tokens` tokens on one process."""
+        """Local shape of the residual stream for `tokens` tokens."""
         p = parallel.tp
         return (
             tokens // p if self.residual == "tokens" else tokens,
@@ -184,20 +184,21 @@ class LayoutSpec:
         )
 
     def latent_shape(self, parallel: ParallelConfig, tokens: int, rank: int) -> tuple[int, int]:
-        """Shape of latents of whole width `rank`, as one process holds those that cross to the next block."""
+        """Local shape of latents of rank `rank` that are passed to the next block."""
         p = parallel.tp
         return tokens // p if self.residual == "tokens" else tokens, rank // p if self.shards_rank else rank
 
     def suits(self, model: ModelConfig) -> bool:
-        """Whether it shards models of this family."""
+        """Whether the layout supports this model's family."""
         return self.low_rank in (None, model.low_rank)
 
     def outdone_by(self, model: ModelConfig) -> str:
-        """A layout that never sends more for this model, and does the same work: the planner tries that one. Or empty."""
+        """Name of a layout that does the same work and never sends more for this model, which the planner tries instead; or
+        empty."""
         return ""
 
     def channels_shape(self, model: ModelConfig, parallel: ParallelConfig, tokens: int) -> tuple[int, int]:
-        """Shape of gate, of up and of their product on one process."""
+        """Local shape of gate, up and their product."""
         if self.mlp_stays:
             return tokens // parallel.tp, model.ffn_dim
         return tokens, model.ffn_dim // self.num_shards(parallel)
@@ -205,7 +206,7 @@ class LayoutSpec:
     # Defined by each layout.
 
     def num_shards(self, parallel: ParallelConfig) -> int:
-        """Number of shards of heads, and of channels unless the MLP stays: p, or 1 where they are replicated."""
+        """Number of shards of heads and, unless `mlp_stays`, of channels: p, or 1 if they are replicated."""
         return parallel.tp
 
     def group_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
@@ -213,23 +214,23 @@ class LayoutSpec:
         raise NotImplementedError
 
     def notes(self, model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-        """What tables do not show, a sentence each."""
+        """Facts that the tables do not show, one sentence each."""
         if self.placement("kv.B" if model.low_rank else "kv.W", model, parallel).partial:
             yield (
                 f"model.kv_heads = {model.kv_heads} is less than parallel.tp = {parallel.tp}: each process holds the weights of "
-                "all key/value heads and uses the rows of its own"
+                "all key/value heads and uses those of its own head"
             )
 
     def norm_note(self, parallel: ParallelConfig) -> str:
-        """Where the statistic of a block's RMSNorm comes from, in a few words."""
+        """How a block's RMSNorm statistic is computed, in a few words."""
         return "of whole rows, local"
 
     def variant(self, parallel: ParallelConfig) -> list[str]:
-        """What distinguishes this form of the layout from its default, in words (for titles)."""
+        """Non-default options of the layout, in words, for titles."""
         return []
 
     def rank_fields(self, model: ModelConfig) -> dict[str, int]:
-        """Ranks that p must divide, by their key."""
+        """Bottleneck ranks that p must divide, by configuration key."""
         if not self.shards_rank:
             return {}
         return {"model.rank": model.rank or 0, **{f"model.ranks.{name}": rank for name, rank in model.ranks.items()}}
@@ -237,16 +238,16 @@ class LayoutSpec:
     # The table of collectives.
 
     def comms(self, context: GroupContext) -> list[PlannedComm]:
-        """`group_comms` with the place that they belong to."""
+        """`group_comms`, with `place` set to the name of the group."""
         return [replace(each, place=context.group.name) for each in self.group_comms(context)]
 
     def backward(
         self, comms: Sequence[PlannedComm], policy: str, to_the_end: bool = False
     ) -> Iterator[tuple[str, PlannedComm]]:
-        """(phase, collective) of one block in the order in which its backward pass meets them, with those that it repeats.
+        """(phase, collective) of one block in backward order, including collectives that are recomputed.
 
-        A whole block is repeated when the backward pass first needs something of it, up to the last thing that it needs: a
-        collective at its very end comes before that in the backward pass, and is not repeated unless it goes `to_the_end`.
+        With policy "full-block", the block is recomputed when the backward pass first needs one of its tensors, up to the last
+        tensor needed. A collective at the very end of the block is not recomputed, unless `to_the_end`.
         """
         rest = list(comms)
         if policy == "full-block":

@@ -1,10 +1,10 @@
-"""`vanilla`: Megatron's column -> row sharding applied to the factor pairs, along the rank: the low-rank baseline.
+"""`vanilla`: Megatron's column -> row sharding applied to factor pairs, along the rank. The low-rank baseline.
 
-residual x [T, d]; A [r/p, d_in], B [d_out, r/p]; norms whole; every B ends in a partial sum of full width
-strong, forward a block:     RS(q, k, v onto heads) AG(d) AR(d)    RS(gate, up onto channels) AG(f) AR(d)
-        backward:            AR(d) AG(q, k, v) RS(d)               AR(d) AG(gate, up) RS(f)
-published, forward a block:  AR(d) AR(d) AR(d) AR(d)               AR(f) AR(f) AR(d)
-        backward:            AR(d) AR(d)                           AR(d) AR(f)
+residual x [T, d]; A [r/p, d_in], B [d_out, r/p]; norms replicated; every B yields a partial sum of full width
+strong, forward per block:     RS(q, k, v to heads) AG(d) AR(d)      RS(gate, up to channels) AG(f) AR(d)
+        backward:              AR(d) AG(q, k, v) RS(d)               AR(d) AG(gate, up) RS(f)
+published, forward per block:  AR(d) AR(d) AR(d) AR(d)               AR(f) AR(f) AR(d)
+        backward:              AR(d) AR(d)                           AR(d) AR(f)
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from boost.config.traffic import statistic_dtype
 
 
 class VanillaConfig(ParallelConfig):
-    """Low-rank factors sharded along the rank, the baseline."""
+    """Baseline: low-rank factors sharded along the rank."""
 
     layout: Literal["vanilla"] = "vanilla"
 
@@ -40,7 +40,7 @@ class VanillaConfig(ParallelConfig):
     BOOST paper."""
 
     def problems(self, config: Config) -> Iterator[str]:
-        """The rows of a tensor gate are sharded like the rank."""
+        """The rows of a tensor gate are sharded along with the rank."""
         model, tp = config.model, self.tp
         if model.gate != "tensor" or tp == 1:
             return
@@ -54,7 +54,7 @@ class VanillaConfig(ParallelConfig):
 
 
 class VanillaSpec(LayoutSpec):
-    """Replicated residual, latents sharded along the rank, sums of full width."""
+    """Replicated residual stream, latents sharded along the rank, all-reduces of full width."""
 
     config = VanillaConfig
     runtime = "boost.parallel.layouts.vanilla:Vanilla"
@@ -75,7 +75,7 @@ class VanillaSpec(LayoutSpec):
     head_comms = (SUM_BACKWARD,)
 
     def outdone_by(self, model: ModelConfig) -> str:
-        """4 (d + f) numbers a token and more where 7 r are enough, and a residual stream that is not sharded."""
+        """`btp`, which sends 7 r elements per token instead of 4 (d + f) or more, and shards the residual stream."""
         return "btp"
 
     def num_shards(self, parallel: ParallelConfig) -> int:
@@ -92,14 +92,14 @@ class VanillaSpec(LayoutSpec):
         for _ in group.slots[:1] if parallel.grouping else group.slots:
             yield PlannedComm(SUM_BACKWARD, model.dim)
         yield from self._gate_comms(context)
-        if sharded:  # key/value heads fewer than p are sent to every process that uses them
+        if sharded:  # fewer than p key/value heads: each is sent to every rank that uses it
             least = parallel.tp * model.head_dim
             yield from context.merged(SCATTER_SUM, [max(s.d_out, least) if s.kv else s.d_out for s in group.slots])
         else:
             yield from (PlannedComm(SUM_FORWARD, slot.d_out) for slot in group.slots)
 
     def _gate_comms(self, context: GroupContext) -> Iterator[PlannedComm]:
-        """LaX: all latents of the previous block for a gate that mixes them, and the sums of LayerNorm."""
+        """LaX: gathers all latents of the previous block for a gate that mixes them, and reduces LayerNorm's statistics."""
         if not context.has_latent_gate:
             return
         if context.model.mixes:

@@ -20,9 +20,9 @@ def run_on_all(
     failure: type[Exception] = ProcessFailure,
     group: dist.ProcessGroup | None = None,
 ) -> list[Any]:
-    """Runs `action` on every process and returns all results by rank; if it fails on any, raises `failure` on all of them.
+    """Runs `action` on every process and returns all results by rank. If it fails on any process, raises `failure` on all of them.
 
-    A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`: the
+    A bug (neither OSError nor BoostError) is re-raised unchanged where it happened, and as `failure` on the others. `group`:
     process group for the exchange, by default the run's; a background thread needs its own. With in-step recovery and the run's
     group, `action` is repeated if processes are lost meanwhile.
     """
@@ -38,7 +38,7 @@ def _run_once(
     bug: BaseException | None = None
     try:
         outcome = ("", action())
-    except (Exception, dcp.api.CheckpointException) as error:  # the latter is not an Exception
+    except (Exception, dcp.api.CheckpointException) as error:  # CheckpointException does not derive from Exception
         outcome = (root_cause(error), None)
         if not isinstance(error, OSError | BoostError | MemoryError | dcp.api.CheckpointException):
             bug = error
@@ -59,12 +59,12 @@ def run_on_main(
     failure: type[Exception] = ProcessFailure,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Runs `action` on the main process while the others wait; returns its result, or raises its failure, on all."""
+    """Runs `action` on the main process while the others wait. Returns its result, or raises `failure`, on all processes."""
     return run_on_all(mesh, action if mesh.is_main else lambda: None, failure, group)[0]
 
 
 def root_cause(error: BaseException) -> str:
-    """One line for an error, without the wrapper of torch.distributed.checkpoint."""
+    """The error as one line, unwrapped from torch.distributed.checkpoint's exception."""
     if isinstance(error, dcp.api.CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"process {rank}: {root_cause(cause)}"

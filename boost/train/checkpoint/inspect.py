@@ -1,4 +1,4 @@
-"""Implementation of `boost checkpoint`: lists checkpoints and their state, verifies every byte, rebuilds a lost manifest."""
+"""Implementation of `boost checkpoint`: lists checkpoints and their status, verifies every byte, rebuilds a lost manifest."""
 
 import datetime
 import os
@@ -25,16 +25,16 @@ class CheckpointInfo:
     path: Path
     step: int | None
     status: Status
-    """incomplete: it has no manifest; superseded: a later `--resume PATH` has abandoned its branch."""
+    """incomplete: no manifest; superseded: abandoned by a rollback or a later `--resume PATH`."""
     bytes: int
     saved: datetime.datetime
     problem: str | None = None
-    """What is damaged; or that the manifest was rebuilt, so its digests are not those of the save."""
+    """What is damaged or, for a rebuilt manifest, that its digests are not those of the save."""
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Every checkpoint folder at a path (a run directory, a checkpoints folder, or one checkpoint), in any state,
-    oldest first. Raises CheckpointError if there is none."""
+    """Every checkpoint folder at a path (a run directory, a checkpoints folder, or one checkpoint), whatever its status, oldest
+    first. Raises CheckpointError if there is none."""
     if (path / STATE_FILE).is_file() or (path / MANIFEST_FILE).is_file() or (path / TENSORS).is_dir():
         return [path]
     for folder in (path / "checkpoints", path):
@@ -47,7 +47,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
 
 
 def inspect(path: Path) -> CheckpointInfo:
-    """The state of a checkpoint folder, from its manifest, sizes, state and headers; tensor digests are not computed."""
+    """Inspects a checkpoint folder: manifest, file sizes, state and headers. Does not compute digests."""
     files = [each for each in path.rglob("*") if each.is_file()]
     newest = max((each.stat().st_mtime for each in files), default=path.stat().st_mtime)
     total = sum(each.stat().st_size for each in files)
@@ -68,7 +68,7 @@ def _status(path: Path) -> tuple[Status, str | None]:
 
 
 def _open(path: Path) -> tuple[Checkpoint, Manifest]:
-    """Checks everything except tensor digests. Raises CheckpointError."""
+    """Opens a checkpoint and checks everything except digests. Raises CheckpointError."""
     checkpoint, manifest = open_checkpoint(path), read_manifest(path)
     for name in manifest.root:
         check_size(path, name, manifest)
@@ -77,10 +77,10 @@ def _open(path: Path) -> tuple[Checkpoint, Manifest]:
 
 
 class ByteCheck:
-    """Compares every byte of a checkpoint with its manifest: a sized iterable over chunks, for a progress bar.
+    """Compares every byte of a checkpoint with its manifest. A sized iterable over chunks, for a progress bar.
 
-    The constructor raises CheckpointError if anything but a digest is wrong. After iteration `problems` has a line per file
-    that has changed.
+    The constructor raises CheckpointError if anything other than a digest is wrong. After the iteration, `problems` holds one line
+    per changed file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class ByteCheck:
 
 
 def require_repairable(path: Path) -> Checkpoint:
-    """Raises CheckpointError unless the only problem of a checkpoint is a missing or unreadable manifest."""
+    """Raises CheckpointError unless a missing or unreadable manifest is the only problem of a checkpoint."""
     if not (path / STATE_FILE).is_file() or not (path / TENSORS).is_dir():
         raise CheckpointError(
             f"'{path}' has no {STATE_FILE} and {TENSORS}; name the step-... folder whose manifest is lost"
@@ -116,7 +116,7 @@ def require_repairable(path: Path) -> Checkpoint:
         try:
             manifest = read_manifest(path)
         except DamagedCheckpointError:
-            pass  # unreadable: as good as lost
+            pass  # unreadable is the same as missing
         else:
             for name in sorted(manifest.root):
                 check_size(path, name, manifest)
@@ -133,7 +133,7 @@ def require_repairable(path: Path) -> Checkpoint:
 
 
 def rebuild_manifest(path: Path) -> Manifest:
-    """Writes a manifest of the current files, marked as repaired. Raises CheckpointError as `require_repairable`."""
+    """Writes a manifest of the current files, marked as repaired. Raises CheckpointError like `require_repairable`."""
     require_repairable(path)
     today = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     entries = {name: entry_of(path / name).model_copy(update={"repaired": today}) for name in _own_files(path)}
@@ -147,7 +147,7 @@ def rebuild_manifest(path: Path) -> Manifest:
 
 
 def _own_files(path: Path) -> list[str]:
-    """Files that a save writes; hidden files are ignored."""
+    """Files written by a save, without hidden files."""
     tensors = [each for each in sorted((path / TENSORS).glob("*.safetensors")) if not each.name.startswith(".")]
     texts = [each for each in sorted(path.glob("*.json")) if each.name != MANIFEST_FILE]
     return [each.relative_to(path).as_posix() for each in (*texts, *tensors)]

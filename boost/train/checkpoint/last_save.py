@@ -1,4 +1,4 @@
-"""The last save of a run: no later save would preserve the weights, so it retries and falls back to another folder."""
+"""The last save of a run. If it fails, the weights are lost, so it retries and falls back to another folder."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ def save_with_retries(
     warn: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> SavedCheckpoint:
-    """Saves to `folder`; while that fails, retries for `minutes`, with one warning per attempt, then saves to `fallback`.
+    """Saves to `folder`. If that fails, retries for `minutes` with one warning per attempt, then saves to `fallback`.
 
-    `urgent`: the process may be killed soon, so the fallback comes before the retries. The schedule counts waits, not time,
-    so that all processes follow it without communication. Raises StorageError if everything failed.
+    `urgent`: the process may be killed soon, so `fallback` is tried before the retries. The schedule counts waits, not time, so
+    that all processes follow it without communication. Raises StorageError if everything failed.
     """
     try:
         return save(folder)
@@ -46,7 +46,7 @@ def save_with_retries(
 
 
 def retry_waits(minutes: float) -> Iterator[float]:
-    """Seconds before each retry: doubling up to a minute, `minutes` in total."""
+    """Seconds before each retry: doubles up to one minute, `minutes` in total."""
     left, wait = 60 * minutes, FIRST_WAIT_S
     while left > 0:
         yield min(wait, left)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and digest of every file. Other files are never opened."""
+"""The manifest of a checkpoint: size and digest of every file. Files that it does not list are never opened."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ def new_digest() -> hashlib.blake2b:
 
 
 class FileEntry(BaseModel):
-    """The entry of one file."""
+    """Manifest entry of one file."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     bytes: Annotated[int, Field(ge=0)]
     blake2b: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
     repaired: str | None = None
-    """When 'boost checkpoint repair-metadata' computed the digest; None: it is from the save."""
+    """Time at which 'boost checkpoint repair-metadata' computed the digest; None: the digest is from the save."""
 
 
 class Manifest(RootModel[dict[str, FileEntry]]):
@@ -50,7 +50,7 @@ class Manifest(RootModel[dict[str, FileEntry]]):
 
     @property
     def repaired(self) -> str | None:
-        """When the manifest was rebuilt, if it was."""
+        """Time at which the manifest was rebuilt; None if it is from the save."""
         return next((entry.repaired for entry in self.root.values() if entry.repaired), None)
 
     def strays(self, path: Path) -> list[str]:
@@ -59,13 +59,13 @@ class Manifest(RootModel[dict[str, FileEntry]]):
         return sorted(present - self.root.keys() - {MANIFEST_FILE})
 
     def write(self, folder: Path, name: str = MANIFEST_FILE) -> None:
-        """Writes and syncs manifest.json, or the same under another name."""
+        """Writes the manifest to `name` in `folder` and syncs it to disk."""
         text = json.dumps(self.model_dump(exclude_none=True), indent=2, sort_keys=True)
         write_synced(folder / name, text.encode())
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises DamagedCheckpointError."""
+    """Reads the manifest of a checkpoint. Raises DamagedCheckpointError."""
     try:
         return Manifest.model_validate(read_json(path / MANIFEST_FILE))
     except ValidationError as error:
@@ -93,12 +93,12 @@ def check_size(path: Path, name: str, manifest: Manifest) -> None:
 
 
 def entry_of(file: Path) -> FileEntry:
-    """The entry of a file on disk."""
+    """Computes the manifest entry of a file on disk."""
     return FileEntry(bytes=file.stat().st_size, blake2b=file_digest(file))
 
 
 def entries_of(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Entries of files on disk, after syncing each."""
+    """Syncs files to disk and computes their manifest entries."""
     entries = {}
     for name in names:
         sync(folder / name)
@@ -113,7 +113,7 @@ def file_digest(file: Path) -> str:
 
 
 def write_synced(file: Path, content: bytes) -> FileEntry:
-    """Writes a new file and syncs it to disk; returns its entry."""
+    """Writes a new file, syncs it to disk, and returns its manifest entry."""
     with file.open("xb") as stream:
         stream.write(content)
         stream.flush()
@@ -133,7 +133,7 @@ def sync(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises DamagedCheckpointError."""
+    """Reads a JSON object. Raises DamagedCheckpointError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"'{path}' cannot be read: {error.strerror}") from None
     except RecursionError:
         raise DamagedCheckpointError(f"'{path}' is damaged: nested too deeply") from None
-    except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
+    except ValueError as error:  # not UTF-8, not JSON, or a number with thousands of digits
         raise DamagedCheckpointError(f"'{path}' is damaged: {error}") from None
     if not isinstance(value, dict):
         raise DamagedCheckpointError(f"'{path}' is damaged: it is not a JSON object")
@@ -150,7 +150,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem of a validation, in a few words."""
+    """The first problem of a validation error, in a few words."""
     problem = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else str(problem["msg"]).removeprefix("Value error, ")

@@ -28,11 +28,11 @@ from boost.train.model import Model
 log = logging.getLogger("boost")
 
 INIT_ONLY_FIELDS = ("factor_init", "init_std")
-"""Fields of [model] that affect initial weights only."""
+"""Fields of [model] that only affect the initial weights."""
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """Reads only the tensor files in a manifest, and no others in the folder."""
+    """Reads only the tensor files listed in a manifest."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(str(path / TENSORS))
@@ -48,10 +48,10 @@ class _ListedFiles(FileSystem):
 
 
 def verify(checkpoint: Checkpoint, mesh: Mesh) -> Shards:
-    """Validates the structure of a checkpoint and compares every file with its manifest; the files are distributed over the
+    """Validates the structure of a checkpoint and compares every file with its manifest. The files are distributed over the
     processes. Returns the shards of its tensors.
 
-    Raises DamagedCheckpointError on every process, naming a file that has changed.
+    Raises DamagedCheckpointError on every process, naming a damaged file.
     """
     path = checkpoint.path
 
@@ -67,7 +67,7 @@ def verify(checkpoint: Checkpoint, mesh: Mesh) -> Shards:
 
 
 def load_weights(checkpoint: Checkpoint, model: Model, mesh: Mesh) -> None:
-    """Loads weights into a model with any mesh, layout and dtype. Raises CheckpointError."""
+    """Loads weights into a model on any mesh, in any layout and dtype. Raises CheckpointError."""
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     _load(checkpoint, named_slices(model, mesh), verify(checkpoint, mesh), mesh)
 
@@ -77,12 +77,12 @@ def load_training_state(checkpoint: Checkpoint, model: Model, optimizer: Optimiz
     saved_by = checkpoint.config.optim.name
     if saved_by != optimizer.name:
         raise CheckpointError(
-            f"'{checkpoint.path}' holds the optimizer state of optim.name = '{saved_by}', which '{optimizer.name}' cannot use; "
+            f"'{checkpoint.path}' holds optimizer state of optim.name = '{saved_by}', which '{optimizer.name}' cannot use; "
             f"resume with optim.name = '{saved_by}', or choose another run.dir"
         )
     run_on_all(mesh, lambda: require_fits(checkpoint, model.model), CheckpointError)
     shards = verify(checkpoint, mesh)
-    # A process that did not exist in the saved mesh keeps the RNG state from its own seed.
+    # A process that did not exist in the saved mesh keeps the RNG state of its own seed.
     states = {key: value for key, value in random_states(mesh).items() if key in shards}
     for part in optimizer.parts():
         _load(checkpoint, named_slices(model, mesh, [part]) | states, shards, mesh)
@@ -97,7 +97,7 @@ def require_fits(checkpoint: Checkpoint, wanted: ModelConfig) -> None:
     for field in type(wanted).model_fields:
         if field not in INIT_ONLY_FIELDS and getattr(saved, field) != getattr(wanted, field):
             raise CheckpointError(
-                f"'{checkpoint.path}' has another model: model.{field} = {getattr(saved, field)!r} there, "
+                f"'{checkpoint.path}' has a different model: model.{field} = {getattr(saved, field)!r} there, "
                 f"{getattr(wanted, field)!r} here; set model.{field} = {getattr(saved, field)!r} or use another checkpoint"
             )
     assert {p.name for p in parameters(saved)} == {p.name for p in parameters(wanted)}

@@ -1,4 +1,4 @@
-"""This process's slices of a checkpoint's tensors: weights and moments under mathematical names, and RNG states."""
+"""This process's slices of a checkpoint's tensors: weights and moments by parameter name, and RNG states."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ def _local_slice(kind: str, local: Tensor, fused: FusedParam, param_slice: Param
 
 
 def named_slices(model: Model, mesh: Mesh, parts: Iterable[Part] = ()) -> dict[str, Tensor]:
-    """The same for torch.distributed.checkpoint, by name: of one part at most."""
+    """`local_slices` as a state dict for torch.distributed.checkpoint. At most one part, because names must be unique."""
     return {s.name: TensorSlice(s.local, s.shape, s.offsets) for s in local_slices(model, mesh, parts)}
 
 
 def random_states(mesh: Mesh) -> dict[str, Tensor]:
-    """RNG states of this process by their names in a checkpoint."""
+    """RNG states of this process, by their names in a checkpoint."""
     states = {f"rng.cpu.{mesh.rank}": torch.get_rng_state()}
     if mesh.device.type == "cuda":
         states[f"rng.cuda.{mesh.rank}"] = torch.cuda.get_rng_state(mesh.device)
@@ -66,7 +66,7 @@ def restore_random_states(states: dict[str, Tensor]) -> None:
 
 
 def _offsets(fused: FusedParam, param_slice: ParamSlice, mesh: Mesh) -> tuple[int, ...]:
-    """Offsets of a slice in its parameter: after the slices of lower TP ranks and the rows of other replicas."""
+    """Offsets of a slice in its parameter: they skip the shards of lower TP ranks and the rows held by other replicas."""
     offsets = [0] * len(param_slice.parameter.shape)
     if fused.placement.dim is not None:
         offsets[fused.placement.dim] = mesh.tp.rank * (param_slice.parameter.shape[fused.placement.dim] // mesh.tp.size)

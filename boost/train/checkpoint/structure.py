@@ -1,7 +1,7 @@
-"""Validates the headers of all tensor files of a checkpoint before anything is read.
+"""Validates the headers of all tensor files of a checkpoint before any tensor is read.
 
-A digest proves that a file matches its manifest, not that it is valid. Here each header is checked against its file
-(offsets, sizes, dtypes) and all of them against the model: global shapes, and shards that cover each tensor exactly once.
+A digest proves that a file matches its manifest, not that it is valid. This module checks each header against its file (offsets,
+sizes, dtypes) and all headers against the model: global shapes, and shards that cover each tensor exactly once.
 """
 
 import json
@@ -21,11 +21,11 @@ from boost.errors import DamagedCheckpointError
 from boost.train.checkpoint.manifest import Manifest, first_problem
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-"""Dtypes that a checkpoint may contain, by their names in safetensors."""
+"""Bytes per element of the dtypes that a checkpoint may contain, by safetensors name."""
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
+"""Limit of the safetensors library."""
 SHARDING = "DCP_SHARDING_INFO"
-"""Metadata key from which torch.distributed.checkpoint reads the offsets of shards: JSON in a string."""
+"""Metadata key under which torch.distributed.checkpoint stores the offsets of shards, as a JSON string."""
 OFFSETS = "saved_offsets"
 
 Index = Annotated[int, Field(ge=0, lt=2**62)]
@@ -45,7 +45,7 @@ _SHARDING = TypeAdapter(dict[str, dict[str, list[Annotated[Index, Field(strict=T
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A rectangle of a tensor in a file."""
+    """A rectangular shard of a tensor in a file."""
 
     file: str
     dtype: str
@@ -54,7 +54,7 @@ class StoredShard:
 
 
 Shards = Mapping[str, list[StoredShard]]
-"""Shards of each tensor, by its name."""
+"""Shards of each tensor, by tensor name."""
 
 
 def read_structure(path: Path, manifest: Manifest, model: ModelConfig) -> Shards:
@@ -97,7 +97,7 @@ def _read_header(path: Path, name: str) -> Iterator[tuple[str, StoredShard]]:
 
 
 def _header_json(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the number of bytes after it."""
+    """Returns the header of a safetensors file and the number of bytes after it."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -134,7 +134,7 @@ def _check_coverage(path: Path, shards: Shards, shapes: Mapping[str, tuple[int, 
 
 
 def coverage_problem(shape: tuple[int, ...], shards: list[StoredShard]) -> str | None:
-    """Why these shards are not an exact cover of a tensor of this shape; None if they are."""
+    """Why the shards do not cover a tensor of this shape exactly once; None if they do."""
     for shard in shards:
         if len(shard.shape) != len(shape):
             return f"a shard of shape {list(shard.shape)} in a tensor of shape {list(shape)} ({shard.file})"
@@ -143,7 +143,7 @@ def coverage_problem(shape: tuple[int, ...], shards: list[StoredShard]) -> str |
     covered = sum(math.prod(shard.shape) for shard in shards)
     if covered != math.prod(shape):
         return f"its shards hold {covered} numbers instead of {math.prod(shape)}"
-    # Boxes [shards, dims]; two overlap where their intervals do in every dimension.
+    # Boxes [shards, dims]. Two boxes overlap if their intervals overlap in every dimension.
     begin = np.array([shard.offsets for shard in shards], dtype=np.int64).reshape(len(shards), -1)
     end = begin + np.array([shard.shape for shard in shards], dtype=np.int64).reshape(len(shards), -1)
     for i in range(len(shards) - 1):

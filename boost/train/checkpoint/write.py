@@ -1,4 +1,5 @@
-"""Writing a snapshot: every process its shard, digested as it is written; then state and manifest; then one rename."""
+"""Writes a snapshot: every process writes and hashes its shard, then the main process writes state and manifest and renames the
+folder."""
 
 import json
 import os
@@ -32,12 +33,12 @@ from boost.train.checkpoint.snapshot import Snapshot
 from boost.train.checkpoint.structure import OFFSETS, SHARDING
 
 CHUNK_BYTES = 1 << 20
-"""Checked, written and digested at a time: fits a core's cache, and the interpreter is free meanwhile."""
+"""Bytes checked, written and hashed at a time. Fits in a core's cache; writing and hashing release the GIL."""
 _DTYPES = {
     torch.float64: ("F64", np.float64),
     torch.float32: ("F32", np.float32),
     torch.float16: ("F16", np.float16),
-    torch.bfloat16: ("BF16", np.uint16),  # numpy has none: the bits
+    torch.bfloat16: ("BF16", np.uint16),  # raw bits: numpy has no bfloat16
     torch.uint8: ("U8", np.uint8),
 }
 _BF16_EXPONENT = 0x7F80
@@ -50,16 +51,16 @@ class SavedCheckpoint:
     step: int
     path: Path
     warnings: tuple[str, ...] = ()
-    """What a person should know of the folder."""
+    """Warnings about the folder, for the user."""
 
 
 def write_snapshot(
     folder: Path, snapshot: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None = None
 ) -> SavedCheckpoint:
-    """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: for exchanges between them.
+    """Writes the snapshots of all processes as one complete checkpoint in `folder`. `group`: process group for their communication.
 
-    Raises StorageError on every process if any of them could not write, NonFiniteError if any holds a value that is not
-    finite; the partial checkpoint is then removed, and earlier checkpoints are untouched.
+    Raises StorageError on every process if one of them could not write, NonFiniteError if one of them holds a value that is not
+    finite. The partial checkpoint is then removed, and earlier checkpoints are untouched.
     """
     final = checkpoint_path(folder, snapshot.step)
     temporary: Path | None = None
@@ -80,13 +81,13 @@ def write_snapshot(
 
 
 def finalize(temporary: Path, final: Path) -> None:
-    """Completes a checkpoint written by one process: adds the manifest and renames it, replacing an earlier one."""
+    """Completes a checkpoint written by one process: adds the manifest and renames the folder, replacing an earlier checkpoint."""
     names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
     _publish(temporary, final, Manifest(entries_of(temporary, names)))
 
 
 def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[str, FileEntry], str | None]:
-    """Writes this process's tensors. Returns the entries of its files, or what is wrong with the tensors."""
+    """Writes this process's tensors. Returns the manifest entries of its files, or a description of what is wrong with a tensor."""
     where, entries = f" on process {mesh.rank}" if mesh.size > 1 else "", {}
     try:
         for number, slices in enumerate(_files(snapshot.slices)):
@@ -101,7 +102,7 @@ def _write_shard(temporary: Path, snapshot: Snapshot, mesh: Mesh) -> tuple[dict[
 
 
 def _files(slices: list[LocalSlice]) -> list[list[LocalSlice]]:
-    """The slices of each file: one file, unless there are several slices of one tensor, whose name a file has once."""
+    """Distributes the slices over files. One file is enough unless a tensor has several slices: names are unique within a file."""
     files: list[list[LocalSlice]] = [[]]
     seen: Counter[str] = Counter()
     for each in slices:
@@ -113,7 +114,7 @@ def _files(slices: list[LocalSlice]) -> list[list[LocalSlice]]:
 
 
 def _write_tensors(stream: BinaryIO, slices: list[LocalSlice]) -> FileEntry:
-    """Writes a safetensors file, with the offsets of shards as torch.distributed.checkpoint expects them, and syncs it."""
+    """Writes and syncs a safetensors file, with the offsets of shards in the metadata that torch.distributed.checkpoint expects."""
     digest, written = new_digest(), 0
     for tensor in (None, *slices):
         data = _raw(tensor.local) if tensor else np.frombuffer(_header(slices), dtype=np.uint8)
@@ -149,7 +150,7 @@ def _header(slices: list[LocalSlice]) -> bytes:
 
 
 def _raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor; of one in host memory, without a copy if it is contiguous."""
+    """The bytes of a tensor, without a copy if it is contiguous and in host memory."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -170,14 +171,14 @@ def _complete(temporary: Path, final: Path, snapshot: Snapshot, entries: dict[st
 
 
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> list[str]:
-    """Adds the manifest and renames the folder; returns warnings. From the rename on, the checkpoint is complete."""
+    """Adds the manifest and renames the folder, which makes the checkpoint complete. Returns warnings."""
     manifest.write(temporary)
     sync(temporary / TENSORS)
     sync(temporary)
     replaced, warnings = make_room(final)
     temporary.rename(final)
     sync(final.parent)
-    assert (final / MANIFEST_FILE).is_file(), "a checkpoint's name belongs to complete folders only"
+    assert (final / MANIFEST_FILE).is_file(), "only complete checkpoints have a final name"
     if replaced and (problem := remove(replaced)):
         warnings.append(f"'{replaced}' cannot be removed entirely: {problem}")
     return warnings
