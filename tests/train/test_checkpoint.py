@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     _, path = save(tmp_path, mesh_config(1))
     other = toy.toy_config("float64", model={"rank": 4})
     decoder, mesh = toy.toy_decoder(other)
-    with pytest.raises(CheckpointError, match=r"another model: model.rank = 8 there, 4 here"):
+    with pytest.raises(CheckpointError, match=r"a different model: model.rank = 8 there, 4 here"):
         ckpt.load_weights(ckpt.open_checkpoint(path), decoder, mesh)
 
 
