@@ -107,7 +107,7 @@ def commands() -> str:
             f"| [`boost {choice.dest}`](#boost-{choice.dest.replace(' ', '-')}) | {escaped(choice.help or '')} |"
         )
     codes = "0 done, 2 a mistake in the input, 3 training or a check failed, 75 try again"
-    lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#starting-again))."]
+    lines += ["", f"Errors are one line on stderr. Exit codes: {codes} ([details](../clusters.md#restarting))."]
     for name, command in group.choices.items():
         lines += ["", *command_section(f"boost {name}", command, 2)]
     return "\n".join(lines) + "\n"
