@@ -54,7 +54,7 @@ def test_compare(
     assert code == 0 and max(map(len, plain)) <= columns
     rows = {line.rsplit(None, 3)[0]: line.split()[-3:] for line in plain if len(line.split()) >= 4}
     assert rows["steps"] == ["20/20", "10/20", "7/20"] and rows["state"] == ["done", "stopped", "failed"]
-    assert rows["tokens"] == ["1,280", "640", "448"]
+    assert rows["tokens"] == ["1.28k", "640", "448"]
     assert rows["optim.lr"][1] == "0.5" and rows["model.family"] == ["svd", "cola", "cola"]
     assert "['[red]x']" in out and "train.steps" not in out
     assert f"B  {runs[1]}: stopped (SIGTERM)" in out and "1 damaged line of" in out

@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
 ) -> None:
     tmp_path.joinpath("profile").write_text("in the way")
     assert fitted(store, tmp_path, profile=[2, 2]).parent.read_text() == "in the way"
-    assert "the timeline of steps 2 to 2 was not written" in caplog.text
+    assert "cannot write the timeline of steps 2 to 2" in caplog.text
 
 
 def profiled(store: str, run: str) -> tuple[list[str], float, float]:
