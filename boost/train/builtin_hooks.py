@@ -174,7 +174,8 @@ class PeriodicCheckpoint(Hook):
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         found = BestCheckpoint(event.metrics.step, event.metrics.heldout_loss)
-        lowest = self._best is None or found.heldout_loss < self._best.heldout_loss
+        # The candidate counts too: its save may still be in flight.
+        lowest = all(found.heldout_loss < each.heldout_loss for each in (self._best, self._candidate) if each)
         if _comparable(event, self.train) and lowest and math.isfinite(found.heldout_loss):
             self._candidate = found
             if trainer.at_end and self._saved_step == found.step:  # the final evaluation follows the last save
