@@ -118,7 +118,7 @@ def test_a_margin_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts(capsys, *SMALL, "--memory-margin", "20%")["best"]["memory_margin"] == 0.2
     with pytest.raises(SystemExit):
         main(["plan", *SMALL, "--memory-margin", "110%"])
-    assert "as in 8% or 0.08" in capsys.readouterr().err
+    assert "examples: 8%, 0.08" in capsys.readouterr().err
 
 
 @pytest.mark.slow
