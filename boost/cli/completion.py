@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def completion_parser() -> argparse.ArgumentParser:
-    """Builds the parser for completion: `plan calibrate` is nested in `plan`, every configuration key is an option, files are marked."""
+    """Builds the parser for completion: nests `plan calibrate` in `plan`, adds every configuration key, marks files."""
     from boost.cli.main import build_parser
 
     parser = build_parser(group=_nested)

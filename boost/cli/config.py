@@ -85,7 +85,8 @@ def _print_presets(as_json: bool) -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)  # to fit in 80 columns
     short = {"parameters": "params", "seq_len": "seq"}
-    narrow = ("ffn_dim", "heads", "tp", "pp") if console.width < TABLE_WIDTH else ()  # 'boost config PRESET' prints them
+    # Narrow terminals omit some columns; 'boost config PRESET' prints them.
+    narrow = ("ffn_dim", "heads", "tp", "pp") if console.width < TABLE_WIDTH else ()
     columns = [column for column in rows[0] if column != "what" and column not in narrow]
     for column in columns:
         table.add_column(

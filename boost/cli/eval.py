@@ -13,9 +13,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "eval",
         help="evaluate a checkpoint on held-out text, or on tasks",
-        description="Computes cross-entropy, perplexity and bits per byte over every token of a split, and the unigram entropy of the\n"
-        "same text as a baseline. Works with checkpoints from any mesh and layout. With --tasks, runs tasks of\n"
-        "lm-evaluation-harness instead.",
+        description="Computes cross-entropy, perplexity and bits per byte over every token of a split, and the unigram entropy\n"
+        "of the same text as a baseline. Works with checkpoints from any mesh and layout.\n"
+        "With --tasks, runs tasks of lm-evaluation-harness instead.",
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
@@ -32,7 +32,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--batch", type=int, default=0, metavar="N", help="sequences per batch (default: train.micro_batch)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=0, metavar="N", help="evaluate about N tokens, spread evenly over the split (default: all)"
+        "--max-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="evaluate about N tokens, spread evenly over the split (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_task_arguments(parser)

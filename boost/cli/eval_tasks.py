@@ -19,7 +19,9 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install 'boost-llm[tasks]')")
     group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
     group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files)")
-    group.add_argument("--fewshot", type=int, metavar="N", help="few-shot examples per question (default: set by the task)")
+    group.add_argument(
+        "--fewshot", type=int, metavar="N", help="few-shot examples per question (default: set by the task)"
+    )
     group.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N questions of each task")
 
 
@@ -59,7 +61,7 @@ def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
     if bos is None and eos is None:
         raise ConfigError(
-            f"'{checkpoint.path}' has no start-of-document token, which --tasks requires; import it again with a tokenizer that has one"
+            f"'{checkpoint.path}' has no start-of-document token, which --tasks requires; import it with one"
         )
     tokenizer = load_tokenizer(checkpoint.tokenizer)
     batch = args.batch or config.train.micro_batch
@@ -122,7 +124,7 @@ def _print(results: Any, args: argparse.Namespace, path: str, step: int) -> None
 
 
 def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one row per task and metric. The harness writes keys as 'metric,filter', and standard errors as 'metric_stderr,filter'."""
+    """Returns one row per task and metric. The harness uses the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
     for task, values in results.items():
         for key, value in values.items():

@@ -11,9 +11,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Writes weights, configuration, tokenizer and a model card, for AutoModelForCausalLM.from_pretrained of transformers.\n"
-        "dense, and svd with merged factors, become a stock LlamaForCausalLM. cola uses the official CoLA format, all others use\n"
-        "our own; both include a modeling file (trust_remote_code=True).",
+        description="Writes weights, configuration, tokenizer and a model card that transformers loads with\n"
+        "AutoModelForCausalLM.from_pretrained. dense, and svd with merged factors, become a stock LlamaForCausalLM.\n"
+        "cola uses the official CoLA format, and all others use our own; both include a modeling file\n"
+        "(trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
@@ -30,7 +31,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
     )
-    parser.add_argument("--no-merge", action="store_true", help="svd: keep A and B instead of merging them into W = B A")
+    parser.add_argument(
+        "--no-merge", action="store_true", help="svd: keep A and B instead of merging them into W = B A"
+    )
     parser.add_argument(
         "--own-format",
         action="store_true",
@@ -38,7 +41,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     add_file_size(parser)
     parser.add_argument(
-        "--push", metavar="USER/NAME", help="also upload the folder to the Hugging Face Hub (log in first: hf auth login)"
+        "--push",
+        metavar="USER/NAME",
+        help="also upload the folder to the Hugging Face Hub (log in first: hf auth login)",
     )
     parser.add_argument("--private", action="store_true", help="with --push: make a new repository private")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -19,10 +19,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "import",
         help="convert LLaMA or CoLA weights to a checkpoint",
-        description="Converts a Hugging Face folder with safetensors weights (stock LLaMA, the official CoLA class, or a folder written by\n"
-        "'boost export') to a checkpoint at step 0, for 'boost eval', 'boost generate' and 'boost train --start-from'.\n"
-        "--family svd factorizes dense weights, from a folder or a checkpoint, by truncated SVD and reports the error of each\n"
-        "linear.",
+        description="Converts a Hugging Face folder with safetensors weights (stock LLaMA, the official CoLA class, or the output\n"
+        "of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and 'train --start-from'.\n"
+        "--family svd factorizes dense weights, from a folder or a checkpoint, by truncated SVD and reports the\n"
+        "error of each linear.",
         epilog="examples:\n"
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
@@ -34,9 +34,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "source", metavar="DIR", help="Hugging Face folder; with --family svd, also a boost run or checkpoint"
     )
-    parser.add_argument(
-        "--out", required=True, metavar="CHECKPOINT", help="output folder; must be empty or not exist"
-    )
+    parser.add_argument("--out", required=True, metavar="CHECKPOINT", help="output folder; must be empty or not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
@@ -50,7 +48,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="svd: fraction of the squared singular values to keep, such as 0.95",
     )
     parser.add_argument(
-        "--multiple", type=int, default=1, metavar="N", help="with --energy: round ranks up to a multiple of N (default 1)"
+        "--multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --energy: round ranks up to a multiple of N (default 1)",
     )
     parser.add_argument(
         "--device",

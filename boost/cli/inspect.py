@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "inspect",
         help="show how a model is sharded, and its collectives",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
-        description="Prints the local shape of each weight on one TP rank, and every collective of an optimizer step with its shape\n"
-        "and bytes. Starts no processes. Tests check the runtime against this table.",
+        description="Prints the local shape of each weight on one TP rank, and every collective of an optimizer step with\n"
+        "its shape and bytes. Starts no processes. Tests check the runtime against this table.",
         epilog="examples:\n"
         "  boost inspect demo                                     the demo preset\n"
         "  boost inspect boost-7b --layout btp-sp --tp 8\n"
@@ -343,7 +343,9 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
             )
     table.add_row("total", *(format_bytes(sum(side.values())) for side in sides), style="bold")
     print_table(console, table)
-    console.print(Text(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes."))
+    console.print(
+        Text(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes.")
+    )
     if measured:
         console.print("Measured on fake tensors, without the allocator's rounding.")
     else:

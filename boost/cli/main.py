@@ -91,7 +91,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         if args.debug:
             raise
         print_error(str(error))
-        return _leave(error.exit_code)
+        return _exit_code(error.exit_code)
     except BrokenPipeError:
         # Closing the pipe early (`boost config --fields | head`) is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -100,10 +100,10 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
         if args.debug:
             raise
         print_error(f"{error.filename or 'file system'}: {error.strerror or error}")
-        return _leave(StorageError.exit_code)
+        return _exit_code(StorageError.exit_code)
     except KeyboardInterrupt:
         print_error("interrupted")
-        return _leave(130)
+        return _exit_code(130)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -127,8 +127,8 @@ def print_error(message: str) -> None:
     print(f"boost: error: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
-def _leave(code: int) -> int:
-    """Returns `code`, or exits immediately if a process group is open, because NCCL's shutdown would wait for the other processes."""
+def _exit_code(code: int) -> int:
+    """Returns `code`. Exits immediately if a process group is open, because NCCL's shutdown would wait for other processes."""
     if "torch" in sys.modules:
         import torch.distributed as dist
 

@@ -42,8 +42,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="find the fastest layout, mesh and batch for your GPUs",
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
-        description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and explains why\n"
-        "the others lose. Predicts only: starts no processes and takes seconds.",
+        description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"
+        "explains why the others lose. Predicts only: starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost per 1B tokens\n"
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--stack",
         choices=("boost", "eager", "compiled", "fused"),
         default="boost",
-        help="software stack to predict: boost train (default), eager or compiled PyTorch, or fused as in Megatron-LM (dense models)",
+        help="software to predict: boost train (default), eager or compiled PyTorch, or fused as in Megatron-LM (dense models)",
     )
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")

@@ -21,7 +21,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 1b --gpu local.toml --gpus 2 --global-batch 64",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("local.toml"), metavar="FILE", help="profile to write (default: local.toml)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("local.toml"), metavar="FILE", help="profile to write (default: local.toml)"
+    )
     parser.add_argument(
         "--nproc",
         type=int,
@@ -37,7 +39,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller shapes: a rough profile in seconds")
-    parser.add_argument("--force", action="store_true", help="write the profile even if the fit is too poor to be useful")
+    parser.add_argument(
+        "--force", action="store_true", help="write the profile even if the fit is too poor to be useful"
+    )
     return parser
 
 

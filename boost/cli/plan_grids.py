@@ -29,9 +29,7 @@ def by_tokens(args: argparse.Namespace, request: Request) -> int:
             f"{args.model} does not fit on {args.gpus} x {args.gpu} without a pipeline; add --parallel.pp"
         )
     print_by_tokens(args, request, rows)
-    subtitle = (
-        f"On {args.gpus} x {args.gpu}: the fastest configuration per cell, and its time relative to the fastest in the row"
-    )
+    subtitle = f"On {args.gpus} x {args.gpu}: the fastest configuration per cell, and its time relative to the fastest in the row"
     title = f"Layout by tokens per step and TP size: {args.model}, {request.base.model.title}"
     _draw(args, lambda: tokens_grid.picture(title, subtitle, rows))
     return 0

@@ -328,4 +328,8 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
     print_table(out, table)
-    out.print(Text("\nThe global batch is two micro-batches per replica and stage. With a pipeline, larger batches are faster."))
+    out.print(
+        Text(
+            "\nThe global batch is two micro-batches per replica and stage. With a pipeline, larger batches are faster."
+        )
+    )

@@ -34,7 +34,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="compare with the public record instead: published speeds, by source and GPU",
     )
-    parser.add_argument("--measure", action="store_true", help="measure steps on this machine first (takes a few minutes)")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure steps on this machine first (takes a few minutes)"
+    )
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="hardware profile of this machine, for --measure")
     parser.add_argument("--write", action="store_true", help="write the report (implied by --measure)")
     parser.add_argument(

@@ -52,8 +52,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
     parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
-    parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)")
-    parser.add_argument("--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)")
+    parser.add_argument(
+        "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
+    )
     parser.add_argument(
         "--tokenizer",
         default="train:4096",
@@ -71,7 +75,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="field or column with the text (default: %(default)s)",
     )
     parser.add_argument(
-        "--heldout", type=float, default=0.02, metavar="FRACTION", help="fraction of the documents to hold out (default: %(default)s)"
+        "--heldout",
+        type=float,
+        default=0.02,
+        metavar="FRACTION",
+        help="fraction of the documents to hold out (default: %(default)s)",
     )
     parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
     parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")

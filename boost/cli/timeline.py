@@ -14,8 +14,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "timeline",
         help="draw a recorded step: computation and communication",
-        description="Draws a step recorded by --train.profile: when each process computes, when its collectives are in flight, and\n"
-        "how much of that time overlaps with computation. You can also open the traces themselves in ui.perfetto.dev.",
+        description="Draws a step recorded by --train.profile: when each process computes, when its collectives are in flight,\n"
+        "and how much of that time overlaps with computation. You can also open the traces themselves in ui.perfetto.dev.",
         epilog="examples:\n"
         "  boost train demo --train.steps 20 --train.profile '[10, 12]'\n"
         "  boost timeline runs/demo\n"

@@ -101,12 +101,12 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
         torch.set_num_threads(1)  # because `launch` forks
     # Check before starting processes, which takes seconds.
     run = RunDirectory(config.run.dir)
-    comes_back = config.run.recovery == "in-step" and not launches  # perhaps: the main process checks it if the run is new
-    if not comes_back:
+    may_rejoin = config.run.recovery == "in-step" and not launches  # the main process of a new run checks instead
+    if not may_rejoin:
         require_unlocked(run.path)
-    if not comes_back and not run.continued_by(args.resume):
+    if not may_rejoin and not run.continued_by(args.resume):
         run.require_empty()
-    if args.resume == "auto" and not comes_back:
+    if args.resume == "auto" and not may_rejoin:
         require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), args.restart)
     tracker_modules(config)
     store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     if not launches:
         return train_process(*work)
     if request.requested:
-        print(f"stopped by {request.name} during startup, before the first step; nothing is lost")
+        print(f"stopped by {request.name} in start-up, before any step; nothing is lost")
         return 0
     return launch(
         train_process,

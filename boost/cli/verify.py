@@ -36,11 +36,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="number of processes (default: CONFIG's mesh, or one per GPU, or 2 on CPUs)"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of processes (default: CONFIG's mesh, or one per GPU, or 2 on CPUs)",
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="run only these sections")
     parser.add_argument(
-        "--family", choices=tuple(ModelConfig.choices), help="model family whose layouts are checked (default: CONFIG's, or cola)"
+        "--family",
+        choices=tuple(ModelConfig.choices),
+        help="model family whose layouts are checked (default: CONFIG's, or cola)",
     )
     parser.add_argument(
         "--compile",
@@ -48,7 +53,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="layouts to also check with torch.compile (default: all on GPUs; first on CPUs, which takes a minute)",
     )
     parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: the GPU's)")
-    parser.add_argument("--out", type=Path, default=Path("verify.json"), metavar="FILE", help="report to write (default: verify.json)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("verify.json"), metavar="FILE", help="report to write (default: verify.json)"
+    )
     parser.set_defaults(takes_overrides=True)
     return parser
 

@@ -65,8 +65,8 @@ def test_what_low_rank_buys(capsys: pytest.CaptureFixture[str]) -> None:
 def test_element_wise_work_is_broken_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--explain"]) == 0
     out = capsys.readouterr().out
-    table = out.partition("element-wise work of one process per step")[2].partition("collectives of one process")[0]
-    for words in ("norm", "product", "loss", "of all", "bwd"):
+    table = out.partition("element-wise kernels of one process per step")[2].partition("collectives of one process")[0]
+    for words in ("norm", "product", "loss", "share", "bwd"):
         assert words in table, words
 
 
