@@ -16,9 +16,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "coordinate",
         help="host the key-value store for in-step recovery",
         description="Hosts the key-value store through which the replicas of a run agree on membership\n"
-        "(run.recovery = 'in-step'). It does no computation. Start a new one for each run, before the replicas, on a\n"
-        "machine that stays up, such as the login node. Stop it with Ctrl-C after the run. Anyone who can reach the port can\n"
-        "disrupt the run: do not expose it outside the cluster.",
+        "(run.recovery = 'in-step'). It does no computation. Start a new one for each run, before the replicas,\n"
+        "on a machine that stays up, such as the login node. Stop it with Ctrl-C after the run. Anyone who can\n"
+        "reach the port can disrupt the run: do not expose it outside the cluster.",
         epilog="examples:\n"
         f"  boost coordinate --port {PORT}\n\n"
         "then start one torchrun per replica:\n"

@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
         "  boost plan run.toml --gpu a100-80g --svg run.svg                                   explain your configuration\n"
         "  boost plan --model 7b --gpus 4 --gpu a100-80g --longest-sequence                   or --largest-batch\n"
-        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens              where one layout overtakes another\n"
+        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens               where one layout overtakes another\n"
         "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
         "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"

@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-from",
         metavar="CHECKPOINT",
-        help="start at step 0 with the weights of a checkpoint (of a run, or from 'boost import') and a fresh optimizer; [model] "
+        help="start at step 0 with the weights of a checkpoint (from a run or 'boost import') and a fresh optimizer; [model] "
         "comes from the checkpoint; if CONFIG has one too, it must be the same",
     )
     parser.add_argument(
