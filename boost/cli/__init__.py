@@ -1,4 +1,4 @@
-"""One file per command. A command file holds `add_parser(subparsers) -> parser` and `run(args) -> int | None`."""
+"""The command line: one file per command, each with `add_parser(subparsers) -> parser` and `run(args) -> int | None`."""
 
 import importlib
 import keyword
@@ -13,25 +13,27 @@ COMMAND_GROUPS = {
     "clusters": ("verify", "coordinate"),
     "shell": ("completion",),
 }
-"""Commands by heading, in the order of `boost --help`."""
+"""Commands by heading, in the order that `boost --help` shows."""
 
 COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
 def load_command(name: str) -> Any:
-    """The module of one command; importing it is cheap. `import` is in import_.py, because a keyword cannot name a module; a
-    two-word command is in a file named after both words, such as plan_calibrate.py."""
+    """Imports the module of a command, which is cheap.
+
+    `import` is in import_.py because a keyword cannot be a module name. A two-word command is in a file such as plan_calibrate.py.
+    """
     return importlib.import_module(f"boost.cli.{name.replace(' ', '_')}{'_' * keyword.iskeyword(name)}")
 
 
 def joined(words: Sequence[str], commands: Sequence[str] = COMMANDS) -> list[str]:
-    """The command line with a two-word command joined into one element: ['plan calibrate', ...]."""
+    """Joins a two-word command into one element: ['plan calibrate', ...]."""
     two = " ".join(words[:2])
     return [two, *words[2:]] if two in commands and len(words) > 1 else list(words)
 
 
 class SubcommandGroup:
-    """Stands in for argparse's subparsers when a two-word command is registered: prepends the first word."""
+    """Wraps argparse's subparsers to register a two-word command: prepends the first word."""
 
     def __init__(self, subparsers: Any, first: str) -> None:
         self.subparsers, self.first = subparsers, first

@@ -1,4 +1,4 @@
-"""`boost bench`: `python -m benchmarks`, the evaluation, which is next to the package in a checkout and is not installed."""
+"""`boost bench`: alias for `python -m benchmarks`, the evaluation. It is part of a checkout and is not installed."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Passes all words on. Raises ConfigError outside a checkout."""
+    """Forwards all arguments. Raises ConfigError outside a checkout."""
     for root in (Path(__file__).parents[2], Path.cwd()):
         if (root / "benchmarks" / "commands.py").is_file() and str(root) not in sys.path:
             sys.path.append(str(root))
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         if error.name is None or not error.name.startswith("benchmarks"):
             raise
         raise ConfigError(
-            "boost bench needs a checkout, because the evaluation is not part of the installed package: "
-            "git clone BOOST's repository and run 'boost bench' in it"
+            "boost bench needs a checkout, because the evaluation is not part of the installed package; "
+            "clone the BOOST repository and run 'boost bench' there"
         ) from None
     return main([*args.overrides, *["--debug"] * args.debug])

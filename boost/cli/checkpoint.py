@@ -13,17 +13,17 @@ from boost.format import format_bytes
 if TYPE_CHECKING:
     from boost.train.checkpoint.inspect import CheckpointInfo
 
-RUN = "run directory, checkpoints folder, or one step-... folder"
+RUN = "run directory, checkpoints folder, or a single step-... folder"
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "checkpoint",
         help="list, verify and repair checkpoints",
-        description="Looks after the checkpoints of a run.\n\n"
-        "  list             step, date, size, state and held-out loss of each\n"
-        "  verify           compares every byte with the digests of the save; exit code 1 if anything is damaged\n"
-        "  repair-metadata  rebuilds a manifest that is missing or unreadable, if every tensor file is structurally whole",
+        description="Lists, verifies and repairs the checkpoints of a run.\n\n"
+        "  list             step, date, size, state and held-out loss of each checkpoint\n"
+        "  verify           checks every byte against the digests from the save; exit code 1 if anything is damaged\n"
+        "  repair-metadata  rebuilds a missing or unreadable manifest if every tensor file is structurally intact",
         epilog="examples:\n"
         "  boost checkpoint list runs/demo\n"
         "  boost checkpoint list runs/demo --json\n"
@@ -35,15 +35,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, explanation in (
         ("list", "step, date, size, state and held-out loss of each checkpoint"),
-        ("verify", "compare every byte with the digests of the save"),
-        ("repair-metadata", "rebuild a manifest that is missing or unreadable"),
+        ("verify", "check every byte against the digests from the save"),
+        ("repair-metadata", "rebuild a missing or unreadable manifest"),
     ):
         action = actions.add_parser(name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}.")
         action.allow_abbrev = False
         action.add_argument("path", metavar="RUN", help=RUN)
         if name == "repair-metadata":
             action.add_argument(
-                "--yes", action="store_true", help="confirm: digests will be those of the files as they are"
+                "--yes", action="store_true", help="confirm that the new digests describe the files as they are now"
             )
         else:
             action.add_argument("--json", action="store_true", help="print JSON")
@@ -91,13 +91,13 @@ def _row(info: "CheckpointInfo", losses: dict[int, float]) -> dict[str, Any]:
         "bytes": info.bytes,
         "state": info.status,
         "problem": info.problem,
-        # Metrics are those of the branch that training is on.
+        # The metrics belong to the branch that training continued on.
         "heldout_loss": None if info.step is None or info.status == "superseded" else losses.get(info.step),
     }
 
 
 def _heldout_losses(checkpoint: Path) -> dict[int, float]:
-    """Held-out loss by step, from the metrics of the run that a checkpoint is in; empty where there are none."""
+    """Returns the held-out loss by step, from the metrics of the checkpoint's run; empty if there are none."""
     from boost.errors import BoostError
     from boost.train.metrics import read_metrics
     from boost.train.rundir import RunDirectory
@@ -150,12 +150,12 @@ def _repair(args: argparse.Namespace) -> int:
     checkpoint = require_repairable(path)
     if not args.yes:
         raise ConfigError(
-            f"'{path}' (step {checkpoint.position.step}) is structurally whole; a rebuilt manifest has the digests of its files as "
-            "they are now, not those of the save, and cannot reveal changes made before; confirm with --yes"
+            f"'{path}' (step {checkpoint.position.step}) is structurally intact, but a rebuilt manifest has digests of the files "
+            "as they are now, not from the save, and cannot detect earlier damage; confirm with --yes"
         )
     manifest = rebuild_manifest(path)
     print(
-        f"rebuilt the manifest of '{path}': {len(manifest.root)} files. Its digests are those of today, not of the save: damage "
-        "inside tensors from before today stays unnoticed. 'boost checkpoint list' will say so."
+        f"rebuilt the manifest of '{path}': {len(manifest.root)} files. Its digests describe the files as they are now, not the "
+        "save: earlier damage inside tensors stays undetected. 'boost checkpoint list' marks the checkpoint accordingly."
     )
     return 0

@@ -17,13 +17,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "completion",
         help="print a completion script for your shell",
-        description="Prints a script that completes commands, options, presets and configuration keys. It is static: run it\n"
-        "again after an update of boost.",
+        description="Prints a script that completes commands, options, presets and configuration keys. The script is static:\n"
+        "regenerate it after you update boost.",
         epilog="examples:\n"
         "  boost completion bash > ~/.local/share/bash-completion/completions/boost\n"
         "  boost completion zsh > ~/.zfunc/_boost           with 'fpath+=~/.zfunc' before compinit in ~/.zshrc\n"
         "  boost completion fish > ~/.config/fish/completions/boost.fish\n"
-        "  source <(boost completion bash)                  this bash only",
+        "  source <(boost completion bash)                  this session only",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=SHELLS, help="your shell")
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def completion_parser() -> argparse.ArgumentParser:
-    """The parser as completion sees it: `plan calibrate` nested in `plan`, an option per configuration key, files marked."""
+    """Builds the parser for completion: nests `plan calibrate` in `plan`, adds every configuration key, marks files."""
     from boost.cli.main import build_parser
 
     parser = build_parser(group=_nested)
@@ -51,7 +51,7 @@ def completion_parser() -> argparse.ArgumentParser:
 
 
 def _nested(subparsers: Any, first: str) -> Any:
-    """Subparsers of the command `first`, ahead of its other positional arguments."""
+    """Returns the subparsers of the command `first`, placed before its other positional arguments."""
     parent = subparsers.choices[first]
     found = [action for action in parent._actions if isinstance(action, argparse._SubParsersAction)]
     if found:
@@ -78,7 +78,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def _mark(action: argparse.Action) -> None:
-    """Sets `complete`, the attribute that shtab reads, where the value is a file, a folder or a configuration."""
+    """Sets shtab's `complete` attribute if the value is a file, a folder or a configuration."""
     import shtab
 
     if action.choices is not None or action.nargs == 0:

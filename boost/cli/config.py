@@ -1,4 +1,4 @@
-"""`boost config`: prints a configuration fully resolved, or explains why it is invalid."""
+"""`boost config`: prints a fully resolved configuration, or explains why it is invalid."""
 
 import argparse
 import json
@@ -11,15 +11,15 @@ from boost.config.load import fields, summary, type_name
 from boost.format import format_count
 
 TABLE_WIDTH = 76
-"""Columns that the whole table of presets takes."""
+"""Width of the full preset table, in characters."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "config",
-        help="print a configuration fully resolved, or validate a file",
-        description="Prints a preset or a file with every default resolved, as TOML that 'boost train' takes.\n"
-        "A mistake is one line that names the field, its value and the nearest valid one.",
+        help="print a fully resolved configuration, or validate a file",
+        description="Prints a preset or a file with all defaults filled in, as TOML for 'boost train'.\n"
+        "An error is one line with the field, its value and the nearest valid value.",
         epilog="examples:\n"
         "  boost config                       list the presets\n"
         "  boost config demo                  the demo, fully resolved\n"
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; without it, list the presets"
     )
-    parser.add_argument("--check", action="store_true", help="only check whether it is valid")
+    parser.add_argument("--check", action="store_true", help="only validate the configuration")
     parser.add_argument("--fields", action="store_true", help="list every key with its documentation")
     parser.add_argument("--json", action="store_true", help="print JSON instead of TOML or a table")
     parser.set_defaults(takes_overrides=True)
@@ -83,9 +83,10 @@ def _print_presets(as_json: bool) -> None:
 
     console = result_console(80)
 
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)  # to fit 80 columns whole
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)  # to fit in 80 columns
     short = {"parameters": "params", "seq_len": "seq"}
-    narrow = ("ffn_dim", "heads", "tp", "pp") if console.width < TABLE_WIDTH else ()  # a preset prints them
+    # Narrow terminals omit some columns; 'boost config PRESET' prints them.
+    narrow = ("ffn_dim", "heads", "tp", "pp") if console.width < TABLE_WIDTH else ()
     columns = [column for column in rows[0] if column != "what" and column not in narrow]
     for column in columns:
         table.add_column(

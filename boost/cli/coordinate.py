@@ -1,4 +1,4 @@
-"""`boost coordinate`: the store through which replicas on several machines agree who trains (run.recovery = "in-step")."""
+"""`boost coordinate`: hosts the key-value store that replicas on several machines coordinate through (in-step recovery)."""
 
 import argparse
 import signal
@@ -14,14 +14,14 @@ PORT = 29410
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "coordinate",
-        help="host the store of a run with in-step recovery",
-        description="Hosts the store through which the replicas of one run agree on who trains (run.recovery = 'in-step'). It\n"
-        "computes nothing; start it on a machine that stays, the login node for example, before the replicas, anew for each\n"
-        "run, and end it with Ctrl-C when the run is over. Whoever reaches the port can disturb the run: keep it inside the\n"
-        "cluster.",
+        help="host the key-value store for in-step recovery",
+        description="Hosts the key-value store through which the replicas of a run agree on membership\n"
+        "(run.recovery = 'in-step'). It does no computation. Start a new one for each run, before the replicas,\n"
+        "on a machine that stays up, such as the login node. Stop it with Ctrl-C after the run. Anyone who can\n"
+        "reach the port can disrupt the run: do not expose it outside the cluster.",
         epilog="examples:\n"
         f"  boost coordinate --port {PORT}\n\n"
-        "then on each machine, one torchrun for each replica:\n"
+        "then start one torchrun per replica:\n"
         f"  BOOST_REPLICA=0 BOOST_COORDINATOR=login:{PORT} torchrun --nproc-per-node 8 --max-restarts 100 \\\n"
         "      -m boost.cli.main train run.toml --parallel.tp 8 --parallel.dp 16 --run.recovery in-step",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         store = dist.TCPStore("localhost", args.port, is_master=True, wait_for_workers=False)
     except dist.DistNetworkError as error:
-        raise ConfigError(f"--port = {args.port} cannot be listened on: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"--port = {args.port} is unavailable: {str(error).splitlines()[0]}") from error
     name = socket.gethostname()
-    print(f"coordinates at {name}:{store.port}; set BOOST_COORDINATOR={name}:{store.port}", flush=True)
+    print(f"listening on {name}:{store.port}; set BOOST_COORDINATOR={name}:{store.port}", flush=True)
     over: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: over.append(received))

@@ -1,4 +1,4 @@
-"""`boost eval`: held-out loss of a checkpoint."""
+"""`boost eval`: evaluates a checkpoint on held-out text, or on tasks."""
 
 import argparse
 from pathlib import Path
@@ -13,26 +13,30 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "eval",
         help="evaluate a checkpoint on held-out text, or on tasks",
-        description="Mean cross-entropy, perplexity and bits per byte of a checkpoint over every token of a split,\n"
-        "next to the unigram entropy of the same text. Works with checkpoints of any mesh and layout. With --tasks: tasks of\n"
-        "lm-evaluation-harness.",
+        description="Computes cross-entropy, perplexity and bits per byte over every token of a split, and the unigram entropy\n"
+        "of the same text as a baseline. Works with checkpoints from any mesh and layout.\n"
+        "With --tasks, runs tasks of lm-evaluation-harness instead.",
         epilog="examples:\n"
         "  boost eval runs/demo\n"
         "  boost eval runs/demo/checkpoints/step-00000200 --tp 2 --json\n"
-        "  boost eval runs/demo@best                             the lowest held-out loss (train.keep_best)\n"
+        "  boost eval runs/demo@best                             the checkpoint with the lowest held-out loss (train.keep_best)\n"
         "  boost eval runs/demo --store data/other --split train --max-tokens 100000\n"
         "  boost eval runs/demo --tasks arc_easy,hellaswag --limit 200\n"
         "  boost eval runs/demo --tasks mine --task-folder my-tasks",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
-    parser.add_argument("--store", metavar="PATH", help="token store (default: the one it was trained on)")
+    parser.add_argument("--store", metavar="PATH", help="token store (default: the one used for training)")
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="default: heldout")
     parser.add_argument(
-        "--batch", type=int, default=0, metavar="N", help="sequences at once (default: train.micro_batch)"
+        "--batch", type=int, default=0, metavar="N", help="sequences per batch (default: train.micro_batch)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=0, metavar="N", help="about N tokens, spread evenly (default: all)"
+        "--max-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="evaluate about N tokens, spread evenly over the split (default: all)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_task_arguments(parser)
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate_process(args: argparse.Namespace) -> int:
-    """One process of the evaluation; the main one prints."""
+    """Runs the evaluation on one process of the mesh; the main process prints the result."""
     from boost.data.fit import check_vocabulary
     from boost.data.store import TokenStore
     from boost.parallel.mesh import close_mesh

@@ -1,4 +1,4 @@
-"""`boost eval --tasks`: tasks of lm-evaluation-harness."""
+"""`boost eval --tasks`: runs tasks of lm-evaluation-harness."""
 
 import argparse
 import contextlib
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """--tasks and what goes with it."""
+    """Adds --tasks and its options."""
     group = parser.add_argument_group("tasks of lm-evaluation-harness (pip install 'boost-llm[tasks]')")
     group.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate these tasks instead of a split")
-    group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder of further tasks (YAML files)")
-    group.add_argument("--fewshot", type=int, metavar="N", help="examples before each question (default: of the task)")
-    group.add_argument("--limit", type=int, metavar="N", help="the first N questions of each task only")
+    group.add_argument("--task-folder", type=Path, metavar="DIR", help="folder with more tasks (YAML files)")
+    group.add_argument(
+        "--fewshot", type=int, metavar="N", help="few-shot examples per question (default: set by the task)"
+    )
+    group.add_argument("--limit", type=int, metavar="N", help="evaluate only the first N questions of each task")
 
 
 def require_tasks(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that do not fit together, or if the harness is not installed."""
+    """Raises ConfigError for conflicting flags, or if the harness is not installed."""
     for flag, value in (("--task-folder", args.task_folder), ("--fewshot", args.fewshot), ("--limit", args.limit)):
         if value is not None and not args.tasks:
             raise ConfigError(f"{flag} = {value} has no effect without --tasks; add --tasks NAME")
@@ -38,7 +40,7 @@ def require_tasks(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit = {args.limit} is too small; smallest valid value: 1")
     if args.task_folder is not None and not args.task_folder.is_dir():
-        raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; name one with task YAML files")
+        raise ConfigError(f"--task-folder = '{args.task_folder}' is not a folder; pass one with task YAML files")
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -48,7 +50,7 @@ def require_tasks(args: argparse.Namespace) -> None:
 
 
 def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
-    """Evaluates the tasks on this process of the mesh; the main one prints. Raises ConfigError and DataError."""
+    """Evaluates the tasks on this process of the mesh; the main process prints the result. Raises ConfigError and DataError."""
     from lm_eval.evaluator import simple_evaluate
 
     from boost.data.tokenizer import load_tokenizer
@@ -59,7 +61,7 @@ def evaluate_tasks(args: argparse.Namespace, opened: "OpenModel") -> None:
     bos, eos = checkpoint.data.get("bos"), checkpoint.data["eos"]
     if bos is None and eos is None:
         raise ConfigError(
-            f"'{checkpoint.path}' has no start-of-document token, which --tasks needs; import it with one"
+            f"'{checkpoint.path}' has no start-of-document token, which --tasks requires; import it with one"
         )
     tokenizer = load_tokenizer(checkpoint.tokenizer)
     batch = args.batch or config.train.micro_batch
@@ -95,7 +97,7 @@ def _find(names: list[str], folder: Path | None) -> Any:
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "'lm_eval ls tasks' lists them"
+            hint = f"did you mean '{near[0]}'?" if near else "'lm_eval ls tasks' lists all tasks"
             raise ConfigError(f"--tasks: unknown task '{name}'; {hint}")
     return manager
 
@@ -122,7 +124,7 @@ def _print(results: Any, args: argparse.Namespace, path: str, step: int) -> None
 
 
 def _rows(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and metric. The harness writes keys as 'metric,filter', and standard errors as 'metric_stderr,filter'."""
+    """Returns one row per task and metric. The harness uses the keys 'metric,filter' and 'metric_stderr,filter'."""
     rows = []
     for task, values in results.items():
         for key, value in values.items():

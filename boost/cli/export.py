@@ -1,4 +1,4 @@
-"""`boost export`: a checkpoint as a Hugging Face folder."""
+"""`boost export`: writes a checkpoint as a Hugging Face folder."""
 
 import argparse
 from pathlib import Path
@@ -11,55 +11,60 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Writes weights, configuration, tokenizer and a model card that transformers reads by\n"
-        "AutoModelForCausalLM.from_pretrained. dense, and svd with its factors merged, are stock LlamaForCausalLM; cola is the\n"
-        "official CoLA format; everything else comes with a modeling file (trust_remote_code=True).",
+        description="Writes weights, configuration, tokenizer and a model card that transformers loads with\n"
+        "AutoModelForCausalLM.from_pretrained. dense, and svd with merged factors, become a stock LlamaForCausalLM.\n"
+        "cola uses the official CoLA format, and all others use our own; both include a modeling file\n"
+        "(trust_remote_code=True).",
         epilog="examples:\n"
         "  boost export runs/demo --out exported/demo\n"
         "  boost export runs/demo/checkpoints/step-00000600 --out exported/demo-600 --dtype bfloat16\n"
-        "  boost export runs/svd --out exported/svd --no-merge      keep the factors, with our modeling file\n"
+        "  boost export runs/svd --out exported/svd --no-merge      keep the factors\n"
         "  boost export runs/demo --out exported/demo --push me/demo --private",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="run directory (its newest checkpoint; RUN@best: its best one) or step-... folder",
+        help="run directory (its latest checkpoint; RUN@best: its best one) or step-... folder",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist or be empty")
+    parser.add_argument("--out", required=True, metavar="DIR", help="output folder; must be empty or not exist")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
     )
-    parser.add_argument("--no-merge", action="store_true", help="svd: keep A and B instead of W = B A")
+    parser.add_argument(
+        "--no-merge", action="store_true", help="svd: keep A and B instead of merging them into W = B A"
+    )
     parser.add_argument(
         "--own-format",
         action="store_true",
-        help="cola: BoostForCausalLM rather than the official CoLA format, which transformers cannot shard (TP)",
+        help="cola: write BoostForCausalLM, which transformers can shard (TP), instead of the official CoLA format",
     )
     add_file_size(parser)
     parser.add_argument(
-        "--push", metavar="USER/NAME", help="also upload the folder to the Hugging Face Hub (login: hf auth login)"
+        "--push",
+        metavar="USER/NAME",
+        help="also upload the folder to the Hugging Face Hub (log in first: hf auth login)",
     )
-    parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
+    parser.add_argument("--private", action="store_true", help="with --push: make a new repository private")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def add_file_size(parser: argparse.ArgumentParser) -> None:
-    """--shard-gb."""
+    """Adds --shard-gb."""
     parser.add_argument(
         "--shard-gb",
         type=float,
         default=5.0,
         metavar="GB",
-        help="maximum size of a weight file; export holds one in memory (default 5)",
+        help="maximum size of a weight file in GB; one file is held in memory (default 5)",
     )
 
 
 def file_bytes(args: argparse.Namespace) -> int:
-    """--shard-gb in bytes. Raises ConfigError."""
+    """Returns --shard-gb in bytes. Raises ConfigError."""
     if not 0 < args.shard_gb < 1e6:
-        raise ConfigError(f"--shard-gb = {args.shard_gb} is not a file size; the usual value is 5")
+        raise ConfigError(f"--shard-gb = {args.shard_gb} is not a valid file size; typical value: 5")
     return max(int(args.shard_gb * 1e9), 1)
 
 

@@ -1,4 +1,4 @@
-"""`boost generate`: text from a checkpoint."""
+"""`boost generate`: generates text from a checkpoint."""
 
 import argparse
 import json
@@ -10,15 +10,15 @@ from boost.cli.prompts import is_piped, read_prompts
 from boost.errors import ConfigError
 
 MAX_TOKENS = 1 << 20
-"""Limit of one generation; the key/value cache is allocated in full at the start."""
+"""Largest valid --max-tokens. The key/value cache is allocated in full at the start."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "generate",
         help="generate text from a checkpoint",
-        description="Continues prompts, token by token, with a key/value cache. Any checkpoint, at any TP size.\n"
-        "Several prompts are continued one after the other, each with the same seed.",
+        description="Continues prompts token by token, with a key/value cache. Works with any checkpoint, at any TP size.\n"
+        "Several prompts are processed one after the other, each with the same seed.",
         epilog="examples:\n"
         "  boost generate runs/demo --prompt 'def main():'\n"
         "  boost generate runs/demo --prompt 'import ' --greedy --max-tokens 50\n"
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost generate runs/demo --prompt 'class ' --prompt 'def ' --json\n"
         "  boost generate runs/demo --prompts prompts.jsonl --json > texts.jsonl\n"
         "  echo -n 'import ' | boost generate runs/demo\n"
-        "  boost generate checkpoints/llama-chat --chat                       a dialog; with --prompt, one answer",
+        "  boost generate checkpoints/llama-chat --chat                       interactive chat; with --prompt, a single answer",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
@@ -34,15 +34,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; may be repeated; '-' is all of stdin (default: piped text, else the start of a document)",
+        help="text to continue; may be repeated; '-' reads all of stdin (default: piped text, or else start a new document)",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='one prompt per line, or a .jsonl file of {"prompt": "text"}; \'-\' is stdin',
+        help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; \'-\' reads stdin',
     )
     parser.add_argument(
-        "--chat", action="store_true", help="answer prompts as user messages, with the chat template of the checkpoint"
+        "--chat", action="store_true", help="treat prompts as user messages, using the chat template of the checkpoint"
     )
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--greedy", action="store_true", help="always take the most likely token; same as --temperature 0"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits (default 0.8)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="sampling temperature (default 0.8)")
     parser.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default 0: all)"
     )
@@ -59,10 +59,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         default=0.95,
         metavar="P",
-        help="nucleus sampling: the most likely tokens with total probability P (default 0.95)",
+        help="nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON per prompt: prompt, text, tokens")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per prompt: prompt, text, tokens")
     return parser
 
 
@@ -74,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
     args.dialog = args.chat and not (args.prompt or args.prompts or is_piped())
     if args.dialog and (args.tp != 1 or args.json or not sys.stdin.isatty()):
         raise ConfigError(
-            "--chat without --prompt is a dialog: it needs a terminal, one process (--tp 1), and no --json"
+            "--chat without --prompt is interactive: it requires a terminal, one process (--tp 1), and no --json"
         )
     args.texts = [] if args.dialog else read_prompts(args)
     return run_on_mesh(generate_process, args)
 
 
 def generate_process(args: argparse.Namespace) -> int:
-    """One process of the generation; the main one prints the text as it is generated."""
+    """Runs the generation on one process of the mesh; the main process prints tokens as they are generated."""
     from boost.parallel.mesh import close_mesh
 
     generation = Generation(args)
@@ -101,7 +101,7 @@ def generate_process(args: argparse.Namespace) -> int:
 
 
 class Generation:
-    """A checkpoint's model with its tokenizer, on this process of the mesh."""
+    """A checkpoint's model and tokenizer, on this process of the mesh."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from boost.data.chat import load_chat_template
@@ -110,7 +110,7 @@ class Generation:
         checkpoint, self._config, self.mesh, self._model = open_model(args)
         checkpoint.require_tokenizer()
         self._args, self._eos = args, checkpoint.data["eos"]
-        # Imported weights may have a bos; our documents begin after the eos of the previous one.
+        # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")
         self._tokenizer = load_tokenizer(checkpoint.tokenizer)
         self._streams = self.mesh.is_main and not args.json
@@ -120,25 +120,25 @@ class Generation:
         if self._render is None:
             raise ConfigError(
                 f"--chat: '{checkpoint.path}' has no chat template (chat_template.jinja, or one in tokenizer_config.json); "
-                "add it, or leave --chat out"
+                "add one, or remove --chat"
             )
-        # A template spells its markers as text. As in transformers, they are then special tokens in messages too.
+        # Templates write special tokens as text. As in transformers, special tokens in messages are then encoded as such too.
         self._tokenizer.encode_special_tokens = False
 
     def continue_(self, prompt: str) -> tuple[list[int], str]:
-        """New tokens and their text after a prompt, which is printed with them."""
+        """Continues a prompt, and prints both unless --json is given. Returns (new tokens, their text)."""
         if self._streams:
             print(prompt, end="", flush=True)
         ids = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
         return self._generate(ids or ([] if self._eos is None else [self._eos]))
 
     def answer(self, messages: list[dict[str, str]]) -> tuple[list[int], str]:
-        """New tokens and their text after the last of `messages`."""
+        """Answers the last of `messages`. Returns (new tokens, their text)."""
         assert self._render is not None
         return self._generate(self._encode(self._render(messages)))
 
     def dialog(self) -> None:
-        """Answers line after line of the terminal, until an empty one, Ctrl-D or Ctrl-C."""
+        """Reads messages from the terminal and answers them, until an empty line, Ctrl-D or Ctrl-C."""
         print("An empty line or Ctrl-D ends the chat.")
         messages: list[dict[str, str]] = []
         while True:
@@ -156,7 +156,7 @@ class Generation:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         vocabulary = self._config.model.vocab_size
         if ids and max(ids) >= vocabulary:
-            raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size is {vocabulary}; change the prompt")
+            raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")
         return ids
 
     def _generate(self, prompt: list[int]) -> tuple[list[int], str]:
@@ -164,14 +164,14 @@ class Generation:
 
         if not prompt:
             raise ConfigError(
-                "--prompt is empty, and the start-of-document token of these weights is unknown; pass some text"
+                "--prompt is empty, and these weights have no known start-of-document token; pass some text"
             )
         tokens: list[int] = []
         written = ""
         for token in generate(self._model, prompt, self._args.max_tokens, _sampling(self._args), self._eos):
             tokens.append(token)
             if self._streams:
-                # Bytes of one character may be spread over tokens: print only what can no longer change.
+                # The bytes of one character may span several tokens: print only text that can no longer change.
                 text = self._tokenizer.decode(tokens)
                 if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                     print(text[len(written) :], end="", flush=True)

@@ -12,16 +12,17 @@ if TYPE_CHECKING:
     from boost.convert.spectrum import Truncation
 
 MOST_ROWS = 35
-"""Linears that the error report lists one by one; of more, it says what became of each slot over the blocks."""
+"""Maximum number of linears to print one by one. With more, the report has one row per slot, summarized over the blocks."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "import",
         help="convert LLaMA or CoLA weights to a checkpoint",
-        description="Converts a Hugging Face folder with safetensors weights to a checkpoint at step 0: stock LLaMA, the official\n"
-        "CoLA class, or a folder of 'boost export'. Use it with 'boost eval', 'generate' or 'train --start-from'.\n"
-        "--family svd factorizes dense weights (of a folder or checkpoint) by truncated SVD and reports the error of each linear.",
+        description="Converts a Hugging Face folder with safetensors weights (stock LLaMA, the official CoLA class, or the output\n"
+        "of 'boost export') to a checkpoint at step 0, for 'boost eval', 'generate' and 'train --start-from'.\n"
+        "--family svd factorizes dense weights, from a folder or a checkpoint, by truncated SVD and reports the\n"
+        "error of each linear.",
         epilog="examples:\n"
         "  boost import models/llama-1b --out checkpoints/llama-1b\n"
         "  boost import models/cola-1b --out checkpoints/cola-1b --tokenizer data/c4\n"
@@ -31,11 +32,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", metavar="DIR", help="Hugging Face folder; with --family svd also a boost run or checkpoint"
+        "source", metavar="DIR", help="Hugging Face folder; with --family svd, also a boost run or checkpoint"
     )
-    parser.add_argument(
-        "--out", required=True, metavar="CHECKPOINT", help="folder to write; must not exist or be empty"
-    )
+    parser.add_argument("--out", required=True, metavar="CHECKPOINT", help="output folder; must be empty or not exist")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (default: the one in DIR)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
@@ -45,17 +44,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--energy",
         type=float,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="svd: fraction of the squared singular values to keep, such as 0.95",
     )
     parser.add_argument(
-        "--multiple", type=int, default=1, metavar="N", help="with --energy: ranks are multiples of N (default 1)"
+        "--multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --energy: round ranks up to a multiple of N (default 1)",
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="device of the SVD (default: a GPU if available)",
+        help="device for the SVD (default: a GPU if available)",
     )
     add_file_size(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
@@ -95,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _missing_tokenizer(source: Path) -> str:
-    """What to do about a folder without tokenizer.json, such as one where only the model was saved again."""
+    """Returns the warning for a folder without tokenizer.json, such as one where only the model was saved."""
     slow = [name for name in ("tokenizer.model", "vocab.json") if (source / name).is_file()]
     if slow:
         return (
@@ -103,8 +106,8 @@ def _missing_tokenizer(source: Path) -> str:
             f"AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}') and import again"
         )
     return (
-        f"'{source}' has no tokenizer.json, so the checkpoint has no tokenizer; import again with --tokenizer PATH, such as the "
-        "folder that the model was loaded from"
+        f"'{source}' has no tokenizer.json, so the checkpoint has no tokenizer; import again with --tokenizer PATH, for example "
+        "the folder that the model was originally loaded from"
     )
 
 
@@ -140,4 +143,4 @@ def _print_report(report: dict[str, Any]) -> None:
             table.add_row(slot, shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors)
     console = Console()
     console.print(table)
-    console.print("each linear is in report.json\n")
+    console.print("report.json lists every linear\n")

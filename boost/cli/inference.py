@@ -1,4 +1,4 @@
-"""Shared by `boost eval` and `boost generate`: opening a checkpoint, its mesh, and starting processes."""
+"""Shared by `boost eval` and `boost generate`: opens a checkpoint and a mesh, and starts processes."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -20,20 +20,18 @@ if TYPE_CHECKING:
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """CHECKPOINT, --tp and --device."""
+    """Adds CHECKPOINT, --tp and --device."""
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="run directory (its newest checkpoint; RUN@best: its best one) or step-... folder",
+        help="run directory (its latest checkpoint; RUN@best: its best one) or step-... folder",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="TP processes, started here (default 1)")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
-    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="TP size; starts N local processes (default 1)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if available")
 
 
 def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Config:
-    """The configuration of a checkpoint on a mesh of tp x 1 x 1, for `batch` sequences at once (0: train.micro_batch).
+    """Returns a checkpoint's configuration for a mesh of tp x 1 x 1 and batches of `batch` sequences (0: train.micro_batch).
 
     Raises ConfigError.
     """
@@ -47,7 +45,7 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     train = saved.train.model_copy(update={"micro_batch": batch, "global_batch": batch})
     run = saved.run.model_copy(update={"device": device, "recovery": "restart"})
     problem: ConfigError | None = None
-    for parallel in _ways(saved, tp):
+    for parallel in _parallel_configs(saved, tp):
         config = saved.model_copy(update={"parallel": parallel, "train": train, "run": run})
         try:
             check(config)
@@ -59,29 +57,29 @@ def inference_config(saved: Config, tp: int, device: str, batch: int = 0) -> Con
     raise problem
 
 
-def _ways(saved: Config, tp: int) -> Iterator[ParallelConfig]:
-    """The layout of a checkpoint, then the others of its family: any loads the same weights."""
+def _parallel_configs(saved: Config, tp: int) -> Iterator[ParallelConfig]:
+    """Yields the checkpoint's own layout, then the other layouts of its family. All load the same weights."""
     layouts = layouts_of(saved.model)
-    own = saved.parallel.layout  # trained on one process, it may be one of another family
+    own = saved.parallel.layout  # after training on one process, it may be a layout of another family
     for layout in sorted(layouts, key=lambda layout: layout != own):
         kept = {field: getattr(saved.parallel, field) for field in layout_spec(layout).options}
         yield ParallelConfig(layout=layout, tp=tp, grouping=saved.parallel.grouping, **kept)
 
 
 def run_on_mesh(process: Callable[..., int], args: argparse.Namespace) -> int:
-    """Calls `process(args)` here, or in args.tp local processes; `process` must be a module-level function."""
+    """Calls `process(args)` in this process, or in args.tp local processes. `process` must be a module-level function."""
     from boost.train.checkpoint import open_checkpoint
     from boost.train.launch import launch, under_torchrun
 
-    _config_for(open_checkpoint(Path(args.checkpoint)), args)  # mistakes first
+    _config_for(open_checkpoint(Path(args.checkpoint)), args)  # report errors before starting processes
     if under_torchrun() or args.tp == 1:
         return process(args)
-    del args.run  # a module's function: looked up again by the process
+    del args.run  # a function of a command's module, which the processes do not need
     return launch(process, (args,), args.tp, log_dir=None)
 
 
 def open_model(args: argparse.Namespace) -> "OpenModel":
-    """The checkpoint's model with its weights, on this process of the mesh."""
+    """Opens the mesh and loads the checkpoint's model on this process."""
     from boost.parallel.mesh import open_mesh
     from boost.train.checkpoint import load_weights, open_checkpoint
     from boost.train.model import build_decoder

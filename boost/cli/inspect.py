@@ -1,4 +1,4 @@
-"""`boost inspect`: how a model is sharded over TP processes, and their collectives; as text, JSON or a picture."""
+"""`boost inspect`: shows how a model is sharded over TP ranks, and its collectives, as text, JSON or a picture."""
 
 import argparse
 import json
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "inspect",
-        help="show how a model is sharded, and every collective",
+        help="show how a model is sharded, and its collectives",
         usage="boost inspect CONFIG [--layout L] [--tp N] [--memory] [--json] [--svg FILE] [--section.key value ...]",
-        description="Prints the shard of each weight on one process of a TP group, and every collective of an optimizer\n"
-        "step with its shape and bytes. Starts no process. Tests check the runtime against this table.",
+        description="Prints the local shape of each weight on one TP rank, and every collective of an optimizer step with\n"
+        "its shape and bytes. Starts no processes. Tests check the runtime against this table.",
         epilog="examples:\n"
         "  boost inspect demo                                     the demo preset\n"
         "  boost inspect boost-7b --layout btp-sp --tp 8\n"
         "  boost inspect boost-7b --layout megatron --model.family dense\n"
         "  boost inspect boost-7b --memory --train.recompute low-rank\n"
-        "  boost inspect boost-13b --memory --pp-rank 1           the last of its two pipeline ranks\n"
+        "  boost inspect boost-13b --memory --pp-rank 1           the second of its two pipeline ranks\n"
         "  boost inspect boost-7b --layout vanilla --json         machine-readable: one entry per collective\n"
         "  boost inspect boost-7b --layout btp --svg btp.svg      a picture of one block\n\n"
-        "Bytes are sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
+        "Bytes are those sent by one process: 2N(p-1)/p for an all-reduce of N bytes over p processes, N(p-1)/p for an\n"
         "all-gather, a reduce-scatter or an all-to-all. Units are decimal: 1 MB = 1,000,000 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,9 +51,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="memory of a step by category, between passes and at the peak, predicted and measured",
+        help="show memory by category, between the passes and at the peak, predicted and measured",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw one block as SVG")
     parser.set_defaults(takes_overrides=True)
     return parser
 
@@ -97,7 +97,7 @@ def _check(config: Config, args: argparse.Namespace) -> None:
 
 
 def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, MeasuredMemory | None]":
-    """Predicted memory; without pipeline and sharding also measured, by running one process's part of a step on fake
+    """Predicts memory. Without a pipeline or sharding, also measures it by running one process's part of a step on fake
     tensors."""
     from boost.plan.memory import memory
     from boost.plan.peak import peak
@@ -115,12 +115,12 @@ def _memory(config: Config, pp_rank: int) -> "tuple[Memory, PeakMemory, Measured
 
 
 def _notes(config: Config) -> Iterator[str]:
-    """Notes that the tables do not show."""
+    """Yields notes on what the tables do not show."""
     model, parallel = config.model, config.parallel
     yield from model.advice()
     if parallel.tp == 1:
         effective = spec_of(parallel).name
-        same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' is then '{effective}')"
+        same = "" if parallel.layout == effective else f" (parallel.layout = '{parallel.layout}' becomes '{effective}')"
         sends = "; the model has no collectives" if parallel.cp == 1 else ""
         yield f"parallel.tp = 1: one process holds all weights{same}{sends}"
     else:
@@ -129,7 +129,7 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def as_json(inspection: "Inspection") -> dict[str, Any]:
-    """The inspection as JSON. Parameters in elements, shapes as lists, bytes sent by one process."""
+    """Converts the inspection to JSON values. Parameters are in elements, shapes are lists, bytes are those sent by one process."""
     config = inspection.config
     return {
         "family": config.model.family,
@@ -197,17 +197,17 @@ def print_report(inspection: "Inspection", name: str, notes: list[str]) -> None:
     facts = {
         "model": f"{name}: {model.title}, {model.layers} blocks, d {model.dim}, f {model.ffn_dim}"
         + (f", r {model.rank}" if model.rank else ""),
-        "parameters": f"{format_count(inspection.parameters)}; on one process: {format_count(inspection.parameters_per_process)}",
+        "parameters": f"{format_count(inspection.parameters)}; per process: {format_count(inspection.parameters_per_process)}",
         "layout": ", ".join(mesh),
         "tokens": f"T = {train.micro_batch} x {train.seq_len}{f' / CP {parallel.cp}' * (parallel.cp > 1)} = {inspection.tokens} "
         f"per micro-batch, {batches} per step",
         "residual": f"{_shape(inspection.residual)}  {_RESIDUAL[inspection.spec.residual]}",
-        "wide side": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
+        "activations": f"{_shape(inspection.heads)} heads, {_shape(inspection.channels)} channels",
     }
     if parallel.pp > 1:
         lengths = ", ".join(str(stage.layers) for stage in stages(config))
         shown = " and ".join(_stage(stage) for stage in inspection.stages)
-        facts["stages"] = f"of {lengths} blocks; pipeline rank {inspection.pp_rank}: {shown}"
+        facts["stages"] = f"{lengths} blocks; pipeline rank {inspection.pp_rank}: {shown}"
     for key, value in facts.items():
         print_fact(console, key, value)
     for note in notes:
@@ -246,12 +246,12 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
     if model.has_latent_gates:
         alike += " except the first, which has no latent gates"
     if any(name.startswith("layers.") for name in model.ranks):
-        alike = f"of block {inspection.layer}; other blocks have other ranks"
+        alike = f"of block {inspection.layer}; ranks differ between blocks"
     console.print(f"\nweights ({alike})", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("name")
     table.add_column("global", justify="right")
-    table.add_column("one process", justify="right")
+    table.add_column("local", justify="right")
     table.add_column("sharding")
     for weight in inspection.weights:
         cells = (weight.short_name, _shape(weight.shape), _shape(weight.local), weight.where)
@@ -262,7 +262,7 @@ def _print_weights(console: "Console", inspection: "Inspection") -> None:
 
 
 def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", title: str) -> None:
-    """Collectives of one phase of a step, summed over blocks and micro-batches."""
+    """Prints the collectives of one phase of a step, summed over blocks and micro-batches."""
     from rich.table import Table
 
     if not rows:
@@ -273,7 +273,7 @@ def _print_collectives(console: "Console", rows: "Sequence[CollectiveRow]", titl
         table.add_column(heading)
     table.add_column("shape", justify="right")
     table.add_column("dtype")
-    for heading in ("bytes", "times", "total"):
+    for heading in ("bytes", "count", "total"):
         table.add_column(heading, justify="right")
     for row in rows:
         c = row.collective
@@ -288,7 +288,7 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
     if not inspection.issued:
         console.print(Text("\nno collectives: one process"), soft_wrap=True)
         return
-    console.print("\none process sends", style="bold")
+    console.print("\nbytes sent by one process", style="bold")
     totals = {
         "per token": inspection.bytes_per_token,
         "per micro-batch": inspection.bytes_per_micro_batch,
@@ -301,7 +301,7 @@ def _print_totals(console: "Console", inspection: "Inspection") -> None:
 
 
 def memory_as_json(predicted: "Memory", peak: "PeakMemory", measured: "MeasuredMemory | None") -> dict[str, Any]:
-    """Bytes on one process as JSON; null if not measured."""
+    """Converts memory to JSON values: bytes on one process, null if not measured."""
     return {
         "predicted": predicted.by_category,
         "predicted_peak": peak.by_category,
@@ -341,13 +341,15 @@ def print_memory(config: Config, predicted: "Memory", peak: "PeakMemory", measur
             table.add_row(
                 category, *(format_bytes(side[category]) if category in side else "" for side in sides), words
             )
-    table.add_row("sum", *(format_bytes(sum(side.values())) for side in sides), style="bold")
+    table.add_row("total", *(format_bytes(sum(side.values())) for side in sides), style="bold")
     print_table(console, table)
-    console.print(Text(f"Predicted peak during: {peak.during}. Columns before the peak: memory between the passes."))
+    console.print(
+        Text(f"Predicted peak during: {peak.during}. Columns to the left of the peak: memory between the passes.")
+    )
     if measured:
         console.print("Measured on fake tensors, without the allocator's rounding.")
     else:
-        console.print("Predicted only: a pipeline or sharded weights cannot run in one process.")
+        console.print("Predicted only: a pipeline or sharded weights cannot be measured in one process.")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,6 +1,6 @@
 """The console script `boost`: one file per command, each with `add_parser` and `run`.
 
-Commands import torch, tokenizers and the rest inside `run`, so that `--help` and a mistake in a configuration answer at once.
+Commands import torch, tokenizers and other slow modules inside `run`, so that `--help` and configuration errors are instant.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from boost.errors import BoostError, StorageError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Lists commands under the headings of COMMAND_GROUPS, which argparse cannot."""
+    """Lists commands under the headings of COMMAND_GROUPS, which argparse does not support."""
 
     def format_help(self) -> str:
         formatter = self._get_formatter()
@@ -37,18 +37,18 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def build_parser(group: Callable[[Any, str], Any] = SubcommandGroup) -> argparse.ArgumentParser:
-    """The parser of every command; `boost COMMAND --help` is written by the command's own file.
+    """Builds the parser of all commands. The file of each command defines its arguments and help.
 
-    `group(subparsers, first word)` returns where a two-word command is registered.
+    `group(subparsers, first_word)` returns the object on which a two-word command is registered.
     """
     parser = CommandParser(
         prog="boost",
         usage="boost COMMAND ...",
         description="Train low-rank LLMs (SVD, CoLA, LaX) on many GPUs.",
-        epilog="First run:\n"
+        epilog="Quick start:\n"
         "  boost prepare --stdlib     a corpus from the Python standard library\n"
         "  boost train demo           a few million parameters, minutes on a CPU\n"
-        "'boost COMMAND --help' has the options of a command, with examples.",
+        "'boost COMMAND --help' shows the options of a command, with examples.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=18),
     )
     parser.add_argument("--version", action="version", version=f"boost {__version__}", help="show the version and exit")
@@ -60,7 +60,7 @@ def build_parser(group: Callable[[Any, str], Any] = SubcommandGroup) -> argparse
         first, _, _ = name.rpartition(" ")
         subparser = command.add_parser(group(subparsers, first) if first else subparsers)
         subparser.allow_abbrev = False
-        subparser.add_argument("--debug", action="store_true", help="show the full traceback of an error")
+        subparser.add_argument("--debug", action="store_true", help="show the full traceback if there is an error")
         subparser.set_defaults(run=command.run)
     return parser
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides: list[str]) -> int:
-    """Runs what `parser`'s subcommand sets as `run` and returns its exit code; an error is one line on stderr."""
+    """Parses `words`, calls the subcommand's `run` and returns its exit code. Prints an error as one line on stderr."""
     args, unknown = parser.parse_known_args(words)
     try:
         if not getattr(args, "takes_overrides", False) and overrides + unknown:
@@ -85,25 +85,25 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str], overrides
                     f"unrecognized arguments: {' '.join(overrides + unknown)} (see {parser.prog} {args.command} --help)"
                 )
             )
-        args.overrides = unknown + overrides  # `boost bench` passes them on: the experiment's name must come first
+        args.overrides = unknown + overrides  # `boost bench` forwards them; the experiment's name must come first
         return args.run(args) or 0
     except BoostError as error:
         if args.debug:
             raise
         print_error(str(error))
-        return _leave(error.exit_code)
+        return _exit_code(error.exit_code)
     except BrokenPipeError:
-        # A reader that closes the pipe early (`boost config --fields | head`) is not an error.
+        # Closing the pipe early (`boost config --fields | head`) is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         if args.debug:
             raise
         print_error(f"{error.filename or 'file system'}: {error.strerror or error}")
-        return _leave(StorageError.exit_code)
+        return _exit_code(StorageError.exit_code)
     except KeyboardInterrupt:
         print_error("interrupted")
-        return _leave(130)
+        return _exit_code(130)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -123,12 +123,12 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def print_error(message: str) -> None:
-    """Prints one line on stderr. Names and values in the message may be untrusted, so it is escaped."""
+    """Prints one line on stderr, escaped because names and values in the message may be untrusted."""
     print(f"boost: error: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
-def _leave(code: int) -> int:
-    """Exits at once if a process group is open: NCCL's orderly shutdown would wait for the other processes."""
+def _exit_code(code: int) -> int:
+    """Returns `code`. Exits immediately if a process group is open, because NCCL's shutdown would wait for other processes."""
     if "torch" in sys.modules:
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""`boost plan`: the best layout, mesh and batch for given GPUs, the predicted speed, and why."""
+"""`boost plan`: finds the fastest layout, mesh and batch for a number of GPUs, predicts its speed, and explains why it wins."""
 
 import argparse
 import math
@@ -24,46 +24,46 @@ if TYPE_CHECKING:
     from boost.plan.search import Plan, Search
 
 SEARCHED = ("train.micro_batch", "train.recompute", "train.recompute_every")
-"""Searched in addition to parallel.*, unless the command line fixes them."""
+"""Keys to search in addition to parallel.*, unless the command line fixes them."""
 
 USUAL_TOKENS = ((1e9, 500_000), (5e9, 1_000_000), (20e9, 2_000_000), (math.inf, 4_000_000))
-"""(parameters at most, tokens per step)."""
+"""(maximum number of parameters, tokens per step)."""
 
 LEAST_RECIPE = 100_000
-"""Tokens per step of a preset that says how a model was trained, not only how large it is."""
+"""A preset with at least this many tokens per step is a training recipe and not only a model size."""
 
 SLACK = 0.05
-"""Maximum relative rounding of a global batch in tokens to a divisible number of sequences."""
+"""Maximum relative change when a global batch in tokens is rounded to a divisible number of sequences."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "plan",
-        help="find the best layout, mesh and batch for given GPUs",
+        help="find the fastest layout, mesh and batch for your GPUs",
         usage="boost plan --model M --gpus N --gpu PROFILE [--global-batch B] [--seq L] [--explain] [--write run.toml]\n"
         "       boost plan CONFIG --gpu PROFILE [--section.key value ...]      explain one configuration",
-        description="Searches all legal configurations of a model on N GPUs for the fastest that fits, and explains why the\n"
-        "others lose. A prediction that starts no process; takes seconds.",
+        description="Searches all valid configurations of a model on N GPUs for the fastest one that fits in memory, and\n"
+        "explains why the others lose. Predicts only: starts no processes and takes seconds.",
         epilog="examples:\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 1M-tokens --seq 4096\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --global-batch 256 --price 1.8      with the cost per 1B tokens\n"
-        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           TP 4, explained\n"
+        "  boost plan --model 7b --gpus 16 --gpu a100-80g --parallel.tp 4 --explain           explain the best with TP 4\n"
         "  boost plan --model 7b --gpus 16 --gpu a100-80g --write run.toml                    then: boost train run.toml\n"
-        "  boost plan run.toml --gpu a100-80g --svg run.svg                                   your own configuration\n"
+        "  boost plan run.toml --gpu a100-80g --svg run.svg                                   explain your configuration\n"
         "  boost plan --model 7b --gpus 4 --gpu a100-80g --longest-sequence                   or --largest-batch\n"
-        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens              where one layout overtakes another\n"
+        "  boost plan --model 7b --gpus 8 --gpu h100-80g --seq 4096 --by-tokens               where one layout overtakes another\n"
         "  boost plan --family cola --gpus 8 --gpu a100-80g --seq 4096 --largest-model\n\n"
-        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset ('boost config' lists them; llama3-8b, ...), a TOML file (its\n"
+        "--model takes a size (1b, 3b, 7b, 13b, 30b), a preset (llama3-8b, ...; see 'boost config'), a TOML file (its\n"
         "[parallel] and searched fields are ignored), or the config.json or folder of a Hugging Face model.\n"
-        "--parallel.KEY, --train.micro_batch and --train.recompute fix a choice.\n"
+        "--parallel.KEY, --train.micro_batch and --train.recompute restrict the search to a value.\n"
         "'boost plan calibrate' profiles this machine; 'boost plan validate' measures the accuracy of predictions.\n"
         "A global batch is in sequences (256) or tokens (1M-tokens, 500k-tokens). Units are decimal: 1 GB = 10^9 bytes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a preset or TOML file to explain without a search")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="preset or TOML file to explain without a search")
     parser.add_argument("--model", metavar="M", help="size, preset, TOML file, or Hugging Face folder")
     parser.add_argument("--family", metavar="F", help="short for --model.family")
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs in the mesh")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
     parser.add_argument(
         "--gpu", metavar="PROFILE", help="hardware profile: h100, a100-80g-8, a .toml file, or a datasheet line"
     )
@@ -71,7 +71,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--stack",
         choices=("boost", "eager", "compiled", "fused"),
         default="boost",
-        help="software to predict: boost train (default), eager or compiled PyTorch, fused like Megatron-LM (dense models)",
+        help="software to predict: boost train (default), eager or compiled PyTorch, or fused as in Megatron-LM (dense models)",
     )
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs per node (default: from the profile)")
     parser.add_argument("--global-batch", metavar="B", help="sequences or tokens per step (default: from the model)")
@@ -87,7 +87,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="M",
         type=_fraction,
         default=0.08,
-        help="usable memory to leave free, for fragments and what a prediction lacks: 8%% (default), 0.08, 0",
+        help="fraction of usable memory to leave free for fragmentation and prediction error: 8%% (default), 0.08, 0",
     )
     parser.add_argument("--price", type=float, metavar="P", help="USD per GPU-hour; prints the cost per 1B tokens")
     parser.add_argument("--top", type=int, default=8, metavar="K", help="number of runners-up to show (default 8)")
@@ -99,10 +99,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--explain", action="store_true", help="break down time and memory of the best")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown")
+    parser.add_argument("--explain", action="store_true", help="break down time and memory of the best plan")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the breakdown as SVG")
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the best as a configuration for 'boost train'"
+        "--write", type=Path, metavar="FILE", help="write the best plan as a configuration for 'boost train'"
     )
     parser.add_argument(
         "--export",
@@ -110,18 +110,18 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar=("FRAMEWORK", "FILE"),
         help="write the best plan of a dense model for torchtitan (TOML) or megatron (flags)",
     )
-    parser.add_argument("--force", action="store_true", help="let --write and --export overwrite a file")
+    parser.add_argument("--force", action="store_true", help="let --write and --export overwrite existing files")
 
 
 def _fraction(text: str) -> float:
-    """'8%' or '0.08', at least 0 and less than 1."""
+    """Parses '8%' or '0.08': at least 0 and less than 1."""
     number = text.removesuffix("%")
     try:
         value = float(number) / (100 if number != text else 1)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a fraction below 1; as in 8% or 0.08")
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction below 1; examples: 8%, 0.08")
     return value
 
 
@@ -147,7 +147,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     questions.add_argument(
         "--families",
         action="store_true",
-        help="what low-rank buys here: the best of the dense model and of each low-rank family of this shape, in one table",
+        help="compare the best plan of the dense model with the best plan of each low-rank family of the same shape",
     )
 
 
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     from boost.plan.stack import with_stack
 
     if args.gpu is None:
-        raise ConfigError(f"--gpu is missing; write --gpu PROFILE, one of {', '.join(names())}, or a .toml file")
+        raise ConfigError(f"--gpu is missing; pass one of {', '.join(names())}, or a .toml file")
     hardware = with_stack(load_hardware(args.gpu), args.stack)
     for name in ("per_node", "gpus", "seq", "steps", "top"):
         if (value := getattr(args, name)) is not None and value < 1:
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     if args.price is not None and not args.price > 0:
         raise ConfigError(f"--price = {args.price:g} must be greater than 0 (USD per GPU-hour)")
     if args.compute_dtype is None and args.config is None and "bfloat16" not in hardware.speeds.gemm:
-        args.compute_dtype = next(iter(hardware.speeds.gemm))  # of a profile of CPUs
+        args.compute_dtype = next(iter(hardware.speeds.gemm))  # a CPU profile
     if args.per_node is not None:
         hardware = hardware.model_copy(update={"per_node": args.per_node})
     _require_files(args)
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         args.model = "1b"
     for name in ("model", "gpus"):
         if getattr(args, name) is None:
-            raise ConfigError(f"--{name} is missing; as in: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
+            raise ConfigError(f"--{name} is missing; example: boost plan --model 7b --gpus 16 --gpu {args.gpu}")
     if args.families:
         return _families(args, hardware)
     request = request_of(args, hardware)
@@ -188,14 +188,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_files(args: argparse.Namespace) -> None:
-    """Raises ConfigError for files that are there already, and for a framework that is unknown."""
+    """Raises ConfigError for an unknown framework, and for output files that already exist unless --force is given."""
     from boost.plan.export import FRAMEWORKS
 
     if args.export is not None and args.export[0] not in FRAMEWORKS:
         raise ConfigError(f"--export {args.export[0]} is not a framework; valid values: {', '.join(FRAMEWORKS)}")
     for path in (args.write, Path(args.export[1]) if args.export else None):
         if path is not None and path.exists() and not args.force:
-            raise ConfigError(f"{path} exists; --force overwrites it")
+            raise ConfigError(f"{path} already exists; add --force to overwrite it")
 
 
 def _best(args: argparse.Namespace, request: "Request") -> int:
@@ -213,7 +213,7 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
         with progress("comparing") as tick:
             best, remarks = search.fastest(), list[str]()
             if (better := with_fewer(request, best)) is not None:
-                remarks.append(_fewer_words(request, best, better[1]))
+                remarks.append(_fewer_gpus_note(request, best, better[1]))
                 search, best = better
                 request = search.request
             if best is None:
@@ -240,16 +240,16 @@ def _best(args: argparse.Namespace, request: "Request") -> int:
     return 0
 
 
-def _fewer_words(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
+def _fewer_gpus_note(request: "Request", best: "Plan | None", fewer: "Plan") -> str:
     from boost.format import format_seconds
     from boost.plan.compare import choices, mesh
 
     used, batch = fewer.config.parallel.world_size, request.base.train.global_batch
-    words = f"{used} of {request.gpus} GPUs: {batch:,} sequences do not divide over {request.gpus}"
+    words = f"Uses {used} of {request.gpus} GPUs: {batch:,} sequences do not divide evenly over {request.gpus}"
     if best is None:
-        return f"{words}, and nothing that uses all of them fits."
+        return f"{words}, and no configuration that uses all of them fits."
     return (
-        f"{words}; the fastest that uses all of them ({mesh(best.config.parallel)}, {choices(best.config)}) takes "
+        f"{words}; the fastest configuration that uses all of them ({mesh(best.config.parallel)}, {choices(best.config)}) takes "
         f"{format_seconds(best.time.seconds)}, {best.time.seconds / fewer.time.seconds - 1:.0%} longer."
     )
 
@@ -294,7 +294,7 @@ def _families(args: argparse.Namespace, hardware: "Hardware") -> int:
     from boost.cli.plan_families import best_of, families, print_families
 
     if args.family is not None:
-        raise ConfigError("--families compares all of them; leave --family out")
+        raise ConfigError("--families compares all families; remove --family")
     found = {}
     with without_gc():
         for name in families():
@@ -316,13 +316,13 @@ def _question(args: argparse.Namespace, request: "Request") -> int:
             found = questions.largest_model(request, shapes)
             if found is None:
                 raise ConfigError(
-                    f"none of the boost-* models fits on {args.gpus} x {args.gpu}; take more GPUs or a shorter --seq"
+                    f"none of the boost-* models fits on {args.gpus} x {args.gpu}; use more GPUs or a shorter --seq"
                 )
             name, model = found
             args.model = name
             request = replace(request, base=request.base.model_copy(update={"model": model}))
             answers = questions.max_layers(request, tick)
-            what = f"blocks of the shape of {name}"
+            what = f"blocks of the {name} shape"
         elif args.longest_sequence:
             answers, what = questions.longest_sequence(request, tick), "tokens per sequence"
         else:
@@ -336,7 +336,7 @@ def _shape(args: argparse.Namespace, name: str) -> Any:
 
 
 def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
-    """The search request. Raises ConfigError."""
+    """Builds the search request. Raises ConfigError."""
     from boost.plan.candidates import Request
 
     base, fixed = base_of(args)
@@ -344,7 +344,7 @@ def request_of(args: argparse.Namespace, hardware: "Hardware") -> "Request":
 
 
 def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
-    """(base configuration, fixed keys)."""
+    """Returns (base configuration, fixed keys)."""
     from boost.plan.stack import stacks
 
     changes = dict(parse_overrides(args.overrides))
@@ -382,8 +382,8 @@ def base_of(args: argparse.Namespace) -> tuple[Config, frozenset[str]]:
 
 
 def usual_batch(base: Config, changes: Mapping[str, Any], model: str) -> str | None:
-    """The batch to plan for where none was asked for: that of the file or recipe, or GPT-3's for so many parameters (arXiv
-    2005.14165, table 2.1) where a preset has none for training."""
+    """Returns the default of --global-batch: None to keep the batch of a file or recipe, otherwise GPT-3's for this number of
+    parameters (arXiv 2005.14165, table 2.1)."""
     recipe = base.train.global_batch * base.train.seq_len >= LEAST_RECIPE and hugging_face_folder(model) is None
     if recipe or model.endswith(".toml") or "train.global_batch" in changes:
         return None
@@ -393,7 +393,7 @@ def usual_batch(base: Config, changes: Mapping[str, Any], model: str) -> str | N
 
 
 def global_batch(words: str, seq_len: int, gpus: int) -> int:
-    """Sequences for '256' (sequences), '1M-tokens', '500k' (tokens, rounded by at most SLACK to a divisible number)."""
+    """Parses '256' (sequences) or '1M-tokens', '500k' (tokens, rounded by at most SLACK to a divisible number of sequences)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)(-tokens|-sequences)?", words.replace(",", "").replace("_", ""))
     if not found:
         raise ConfigError(
@@ -421,7 +421,7 @@ def global_batch(words: str, seq_len: int, gpus: int) -> int:
 
 
 def _dense(request: "Request") -> "Plan | None":
-    """The best plan of the dense model of the same shape, or the smallest if none fits."""
+    """Returns the fastest plan of the dense model of the same shape, or the one with the least memory if none fits."""
     from boost.plan.search import Search
 
     base = request.base
@@ -442,7 +442,7 @@ def _fits_nowhere(args: argparse.Namespace, search: "Search") -> str:
     assert nearest is not None
     config, ways = nearest.config, where_it_fits(search)
     return (
-        f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: the smallest "
+        f"{args.model} ({config.model.family}) does not fit on {args.gpus} x {args.gpu} in any configuration: even the smallest "
         f"({mesh(config.parallel)}, {choices(config)}) needs {format_bytes(nearest.memory)} of {format_bytes(nearest.usable)}; "
-        + (f"it fits {ways}" if ways else "nor does it fit on more of them; use a smaller model")
+        + (f"it fits {ways}" if ways else "it does not fit on more GPUs either; use a smaller model")
     )

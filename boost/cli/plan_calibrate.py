@@ -1,4 +1,4 @@
-"""`boost plan calibrate`: a hardware profile of this machine."""
+"""`boost plan calibrate`: measures a hardware profile of this machine."""
 
 import argparse
 from pathlib import Path
@@ -13,15 +13,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "calibrate",
         help="measure this machine: GEMMs, attention, memory, collectives",
         description="Measures the speed of this machine (GEMM shapes, attention, memory-bound operations, and collectives\n"
-        "between its processes) and writes a hardware profile for --gpu. Takes a minute or two; keep the machine idle\n"
-        "meanwhile. All processes measure at once, as in training, and then one process alone.",
+        "between its processes) and writes a hardware profile for --gpu. Takes a minute or two. Keep the machine\n"
+        "idle. First all processes measure at the same time, as in training, then one process alone.",
         epilog="examples:\n"
         "  boost plan calibrate --out local.toml                  one process per GPU or core\n"
         "  boost plan calibrate --nproc 2 --dtypes float32 bfloat16\n"
         "  boost plan --model 1b --gpu local.toml --gpus 2 --global-batch 64",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("local.toml"), metavar="FILE", help="default: local.toml")
+    parser.add_argument(
+        "--out", type=Path, default=Path("local.toml"), metavar="FILE", help="profile to write (default: local.toml)"
+    )
     parser.add_argument(
         "--nproc",
         type=int,
@@ -36,14 +38,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="compute dtypes (default: float32, and bfloat16 on GPUs)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
-    parser.add_argument("--quick", action="store_true", help="few and small shapes: a rough profile in seconds")
-    parser.add_argument("--force", action="store_true", help="write the profile even if its fit is useless")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller shapes: a rough profile in seconds")
+    parser.add_argument(
+        "--force", action="store_true", help="write the profile even if the fit is too poor to be useful"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     if args.nproc is not None and args.nproc < 1:
-        raise ConfigError(f"--nproc = {args.nproc} measures nothing; smallest valid value: 1")
+        raise ConfigError(f"--nproc = {args.nproc} is too small; smallest valid value: 1")
     if args.out.suffix != ".toml":
         raise ConfigError(f"--out = '{args.out}' must end in .toml, so that --gpu recognizes it as a file")
 

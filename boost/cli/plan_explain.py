@@ -1,4 +1,4 @@
-"""`boost plan --explain`: time and memory of one configuration, as tables and bars."""
+"""`boost plan --explain`: breaks down time and memory of one configuration, as tables and bars."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ _BAR = 28
 
 
 def print_explanation(plan: Plan, hardware: Hardware) -> None:
-    """Time, products, collectives, memory."""
+    """Prints the breakdown of time, GEMMs, element-wise kernels, collectives and memory."""
     from boost.cli.plan_report import console
 
     out = console()
@@ -43,7 +43,7 @@ def print_explanation(plan: Plan, hardware: Hardware) -> None:
     if plan.shortfall > 0:
         out.print(f"out of memory by {format_bytes(plan.shortfall)}", style="red")
     else:
-        out.print(f"free of {format_bytes(plan.usable)}: {format_bytes(-plan.shortfall)}", style="dim")
+        out.print(f"free: {format_bytes(-plan.shortfall)} of {format_bytes(plan.usable)}", style="dim")
 
 
 def _in_order(plan: Plan) -> dict[str, float]:
@@ -95,7 +95,7 @@ def _print_products(out: "Console", plan: Plan, hardware: Hardware, rank: int) -
     if rest:
         out.print(f"and {len(rest)} smaller shapes: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
     out.print(
-        "Shape of attention: sequences, heads, key/value heads, tokens, head dimension (, tokens of the keys).",
+        "Attention shapes: sequences x heads x key/value heads x tokens x head dimension (x key tokens, if different).",
         style="dim",
     )
 
@@ -105,11 +105,11 @@ def _print_elementwise(out: "Console", plan: Plan, hardware: Hardware, rank: int
 
     listed = elementwise(plan.config, hardware, rank)
     shown = list(rows_that_matter(listed, 0.9))
-    out.print("\nelement-wise work of one process per step", style="bold")
+    out.print("\nelement-wise kernels of one process per step", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("place", "pass", "kernel"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("calls", "bytes", "time", "of all"):
+    for heading in ("calls", "bytes", "time", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     whole = sum(each.seconds for each in listed)
     for each in shown:
@@ -120,7 +120,7 @@ def _print_elementwise(out: "Console", plan: Plan, hardware: Hardware, rank: int
     print_table(out, table)
     rest = listed[len(shown) :]
     if rest:
-        out.print(f"and {len(rest)} smaller kinds: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
+        out.print(f"and {len(rest)} smaller rows: {format_seconds(sum(each.seconds for each in rest))}", style="dim")
 
 
 def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> None:
@@ -134,7 +134,7 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in ("axis", "place", "pass", "kind", "over"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("processes", "times", "sent", "time"):
+    for heading in ("processes", "count", "sent", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in listed:
         c = each.collective
@@ -146,7 +146,7 @@ def _print_sent(out: "Console", plan: Plan, hardware: Hardware, rank: int) -> No
 
 
 def picture(plan: Plan, name: str, gpu: str) -> str:
-    """Both bars as SVG."""
+    """Draws both bars as SVG."""
     time, held = plan.time, _in_order(plan)
     left = max(-plan.shortfall, 0)
     bars = [

@@ -1,5 +1,5 @@
-"""`boost plan --families`: what low-rank would buy here, as one table: the best plan of the dense model of a shape and of each
-low-rank family with it."""
+"""`boost plan --families`: compares the best plan of the dense model with the best plan of each low-rank family of the same
+shape."""
 
 import argparse
 import json
@@ -22,20 +22,20 @@ DENSE = "dense"
 
 
 def families() -> list[str]:
-    """The dense family first."""
+    """Names of all families, the dense one first."""
     return [DENSE, *(name for name in ModelConfig.choices if name != DENSE)]
 
 
 def best_of(request: Request, tick: Tick | None = None) -> Plan | None:
-    """The fastest that fits, else the one that needs the least memory; None if nothing is legal."""
+    """Returns the fastest plan that fits, or else the one with the least memory; None if no configuration is valid."""
     search = Search(request, tick)
     return None if search.empty else search.fastest() or search.smallest()
 
 
 def print_families(args: argparse.Namespace, hardware: "Hardware", found: dict[str, Plan]) -> None:
-    """The table, or JSON. Raises ConfigError if none of them is legal."""
+    """Prints the table, or JSON. Raises ConfigError if no family has a valid configuration."""
     if not found:
-        raise ConfigError(f"no family of {args.model} has a legal configuration on {args.gpus} GPUs")
+        raise ConfigError(f"no family of {args.model} has a valid configuration on {args.gpus} GPUs")
     if args.json:
         listed = {name: as_json(plan, args.price, hardware) for name, plan in found.items()}
         print(json.dumps({"schema": SCHEMA, "argv": asked_words(args), "families": listed}, indent=2))
@@ -45,13 +45,13 @@ def print_families(args: argparse.Namespace, hardware: "Hardware", found: dict[s
 
     out, dense = console(), found.get(DENSE)
     first = next(iter(found.values())).config
-    batch = f"{first.train.global_batch:,} sequences of {first.train.seq_len:,} a step"
+    batch = f"{first.train.global_batch:,} sequences of {first.train.seq_len:,} per step"
     out.print(Text(f"{args.model}, d {first.model.dim}, {first.model.layers} blocks; {batch}"), soft_wrap=True)
     out.print(Text(f"{args.gpus} x {hardware.title}\n"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("family", no_wrap=True)
-    price = [f"USD at {args.price:g} an hour"] if args.price is not None else []
-    for heading in ("parameters", "step", "tokens/s", "memory", "GPU-hours", *price, "against dense"):
+    price = [f"USD at {args.price:g}/hour"] if args.price is not None else []
+    for heading in ("parameters", "step", "tokens/s", "memory", "GPU-hours", *price, "vs. dense"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, plan in found.items():
         fits = plan.shortfall <= 0
@@ -73,7 +73,7 @@ def print_families(args: argparse.Namespace, hardware: "Hardware", found: dict[s
         out.print(Text(f"{name:<6}{lacks}{mesh(plan.config.parallel)}; {choices(plan.config)}"), soft_wrap=True)
     out.print(
         Text(
-            "\nThe best configuration of each; GPU-hours and cost of 1B tokens. Speed only: loss per token is another matter."
+            "\nBest configuration of each family; GPU-hours and cost are per 1B tokens. Compares speed only, not loss per token."
         )
     )
 

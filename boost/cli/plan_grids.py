@@ -1,4 +1,4 @@
-"""`boost plan --by-tokens` and `--by-gpus`: the fastest layout by two quantities, as a table, JSON, or a picture."""
+"""`boost plan --by-tokens` and `--by-gpus`: finds the fastest layout over a grid, as a table, JSON, or a picture."""
 
 import argparse
 import json
@@ -29,9 +29,7 @@ def by_tokens(args: argparse.Namespace, request: Request) -> int:
             f"{args.model} does not fit on {args.gpus} x {args.gpu} without a pipeline; add --parallel.pp"
         )
     print_by_tokens(args, request, rows)
-    subtitle = (
-        f"On {args.gpus} x {args.gpu}: the fastest configuration of each, its time against that of the row's fastest"
-    )
+    subtitle = f"On {args.gpus} x {args.gpu}: the fastest configuration per cell, and its time relative to the fastest in the row"
     title = f"Layout by tokens per step and TP size: {args.model}, {request.base.model.title}"
     _draw(args, lambda: tokens_grid.picture(title, subtitle, rows))
     return 0
@@ -79,7 +77,7 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
     out = console()
     out.print(Text(f"{model_words(request.base, args.model)}\n{request.hardware.title}"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("tokens a step", *(f"{cell.gpus} GPUs" for cell in rows[0])):
+    for name in ("tokens per step", *(f"{cell.gpus} GPUs" for cell in rows[0])):
         table.add_column(name, justify="right")
     for row in rows:
         words = [
@@ -87,7 +85,7 @@ def print_by_gpus(args: argparse.Namespace, request: Request, rows: Sequence[Seq
         ]
         table.add_row(f"{row[0].tokens:,}", *words)
     print_table(out, table)
-    out.print(Text("\nWithout pipelines. Differences below 5% are within the error."))
+    out.print(Text("\nWithout a pipeline. Differences below 5% are within the prediction error."))
 
 
 def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[Sequence[Cell]]) -> None:
@@ -114,7 +112,7 @@ def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[S
     heading = f"{model_words(request.base, args.model)}\n{args.gpus} x {request.hardware.title}"
     out.print(Text(heading), soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("tokens a step", *(f"TP {cell.tp}" for cell in rows[0])):
+    for name in ("tokens per step", *(f"TP {cell.tp}" for cell in rows[0])):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         best = fastest(row)
@@ -127,7 +125,10 @@ def print_by_tokens(args: argparse.Namespace, request: Request, rows: Sequence[S
     said = "; ".join(f"{_way(cell)} from {cell.tokens:,} tokens" for cell in changes(rows))
     out.print(Text(f"\nfastest: {said}"))
     out.print(
-        Text("Times by that of the fastest in the row; without pipelines. Differences below 5% are within the error.")
+        Text(
+            "Times are relative to the fastest in the row. Without a pipeline. Differences below 5% are within the prediction "
+            "error."
+        )
     )
 
 

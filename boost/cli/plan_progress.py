@@ -1,4 +1,4 @@
-"""What a search of `boost plan` runs in: a progress bar, and no garbage collection."""
+"""Context managers for the searches of `boost plan`: a progress bar, and no garbage collection."""
 
 import gc
 import time
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """A search makes no garbage in cycles, but so many objects that looking for it takes a tenth of the time."""
+    """Disables garbage collection, which takes a tenth of the time of a search and finds nothing: a search creates no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -24,7 +24,7 @@ def without_gc() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str) -> "Iterator[Tick]":
-    """A progress bar on stderr, if that is a terminal and it takes longer than a second."""
+    """Shows a progress bar on stderr if it is a terminal and the work takes longer than a second."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

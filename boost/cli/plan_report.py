@@ -1,4 +1,4 @@
-"""The result of `boost plan` as text, as JSON, and as a configuration file."""
+"""Prints the result of `boost plan` as text or JSON, with the command that runs the best plan."""
 
 import argparse
 import json
@@ -48,16 +48,16 @@ def console() -> "Console":
 
 
 def command_line(args: argparse.Namespace, config: Config, source: str) -> list[str]:
-    """`boost train` with the flags that turn `source` into `config`, or with the written file."""
+    """Returns the arguments of `boost`: train with the flags that turn `source` into `config`, or with the written file."""
     if args.write is not None:
         return ["train", str(args.write)]
     if hugging_face_folder(source) is not None:
-        return ["train", "run.toml"]  # which --write run.toml makes: the shape is no preset's
+        return ["train", "run.toml"]  # written by --write run.toml, because no preset has this shape
     return ["train", source, *flags(config, source)]
 
 
 def flags(config: Config, source: str) -> list[str]:
-    """The `--section.key value` arguments that turn a preset or file into `config`."""
+    """Returns the `--section.key value` arguments that turn a preset or file into `config`."""
     words: list[str] = []
     tree = read_source(source)
     before, after = validated(tree).model_dump(), config.model_dump()
@@ -78,7 +78,7 @@ def _word(value: Any) -> str:
 
 
 def launch(report: PlanReport) -> list[str]:
-    """The launch command, as lines."""
+    """Returns the lines of the launch command."""
     parallel, per_node = report.best.config.parallel, report.request.hardware.per_node
     command, gpus = report.command, parallel.world_size
     if gpus <= per_node:
@@ -88,12 +88,12 @@ def launch(report: PlanReport) -> list[str]:
     lines = ["torchrun " + shlex.join([*words, "--rdzv-endpoint", "FIRST_NODE:29400"]) + " \\"]
     lines += ["    " + line for line in _wrapped("-m boost.cli.main", command)]
     if gpus % per_node:
-        lines.append(f"# on the last node with --nproc-per-node {gpus % per_node}")
+        lines.append(f"# on the last node: --nproc-per-node {gpus % per_node}")
     return lines
 
 
 def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
-    """A command wrapped with backslashes; a flag stays on the line of its value."""
+    """Wraps a command with backslashes. A flag stays on the same line as its value."""
     pieces: list[str] = []
     for word in words:
         quoted = shlex.quote(word)
@@ -112,7 +112,7 @@ def _wrapped(first: str, words: Sequence[str], width: int = 96) -> list[str]:
 
 
 def asked_words(args: argparse.Namespace) -> list[str]:
-    """What was asked, as arguments of `boost`."""
+    """Returns the request as arguments of `boost`."""
     words = ["plan"] + ([args.config] if args.config else [])
     names = ("model", "family", "gpus", "gpu", "stack", "per_node", "global_batch", "seq", "steps", "compute_dtype")
     for name in names:
@@ -124,11 +124,11 @@ def asked_words(args: argparse.Namespace) -> list[str]:
 # JSON.
 
 SCHEMA = 2
-"""Of what --json prints: raised when a key changes its meaning or goes. 2: intervals, probabilities, both conventions of MFU."""
+"""Version of the --json output; incremented if a key changes its meaning or is removed. 2: intervals, probabilities, both MFUs."""
 
 
 def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, Any]:
-    """One configuration and its prediction. Seconds and bytes."""
+    """Converts a configuration and its prediction to JSON values, in seconds and bytes."""
     time = plan.time
     cost = {} if price is None else {"cost_per_billion_tokens": time.cost_per_billion(price)}
     return {
@@ -152,7 +152,7 @@ def as_json(plan: Plan, price: float | None, hardware: Hardware) -> dict[str, An
 
 
 def print_json(report: PlanReport) -> None:
-    """Prints the whole result."""
+    """Prints the whole result as JSON."""
     args, search, hardware = report.args, report.search, report.request.hardware
     train = report.best.config.train
     result = {
@@ -223,7 +223,7 @@ def model_words(config: Config, name: str) -> str:
 def _batch(config: Config, asked: str | None) -> str:
     train = config.train
     tokens = train.global_batch * train.seq_len
-    source = ", usual for this size or from the model; change it with --global-batch 1M-tokens" if asked is None else ""
+    source = ", the default for this model; change it with --global-batch, such as 1M-tokens" if asked is None else ""
     if asked is not None and asked != str(train.global_batch):
         source = f" (from {asked}, rounded to a divisible number of sequences)"
     return f"{train.global_batch:,} sequences of {train.seq_len:,} = {tokens:,} tokens per step{source}"
@@ -269,9 +269,9 @@ def _print_others(out: "Console", report: PlanReport) -> None:
 
     if not report.others:
         return
-    out.print("\nrunners-up: the best of each other kind, and why it loses", style="bold")
+    out.print("\nrunners-up: the best of every other kind, and why each loses", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("best", no_wrap=False, max_width=24)
+    table.add_column("best of", no_wrap=False, max_width=24)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
@@ -314,9 +314,9 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
     out.print("\nby recomputation policy", style="bold")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("train.recompute", no_wrap=True)
-    for heading in ("most", "memory", "tokens/s"):
+    for heading in ("maximum", "memory", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("with")
+    table.add_column("configuration")
     for each in answers:
         if each.plan is None:
             table.add_row(each.policy, "0", "", "", "does not fit")
@@ -328,4 +328,8 @@ def print_answers(args: argparse.Namespace, request: Request, answers: list[Answ
             f"{mesh(plan.config.parallel)}; {choices(plan.config)}",
         )  # fmt: skip
     print_table(out, table)
-    out.print(Text("\nGlobal batch: two micro-batches per replica and stage. Larger ones are faster with a pipeline."))
+    out.print(
+        Text(
+            "\nThe global batch is two micro-batches per replica and stage. With a pipeline, larger batches are faster."
+        )
+    )

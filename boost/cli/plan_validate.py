@@ -1,4 +1,4 @@
-"""`boost plan validate`: the performance model against what was measured."""
+"""`boost plan validate`: compares the performance model with measurements."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost plan validate                                    the verdicts\n"
         "  boost plan validate --json                             every number\n"
         "  boost plan validate --write                            rewrite the report in benchmarks/results\n"
-        "  boost plan validate --record                           beside the speeds that others published\n"
+        "  boost plan validate --record                           compare with published speeds\n"
         "  boost plan calibrate --out local.toml && boost plan validate --measure --hardware local.toml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -32,23 +32,25 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--record",
         action="store_true",
-        help="the public record instead: speeds that others published, by source and GPU",
+        help="compare with the public record instead: published speeds, by source and GPU",
     )
-    parser.add_argument("--measure", action="store_true", help="measure steps on this machine first (some minutes)")
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="profile of this machine, for --measure")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure steps on this machine first (takes a few minutes)"
+    )
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="hardware profile of this machine, for --measure")
     parser.add_argument("--write", action="store_true", help="write the report (implied by --measure)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="PATH",
-        help="PATH.json is read; it, PATH.md and PATH.svg are written (default benchmarks/results/validation, or record)",
+        help="reads PATH.json; writes PATH.json, PATH.md and PATH.svg (default: benchmarks/results/validation, or record)",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     if args.hardware is not None and not args.measure:
-        raise ConfigError(f"--hardware = '{args.hardware}' is used only with --measure; add it")
+        raise ConfigError(f"--hardware = '{args.hardware}' is used only with --measure; add --measure")
     if args.measure or args.write:
         needs_matplotlib()
 
@@ -66,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record(args: argparse.Namespace) -> int:
-    """Exit code 1 if the held-out half is beyond a limit: its error, the bias of a group, or rows that intervals hold."""
+    """Returns 1 if the held-out half misses a limit: its error, the bias of a group, or the fraction of rows within intervals."""
     if args.measure or args.hardware is not None:
-        raise ConfigError("--record compares with what others measured; leave --measure and --hardware out")
+        raise ConfigError("--record compares with published speeds; remove --measure and --hardware")
 
     from rich.table import Table
     from rich.text import Text
@@ -100,7 +102,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def print_verdicts(facts: "Facts") -> None:
-    """The verdicts, and measurements that are missing."""
+    """Prints the verdicts, and which measurements are missing."""
     from rich.table import Table
     from rich.text import Text
 

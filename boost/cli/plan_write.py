@@ -1,4 +1,4 @@
-"""`boost plan --write`: the planned configuration as a file for `boost train`, and what the plan did not decide."""
+"""`boost plan --write`: writes the best plan as a configuration for `boost train`, and lists what the plan did not decide."""
 
 import argparse
 import shlex
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from boost.cli.plan_report import PlanReport
 
 EVALUATIONS = 20
-"""Evaluations in a run that asks for none."""
+"""Default number of evaluations in a run."""
 
 EVALUATED = 2**20
-"""Tokens of each of them; the last one takes all that there are."""
+"""Default tokens per evaluation. The final evaluation covers the whole split."""
 
 TOKENS_PER_PARAMETER = 20
-"""Of a compute-optimal run (arXiv 2203.15556)."""
+"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556)."""
 
 
 def runnable(config: Config, name: str, asked: frozenset[str]) -> Config:
-    """The configuration with periodic evaluations and a run directory of its own, where neither was asked for."""
+    """Adds periodic evaluations and a separate run directory to a configuration, unless the user set them."""
     train, run = {}, {}
     if config.train.eval_every == 0 and "train.eval_every" not in asked:
         train["eval_every"] = max(config.train.steps // EVALUATIONS, 1)
@@ -39,7 +39,7 @@ def runnable(config: Config, name: str, asked: frozenset[str]) -> Config:
 
 
 def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
-    """What the plan did not decide and nobody asked for, a line each."""
+    """Yields one line per setting that neither the plan nor the user decided."""
     train, optim = config.train, config.optim
     tokens, parameters = train.global_batch * train.seq_len, parameter_count(config.model)
     if "optim.lr" not in asked:
@@ -48,16 +48,16 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
         whole = train.steps * tokens
         enough = -(-TOKENS_PER_PARAMETER * parameters // tokens)
         yield (
-            f"train.steps = {train.steps:,} are {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
-            f"{TOKENS_PER_PARAMETER} per parameter take {enough:,}"
+            f"train.steps = {train.steps:,} is {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
+            f"{TOKENS_PER_PARAMETER} per parameter take {enough:,} steps"
         )
     if "data.store" not in asked:
         yield (
-            f"data.store = '{config.data.store}' must be made with a tokenizer of at most {config.model.vocab_size:,} tokens "
+            f"data.store = '{config.data.store}' must be prepared with a tokenizer of at most {config.model.vocab_size:,} tokens "
             "('boost prepare')"
         )
     yield f"checkpoints every {train.save_minutes:g} minutes" + (
-        f" and {train.save_every:,} steps" if train.save_every else "; train.save_every adds some by steps"
+        f" and {train.save_every:,} steps" if train.save_every else "; set train.save_every to also save by steps"
     )
 
 
@@ -71,7 +71,7 @@ def asked_keys(args: argparse.Namespace) -> frozenset[str]:
 
 
 def written(report: "PlanReport") -> str:
-    """The file, with the request, the prediction and what is undecided as comments."""
+    """Returns the file, with the request, the prediction and undecided settings as comments."""
     from boost.cli.plan_report import asked_words
 
     best, args = report.best, report.args

@@ -1,4 +1,4 @@
-"""`boost prepare`: text to token store, with progress on stderr and a report on stdout."""
+"""`boost prepare`: tokenizes text into a token store, with progress on stderr and a report on stdout."""
 
 import argparse
 import json
@@ -22,14 +22,16 @@ examples:
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
 
-Without --out the store is data/stdlib, or data/ and the name of the first input. Running the same command again does
-nothing when the input is unchanged. An interrupted run leaves no store; an older one stays until the new is complete.
+Without --out, the store is data/stdlib or data/NAME, where NAME is that of the first input. Running the same command
+again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
+one is complete.
 
-Files are read by suffix: .jsonl .ndjson .json (one JSON object per line), .parquet, and anything else as UTF-8 text, one
-document per file; .gz is decompressed. In folders, unreadable files are skipped and reported; a file that you name must be
-readable. Pickles and other formats that can hold code are refused.
+The suffix determines the format: .jsonl .ndjson .json (one JSON object per line), .csv .tsv, .parquet; anything else is
+UTF-8 text, one document per file. .gz and .zst are decompressed. In folders, unreadable files are skipped and reported; a
+file that you name must be readable. Pickles and other formats that can contain code are rejected.
 
-A fraction of the documents is held out, chosen by the hash of their names; of a single document, its last part.
+A fraction of the documents is held out, chosen by the hash of their names. If there is only one document, its last part is
+held out.
 """
 
 
@@ -46,12 +48,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, JSONL, CSV or Parquet files, or folders of them; .gz and .zst too",
+        help="text, JSONL, CSV or Parquet files (.gz and .zst too), or folders of them",
     )
     parser.add_argument("--stdlib", action="store_true", help="read the Python standard library of this machine")
     parser.add_argument("--hf", metavar="NAME[:CONFIG]", help="stream a dataset from the Hugging Face Hub")
-    parser.add_argument("--hf-split", default="train", metavar="SPLIT", help="its split to read (default: %(default)s)")
-    parser.add_argument("--out", metavar="STORE", help="folder of the token store (default: data/NAME OF THE INPUT)")
+    parser.add_argument(
+        "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
+    )
     parser.add_argument(
         "--tokenizer",
         default="train:4096",
@@ -60,19 +66,23 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "(default: %(default)s)",
     )
     parser.add_argument(
-        "--eos", metavar="TOKEN", help="token that ends every document (default: found by its usual names)"
+        "--eos", metavar="TOKEN", help="end-of-document token (default: found by its usual names, such as </s>)"
     )
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="FIELD",
-        help="field or column that holds the text (default: %(default)s)",
+        help="field or column with the text (default: %(default)s)",
     )
     parser.add_argument(
-        "--heldout", type=float, default=0.02, metavar="FRACTION", help="fraction to hold out (default: %(default)s)"
+        "--heldout",
+        type=float,
+        default=0.02,
+        metavar="FRACTION",
+        help="fraction of the documents to hold out (default: %(default)s)",
     )
     parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from other input")
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
     return parser
 
@@ -103,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
-    """`data/stdlib`, or `data/` and the first input's name without folders and suffixes."""
+    """Returns `data/stdlib`, or `data/` and the first input's name without folders and suffixes."""
     if inputs:
         path = Path(inputs[0])
         name = (path if path.name not in ("", "..") else path.resolve()).name
@@ -116,7 +126,7 @@ def default_out(inputs: list[str], hf: str | None, stdlib: bool) -> str:
 
 
 def as_json(result: "PrepareResult") -> dict[str, Any]:
-    """The report as JSON values: entropy in nats per token, the rest in tokens, documents and bytes."""
+    """Converts the report to JSON values: entropy in nats per token, the rest in tokens, documents and bytes."""
     store = result.store
     splits = {name: {**sizes, **_density(store, name)} for name, sizes in store.meta["splits"].items()}
     return {
@@ -145,7 +155,7 @@ def print_report(result: "PrepareResult") -> None:
     # A pipe has no width, and truncating names to 80 columns would lose information.
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
     report = as_json(result)
-    # Names are wrapped in Text, so that a file called "[red]" is not markup.
+    # Text keeps rich from reading a file name such as "[red]" as markup.
     read = Table(title="read", title_justify="left", box=None, pad_edge=False)
     read.add_column("source", overflow="fold")
     for heading in ("files", "documents", "bytes", "tokens", "skipped"):
@@ -186,11 +196,11 @@ def _print_skipped(console: Any, sources: list[dict[str, Any]]) -> None:
             for example in skip["examples"]:
                 console.print(Text(f"      {example}"), soft_wrap=True)
             if skip["count"] > len(skip["examples"]):
-                console.print(f"      and {skip['count'] - len(skip['examples']):,} more, in the store's report.json")
+                console.print(f"      and {skip['count'] - len(skip['examples']):,} more, see report.json in the store")
 
 
 def progress_display() -> "Progress":
-    """A progress bar if stderr is a terminal, else a line every 10 seconds."""
+    """Returns a progress bar if stderr is a terminal, otherwise a line every 10 seconds."""
     return _bar() if sys.stderr.isatty() else _lines()
 
 

@@ -1,4 +1,4 @@
-"""Prompts of `boost generate`: from the command line, a file, or standard input."""
+"""Reads the prompts of `boost generate` from the command line, a file, or standard input."""
 
 import argparse
 import json
@@ -10,18 +10,18 @@ from pathlib import Path
 from boost.errors import ConfigError
 
 MAX_PROMPTS_BYTES = 1 << 28
-"""Limit of a file or stream of prompts."""
+"""Maximum size of a file or stream of prompts."""
 
 STDIN = "-"
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts that `--prompt` and `--prompts` name, in this order; without either, piped text, else one empty prompt.
+    """Returns the prompts of `--prompt` and `--prompts`, in this order. Without either: piped text, or else one empty prompt.
 
     `-` is standard input: one prompt for `--prompt`, one per line for `--prompts`. Raises ConfigError.
     """
     if (args.prompt or []).count(STDIN) + (args.prompts == STDIN) > 1:
-        raise ConfigError("standard input can be read once; write one '-' in --prompt and --prompts")
+        raise ConfigError("standard input can be read only once; use a single '-' in --prompt and --prompts")
     prompts = [_standard_input("--prompt") if text == STDIN else text for text in args.prompt or []]
     if args.prompts:
         prompts += _from_lines(args.prompts)
@@ -31,7 +31,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise ConfigError(f"--prompt = {text!r} is not valid UTF-8; use a terminal with UTF-8") from None
+            raise ConfigError(f"--prompt = {text!r} is not valid UTF-8; use a UTF-8 terminal") from None
     return prompts or [""]
 
 
@@ -45,15 +45,15 @@ def is_piped() -> bool:
 
 
 def _standard_input(field: str) -> str:
-    """All of standard input without its last line break."""
+    """Reads all of standard input, without the last line break."""
     if "RANK" in os.environ:
-        raise ConfigError(f"{field}: torchrun's processes share standard input; write --prompts FILE")
+        raise ConfigError(f"{field}: torchrun's processes share standard input; use --prompts FILE")
     data = sys.stdin.buffer.read(MAX_PROMPTS_BYTES + 1)
     return _decoded(data, field).removesuffix("\n")
 
 
 def _from_lines(name: str) -> list[str]:
-    """One prompt per line that is not blank; of a .jsonl file, the key "prompt" of each line."""
+    """Returns one prompt per line that is not blank. In a .jsonl file, it is the key "prompt" of each line."""
     if name == STDIN:
         text = _standard_input("--prompts")
     else:
@@ -83,7 +83,7 @@ def _json_prompt(line: str, where: str) -> str:
 
 def _decoded(data: bytes, field: str) -> str:
     if len(data) > MAX_PROMPTS_BYTES:
-        raise ConfigError(f"{field} has over {MAX_PROMPTS_BYTES:,} bytes; split it")
+        raise ConfigError(f"{field} has more than {MAX_PROMPTS_BYTES:,} bytes; split it")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from boost.measure.run_record import RunRecord
 
 METRICS = ("loss", "heldout_loss")
-"""Curves that are shown if none is named."""
+"""Curves to show by default."""
 MOST_RUNS = 10
 LABEL, COLUMN = 16, 10
-"""Widths of the head and of the other columns of a comparison."""
+"""Widths of the first column and of the other columns of a comparison."""
 HELDOUT_FROM, YEAR_FROM = 72, 100
-"""Columns of a terminal from which the list has the held-out loss, and dates have a year."""
+"""Minimum terminal widths at which the list shows the held-out loss, and dates include the year."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "runs",
         help="list runs, and compare them",
-        description="Reads run directories, also of runs in progress, and changes nothing.\n\n"
-        "  list      one line per run: state, steps, losses, when it last wrote\n"
-        "  compare   numbers next to each other, what differs in the configurations, curves",
+        description="Reads run directories, including those of runs in progress. Changes nothing.\n\n"
+        "  list      one line per run: state, steps, losses, last update\n"
+        "  compare   numbers side by side, differences between configurations, curves",
         epilog="examples:\n"
         "  boost runs list runs\n"
         "  boost runs list runs --json\n"
@@ -38,12 +38,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    what = "one line per run: state, steps, losses, when it last wrote"
+    what = "one line per run: state, steps, losses, last update"
     listing = actions.add_parser("list", help=what, description=f"Prints {what}.")
     listing.add_argument(
         "path", metavar="DIR", nargs="?", default="runs", help="folder of run directories (default: runs)"
     )
-    what = "numbers, differences of configurations, curves"
+    what = "numbers, differences between configurations, curves"
     comparison = actions.add_parser("compare", help=what, description=f"Compares 2 to {MOST_RUNS} runs: {what}.")
     comparison.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
     comparison.add_argument(
@@ -127,7 +127,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _metrics(given: list[str] | None) -> Sequence[str]:
-    """The fields to draw. Raises ConfigError for a name that no step or evaluation has."""
+    """Returns the fields to draw. Raises ConfigError for an unknown field."""
     import dataclasses
     import difflib
 
@@ -139,7 +139,7 @@ def _metrics(given: list[str] | None) -> Sequence[str]:
         if name not in valid:
             close = difflib.get_close_matches(name, valid, 1)
             hint = f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
-            raise ConfigError(f"--metric = '{name}' is no field of metrics.jsonl; {hint}")
+            raise ConfigError(f"--metric = '{name}' is not a field of metrics.jsonl; {hint}")
     return given or METRICS
 
 
@@ -172,7 +172,7 @@ def _write(
 
 
 def _numbers(runs: "list[RunRecord]") -> list[list[str]]:
-    """The table of numbers: a row each, with a cell per run."""
+    """Returns the table of numbers: one row per number, with a label and one cell per run."""
     from boost.format import format_bytes, format_count, format_duration, format_percent
     from boost.measure.run_compare import number
 
@@ -210,17 +210,17 @@ def _print(
     print()
     _print_table(_numbers(runs), len(runs), width)
     if difference:
-        print("\nconfiguration, where it differs:")
+        print("\nconfiguration differences:")
         _print_table([[key, *map(_shown, values)] for key, values in difference.items()], len(runs), width)
     else:
-        print("\nThe configurations are equal.")
+        print("\nThe configurations are identical.")
     for metric, found in panels.items():
         print(f"\n{metric.replace('_', ' ')} by {axis}")
         print("\n".join(text_plot(found, min(width, 100))))
 
 
 def _print_table(rows: list[list[str]], runs: int, width: int) -> None:
-    """Rows of a label and a cell per run; several tables below each other where a terminal is too narrow for all runs."""
+    """Prints rows of a label and one cell per run, as several tables if the terminal is too narrow for all runs."""
     from rich.console import Console
     from rich.table import Table
 

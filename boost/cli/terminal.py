@@ -1,4 +1,4 @@
-"""Results on a terminal of any width, and on a pipe: lines that fold at words, tables that become lists before they lose a cell."""
+"""Prints results for terminals of any width and for pipes: lines wrap at words, and tables that do not fit become lists."""
 
 import sys
 import textwrap
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LEAST_LAST_COLUMN = 20
-"""Characters that the last column of a table keeps; it folds, the others do not."""
+"""Minimum width of a table's last column, in characters. Only the last column wraps."""
 
 
 def result_console(piped_width: int) -> "Console":
-    """A console as wide as the terminal; `piped_width` columns for a pipe, where 80 would fold the rows of large models."""
+    """Returns a console as wide as the terminal. For a pipe it has `piped_width` columns, because 80 would wrap long rows."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=piped_width)
 
 
 def print_fact(console: "Console", key: str, value: str, column: int = 12) -> None:
-    """Prints `key` and, from `column` on, `value`: folded at words on a terminal, one line for a pipe."""
+    """Prints `key`, and `value` starting at `column`: wrapped at words on a terminal, on one line for a pipe."""
     from rich.text import Text
 
     lines = [value]
@@ -31,9 +31,9 @@ def print_fact(console: "Console", key: str, value: str, column: int = 12) -> No
 
 
 def print_table(console: "Console", table: "Table") -> None:
-    """Prints a table, its last column folded if need be; where that does not fit either, a list of its rows.
+    """Prints a table, wrapping its last column if necessary. If the table still does not fit, prints its rows as a list.
 
-    A list has the first cell of each row as a heading, then a line for each other cell: the name of the column and the value.
+    Each row of a list has its first cell as a heading, then one line per other cell: the name of the column and the value.
     """
     *fixed, _ = table.columns
     widths = [
@@ -57,7 +57,7 @@ def print_table(console: "Console", table: "Table") -> None:
 
 
 def _plain(cell: object) -> str:
-    """The text of a cell, without its style."""
+    """Returns the text of a cell without its style."""
     from rich.text import Text
 
     return cell.plain if isinstance(cell, Text) else str(cell)

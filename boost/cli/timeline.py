@@ -1,4 +1,4 @@
-"""`boost timeline`: a recorded step as a picture."""
+"""`boost timeline`: draws a recorded step."""
 
 import argparse
 from pathlib import Path
@@ -14,8 +14,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "timeline",
         help="draw a recorded step: computation and communication",
-        description="Draws a step that --train.profile recorded: when each process computes, when its collectives are on the\n"
-        "wire, and how much of that is hidden behind computation. The traces themselves open in ui.perfetto.dev.",
+        description="Draws a step recorded by --train.profile: when each process computes, when its collectives are in flight,\n"
+        "and how much of that time overlaps with computation. You can also open the traces themselves in ui.perfetto.dev.",
         epilog="examples:\n"
         "  boost train demo --train.steps 20 --train.profile '[10, 12]'\n"
         "  boost timeline runs/demo\n"
@@ -23,9 +23,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
-    parser.add_argument("--step", type=int, metavar="N", help="which of the recorded steps (default: the middle one)")
+    parser.add_argument("--step", type=int, metavar="N", help="recorded step to draw (default: the middle one)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="an .svg, .png or .pdf file (default RUN/profile/timeline.svg)"
+        "--out", type=Path, metavar="FILE", help=".svg, .png or .pdf file (default: RUN/profile/timeline.svg)"
     )
     return parser
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     draw(number, steps, out)
     table = Table(title=f"step {number}, milliseconds", box=None, title_justify="left")
-    for name in ("rank", "step", "computes", "on the wire", "of it waiting", "hidden"):
+    for name in ("rank", "step", "computing", "in flight", "waiting", "overlapped"):
         table.add_column(name, justify="right")
     for row in rows(steps):
         table.add_row(*row)

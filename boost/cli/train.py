@@ -1,4 +1,4 @@
-"""`boost train`: trains a configuration, under torchrun or with local processes that it starts."""
+"""`boost train`: trains a model, under torchrun or on local processes that it starts."""
 
 import argparse
 import os
@@ -35,48 +35,48 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  SIGTERM, SIGUSR1, SIGHUP, SIGINT (Ctrl-C)   save after this step and exit; a second Ctrl-C aborts without saving\n"
         "  SIGUSR2                                     save after this step and continue\n"
         "  SIGQUIT                                     write the stacks of the process (stderr, or logs/rankN.stacks)\n\n"
-        "faults of --inject-fault, each on one process just before STEP:\n"
+        "kinds of --inject-fault, each on one process just before STEP:\n"
         f"{faults}\n\n"
         f"presets: {', '.join(presets())}\n"
         "'boost config --fields' explains every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; with --start-from it may be left out"
+        "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; optional with --start-from"
     )
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="local processes to start; must equal tp x pp x dp (default)"
+        "--nproc", type=int, metavar="N", help="number of local processes; must equal tp x pp x dp (the default)"
     )
     parser.add_argument(
         "--resume",
         metavar="auto|PATH",
-        help="auto: resume from the latest complete checkpoint in run.dir, or start if there is none; "
-        "PATH: from that checkpoint or run directory (RUN@best: its best checkpoint)",
+        help="auto: resume from the latest complete checkpoint in run.dir, or start a new run if there is none; "
+        "PATH: resume from that checkpoint or run directory (RUN@best: its best checkpoint)",
     )
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="with --resume auto: start over at step 0 where the checkpoints of an earlier run are gone (otherwise an error)",
+        help="with --resume auto: start over at step 0 if the checkpoints of an earlier run are gone (otherwise an error)",
     )
     parser.add_argument(
         "--start-from",
         metavar="CHECKPOINT",
-        help="begin at step 0 with the weights of a checkpoint ('boost import' makes them too) and a fresh optimizer; [model] is "
-        "the checkpoint's unless CONFIG has one, which must be the same",
+        help="start at step 0 with the weights of a checkpoint (from a run or 'boost import') and a fresh optimizer; [model] "
+        "comes from the checkpoint; if CONFIG has one too, it must be the same",
     )
     parser.add_argument(
         "--inject-fault",
         action="append",
         default=[],
         metavar="KIND@STEP[:RANK]",
-        help="rehearse a fault: strike rank RANK (default 0) at step STEP; may be repeated; the kinds are listed below",
+        help="inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be repeated; kinds are listed below",
     )
     parser.set_defaults(takes_overrides=True)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    # Signals are caught before torch is imported, which takes seconds.
+    # Handle signals before importing torch, which takes seconds.
     with StopRequest() as request:
         config = _config(args)
         _check_processes(config, args.nproc)
@@ -98,15 +98,15 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
 
     launches = config.parallel.world_size > 1 and not under_torchrun()
     if launches:
-        torch.set_num_threads(1)  # for `launch`, which forks
-    # Checked here, because processes take seconds to start.
+        torch.set_num_threads(1)  # because `launch` forks
+    # Check before starting processes, which takes seconds.
     run = RunDirectory(config.run.dir)
-    comes_back = config.run.recovery == "in-step" and not launches  # maybe; the main process of a new run will look
-    if not comes_back:
+    may_rejoin = config.run.recovery == "in-step" and not launches  # the main process of a new run checks instead
+    if not may_rejoin:
         require_unlocked(run.path)
-    if not comes_back and not run.continued_by(args.resume):
+    if not may_rejoin and not run.continued_by(args.resume):
         run.require_empty()
-    if args.resume == "auto" and not comes_back:
+    if args.resume == "auto" and not may_rejoin:
         require_nothing_lost(run, resume_candidates("auto", run, fallback_folder(config)), args.restart)
     tracker_modules(config)
     store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
 
 
 def _replicas(config: Config) -> "Replicas | None":
-    """What the launcher starts again, with in-step recovery."""
+    """Returns the replicas that the launcher restarts under in-step recovery; None otherwise."""
     from boost.parallel.members import place_of
     from boost.train.launch import Replicas
 
@@ -148,11 +148,11 @@ def _replicas(config: Config) -> "Replicas | None":
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """The configuration of the run. Raises ConfigError."""
+    """Returns the configuration of the run. Raises ConfigError."""
     if args.start_from is None:
         if args.config is None:
             raise ConfigError(
-                "CONFIG is missing; name a preset or a TOML file, or --start-from CHECKPOINT to take its model"
+                "CONFIG is missing; pass a preset or a TOML file, or --start-from CHECKPOINT to use its model"
             )
         return load(args.config, args.overrides)
     if args.resume not in (None, "auto"):
@@ -167,7 +167,7 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 def _check_processes(config: Config, nproc: int | None) -> None:
-    """Raises ConfigError if the processes that are to run are not those of the mesh."""
+    """Raises ConfigError if the number of processes does not match the mesh."""
     parallel = config.parallel
     if config.run.recovery == "in-step" and "BOOST_REPLICA" in os.environ:
         return  # one of several replicas: `boost.train.recovery` counts its processes

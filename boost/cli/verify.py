@@ -1,4 +1,4 @@
-"""`boost verify`: is it right, here, on these machines?"""
+"""`boost verify`: checks that training is correct and fast on these machines."""
 
 import argparse
 import tempfile
@@ -18,15 +18,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "verify",
         help="check that training is correct and fast on these machines",
         usage="boost verify [CONFIG] [--nproc N] [--only SECTION ...] [--section.key value ...]",
-        description="Checks on these machines what every run relies on, in a few minutes:\n"
-        "  machines     devices, drivers, versions, interfaces\n"
+        description="Checks what every run relies on, on these machines, in a few minutes:\n"
+        "  machines     devices, drivers, versions, network interfaces\n"
         "  collectives  every collective function, forward and backward, against plain arithmetic\n"
-        "  links        bandwidth and latency of every collective, against the hardware profile\n"
+        "  links        latency and bandwidth of every collective, against the hardware profile\n"
         "  layouts      losses, gradients and updates of every layout against one process; collectives against the table\n"
-        "  step         a timed step, its memory and its bytes, against the prediction\n"
-        "  runs         boost train: the same twice, killed, on another mesh, hanging, told to stop (on one machine)\n"
-        "With CONFIG, its mesh and options are checked too, on a small model, and its own step is timed.\n"
-        "A line a check; a report as JSON; exit code 0 if nothing failed, else 3.",
+        "  step         time, memory and bytes sent of a training step, against the prediction\n"
+        "  runs         full runs of boost train: repeated, killed, on another mesh, hanging, stopped (on one machine)\n"
+        "With CONFIG, also checks its mesh and options on a small model, and times its own step.\n"
+        "Prints one line per check and writes a JSON report. Exits with 0 if no check failed, otherwise with 3.",
         epilog="examples:\n"
         "  boost verify                              one process per GPU, or two on CPUs\n"
         "  boost verify my.toml --nproc 8\n"
@@ -36,19 +36,26 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="preset name or TOML file of a run")
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="processes (default: CONFIG's mesh; one per GPU; 2 on CPUs)"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of processes (default: CONFIG's mesh, or one per GPU, or 2 on CPUs)",
     )
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="these sections only")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="run only these sections")
     parser.add_argument(
-        "--family", choices=tuple(ModelConfig.choices), help="whose layouts (default: CONFIG's, or cola)"
+        "--family",
+        choices=tuple(ModelConfig.choices),
+        help="model family whose layouts are checked (default: CONFIG's, or cola)",
     )
     parser.add_argument(
         "--compile",
         choices=("all", "first", "none"),
-        help="which layouts are also compiled (default: all on GPUs; on CPUs first, which takes a minute)",
+        help="layouts to also check with torch.compile (default: all on GPUs; first on CPUs, which takes a minute)",
     )
-    parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: that of the GPU)")
-    parser.add_argument("--out", type=Path, default=Path("verify.json"), metavar="FILE", help="default: verify.json")
+    parser.add_argument("--gpu", metavar="PROFILE", help="hardware profile to compare with (default: the GPU's)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("verify.json"), metavar="FILE", help="report to write (default: verify.json)"
+    )
     parser.set_defaults(takes_overrides=True)
     return parser
 
@@ -80,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if under_torchrun():
         return verify_process(replace(request, whole=True), args.out)
-    torch.set_num_threads(1)  # for `launch`, which forks
+    torch.set_num_threads(1)  # because `launch` forks
     with tempfile.TemporaryDirectory(prefix="boost-verify-") as folder:
         part = Path(folder) / "part.json"
         if request.sections:
@@ -91,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _processes(asked: int | None, own: Config | None, gpus: int, started: int | None) -> int:
-    """How many processes check. Raises ConfigError if they are not those of the mesh, or more than there are GPUs."""
+    """Returns the number of processes. Raises ConfigError if it does not match the mesh, or exceeds the number of GPUs."""
     usual = own.parallel.world_size if own else (gpus or 2)
     number = next(n for n in (started, asked, usual) if n is not None)
     if number < 1:
-        raise ConfigError(f"--nproc = {number} checks nothing; smallest valid value: 1")
+        raise ConfigError(f"--nproc = {number} is too small; smallest valid value: 1")
     if own and number != usual:
         raise ConfigError(f"--nproc = {number} must equal the mesh of CONFIG; valid value: {usual}")
     if gpus and started is None and number > gpus:

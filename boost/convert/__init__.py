@@ -1,1 +1,1 @@
-"""Weights to and from the formats of others: Hugging Face folders out and in, and the low-rank start from dense weights."""
+"""Exports and imports Hugging Face folders, and initializes low-rank models from dense weights."""

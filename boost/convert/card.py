@@ -1,19 +1,19 @@
-"""The model card of an exported folder: what it is and how to load it."""
+"""The model card of an exported folder: describes the model and how to load it."""
 
 from boost import __version__
 from boost.convert.names import Form
 from boost.train.checkpoint import Checkpoint
 
 _WHAT = {
-    "llama": "A LLaMA decoder with dense linears: transformers' own `LlamaForCausalLM`.",
-    "merged": "Trained as low-rank factors, exported with each pair merged to W = B A: transformers' own `LlamaForCausalLM`.",
-    "cola": "CoLA, y = B silu(A x), with the names and shapes of the official `ColaForCausalLM`, which can load these weights.",
+    "llama": "A LLaMA decoder with dense linears, in the format of `LlamaForCausalLM` from transformers.",
+    "merged": "Trained with low-rank factors; each pair is merged into W = B A, in the format of `LlamaForCausalLM`.",
+    "cola": "CoLA, y = B silu(A x). Tensor names and shapes match the official `ColaForCausalLM`, which can load these weights.",
     "boost": "A low-rank decoder, y = B act(A x), with its modeling file next to the weights.",
 }
 
 
 def card(checkpoint: Checkpoint, form: Form, parameters: int, dtype: str, context: int) -> str:
-    """README.md."""
+    """Returns the content of README.md."""
     model = checkpoint.config.model
     rows = {
         "family": model.title,

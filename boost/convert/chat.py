@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its tokenizer and of generation beyond tokenizer.json: kept by import, written by export."""
+"""Tokenizer and generation settings of a Hugging Face folder besides tokenizer.json. Import keeps them; export restores them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ _TOKENIZER_KEYS = (
     "truncation_side",
     "split_special_tokens",
 )
-"""Fields of tokenizer_config.json that are kept. The others name files, classes, or what tokenizer.json contains."""
+"""Fields of tokenizer_config.json to keep. The others name files or classes, or repeat what tokenizer.json contains."""
 
 
 def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """{"tokenizer": ..., "chat_templates": ...}, each only if the folder has it. Raises ConfigError or DataError."""
+    """Returns {"tokenizer": ..., "chat_templates": ...}, each only if the folder has it. Raises ConfigError or DataError."""
     config = read_json(folder / "tokenizer_config.json", "fix or remove it")
     legacy = read_json(folder / "special_tokens_map.json", "fix or remove it")
     tokenizer = {key: value for key, value in (legacy | config).items() if key in _TOKENIZER_KEYS}
@@ -29,18 +29,18 @@ def read_tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_settings(folder: Path) -> dict[str, Any]:
-    """{"generation": ...}, empty if the folder has none. Raises ConfigError if the file is damaged."""
+    """Returns {"generation": ...}; empty if the folder has none. Raises ConfigError if the file is damaged."""
     generation = read_json(folder / "generation_config.json", "fix or remove it")
     generation = {key: value for key, value in generation.items() if key != "transformers_version"}
     eos = read_json(folder / "config.json", "fix it").get("eos_token_id")
-    if isinstance(eos, list) and eos:  # a checkpoint has one end of a document; chat models also list the end of a turn
+    if isinstance(eos, list) and eos:  # a checkpoint stores one eos; chat models list end-of-turn tokens too
         generation = {"eos_token_id": eos, **generation}
     return {"generation": generation} if generation else {}
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A folder has them in tokenizer_config.json (one, or a list of several) or in files of their own,
-    which transformers 5 writes and which take precedence."""
+    """Returns chat templates by name. They are in tokenizer_config.json (one, or a list) or in separate files, which transformers 5
+    writes and which take precedence."""
     value = config.get("chat_template")
     try:
         if isinstance(value, list):
@@ -65,16 +65,16 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def template_files(hub: dict[str, Any]) -> dict[str, str]:
-    """File name -> content of the chat templates, as transformers 5 saves them."""
+    """Returns file name -> content of the chat templates, as transformers 5 saves them."""
     templates: dict[str, str] = hub.get("chat_templates", {})
     return {TEMPLATE_FILE if n == "default" else f"{TEMPLATE_FOLDER}/{n}.jinja": text for n, text in templates.items()}
 
 
 def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
-    """`tokenizer_config.json`: ours, with the folder's special tokens and sides.
+    """Returns our `tokenizer_config.json` with the folder's special tokens and padding and truncation sides.
 
-    Text that spells a special token stays ordinary text, as in training, except for models with a chat template: templates spell
-    special tokens.
+    Text that matches a special token is encoded as ordinary text, as in training. Models with a chat template are the exception,
+    because templates write special tokens as text.
     """
     kept = dict(hub.get("tokenizer", {}))
     split = kept.pop("split_special_tokens", False)
@@ -85,7 +85,7 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
 
 
 def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:
-    """`generation_config.json`: the folder's, and ours where it says nothing. The run's own end of a document always ends."""
+    """Returns the folder's `generation_config.json`, with ours as defaults. The run's own eos always ends generation."""
     merged = {**ours, **hub.get("generation", {})}
     eos, ends = ours.get("eos_token_id"), merged.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]

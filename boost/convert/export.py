@@ -1,4 +1,4 @@
-"""Exports a boost checkpoint as a Hugging Face folder, streaming: memory holds at most one output file and one linear."""
+"""Exports a checkpoint as a Hugging Face folder. Streams: memory holds at most one output file and one linear."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from boost.train.weights import WeightReader
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     path: Path
     form: Form
@@ -40,9 +40,9 @@ class Exported:
 def export(
     checkpoint: Checkpoint, out: Path, dtype: str | None, merge: bool, file_bytes: int, official: bool = True
 ) -> Exported:
-    """Writes `out`, which must not exist or be empty. `dtype`: None keeps the stored one. `merge`, `official`: see `form_of`.
+    """Writes `out`, which must be empty or not exist. `dtype`: None keeps the stored one. `merge`, `official`: see `form_of`.
 
-    The folder gets its name once it is complete. Raises ConfigError, CheckpointError, StorageError.
+    Writes to a temporary folder and renames it once complete. Raises ConfigError, CheckpointError, StorageError.
     """
     require_free(out, "--out")
     model = checkpoint.config.model
@@ -84,7 +84,7 @@ def require_free(out: Path, flag: str) -> None:
 
 
 def _tensor(entry: Entry, parts: list[Tensor]) -> Tensor:
-    """The folder's tensor for these parameters. Products are computed in fp64, so that a merged model is exact in fp32."""
+    """Returns the exported tensor for these parameters. Products are computed in fp64, so that a merged model is exact in fp32."""
     if len(parts) == 2:
         a_RI, b_OR = parts
         return b_OR.double() @ a_RI.double()
@@ -94,11 +94,11 @@ def _tensor(entry: Entry, parts: list[Tensor]) -> Tensor:
 def _texts(
     checkpoint: Checkpoint, form: Form, dtype: str, writer: TensorWriter, weight_map: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """(name, content) of the other files of the folder."""
+    """Yields (name, content) of the other files of the folder."""
     model, data = checkpoint.config.model, checkpoint.data
     context = int(data.get("context") or checkpoint.config.train.seq_len)
     eos, bos = data.get("eos"), data.get("bos")
-    bos = eos if bos is None else bos  # documents have no bos: one begins after the eos of the previous one
+    bos = eos if bos is None else bos  # documents have no bos: each begins after the eos of the previous one
     if len(set(weight_map.values())) > 1:
         yield INDEX, _json({"metadata": {"total_size": writer.total_bytes}, "weight_map": weight_map})
     yield "config.json", _json(config_json(model, form, dtype, context, eos, bos))

@@ -21,7 +21,7 @@ _FIELDS = {
     "heads": "num_attention_heads",
     "norm_eps": "rms_norm_eps",
 }
-"""Our names and LLaMA's names of the fields that both always have."""
+"""Our names -> LLaMA's names, for the fields that both always have."""
 _OWN = ("family", "over", "gate", "rank", "ranks", "latent_act", "mlp_silu")
 """Fields that a folder with our modeling file stores under our names."""
 _ROPE = {
@@ -30,7 +30,7 @@ _ROPE = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-"""Our names and transformers' names of what scales rotary positions as Llama 3.1 does (rope_type = 'llama3')."""
+"""Our names -> transformers' names, for Llama 3.1's RoPE scaling (rope_type = 'llama3')."""
 _CLASSES = {"cola": "Cola", "boost": "Boost"}
 MODEL_TYPES = {"llama": "llama", "merged": "llama", "cola": "cola", "boost": "boost"}
 
@@ -42,9 +42,9 @@ class Folder:
     model: ModelConfig
     form: Form
     tied: bool
-    """The head is the embedding and is not stored."""
+    """Whether the head shares its weight with the embedding and is not stored."""
     context: int
-    """Maximum sequence length in tokens, if the folder states one."""
+    """Maximum sequence length in tokens; 2048 if the folder does not specify one."""
     eos: int | None
     bos: int | None
 
@@ -52,10 +52,10 @@ class Folder:
 def config_json(
     model: ModelConfig, form: Form, dtype: str, context: int, eos: int | None, bos: int | None
 ) -> dict[str, Any]:
-    """The content of `config.json` for a folder of this form.
+    """Returns the content of `config.json` for a folder of this form.
 
-    rope_theta and torch_dtype are written as transformers 4 does; transformers 5 and CoLA's own class read both. No pad token:
-    LLaMA's embedding would not train its row.
+    rope_theta and torch_dtype are written as in transformers 4; transformers 5 and the official CoLA class read both. There is no
+    pad token, because LLaMA's embedding would not train its row.
     """
     own = form in _CLASSES
     prefix = _CLASSES.get(form, "Llama")
@@ -100,15 +100,15 @@ def config_json(
 
 
 def read_folder(path: Path) -> Folder:
-    """The configuration of a folder. Raises ConfigError, naming the field, if our decoder does not implement the model."""
+    """Reads the configuration of a folder. Raises ConfigError, naming the field, if our decoder does not implement the model."""
     content = read_json(path / "config.json", "a Hugging Face folder has a config.json")
     if not content:
         raise ConfigError(f"'{path}' has no config.json; name a Hugging Face folder with safetensors weights")
     kind = content.get("model_type")
     if kind not in ("llama", "cola", "cola_m", "boost"):
         raise ConfigError(
-            f"model_type = {kind!r} in '{path}/config.json' is not a model that boost imports; valid values: "
-            "'llama', 'cola' and 'cola_m' (the official classes) and 'boost' (our own exports)"
+            f"model_type = {kind!r} in '{path}/config.json' is not supported; valid values: "
+            "'llama', 'cola' and 'cola_m' (the official classes), and 'boost' (our own exports)"
         )
     where = f"'{path}/config.json'"
     _require_supported(content, where)
@@ -132,7 +132,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def _form(content: dict[str, Any]) -> Form:
-    """CoLA-M is saved with the type of its configuration in the repository's presets, and with CoLA's by its class."""
+    """Returns the form of a folder. CoLA-M has its own model_type in the official presets, but its class saves CoLA's."""
     kind, names = content["model_type"], content.get("architectures")
     if kind == "cola_m" or (kind == "cola" and isinstance(names, list) and "ColaMForCausalLM" in names):
         return "cola-m"
@@ -141,7 +141,7 @@ def _form(content: dict[str, Any]) -> Form:
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
-    """A JSON object; empty if there is no file. Raises ConfigError if the content is not an object."""
+    """Reads a JSON object; empty if there is no file. Raises ConfigError if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    """The message as one line."""
+    """Returns the message as one line."""
     return " ".join(str(error).split())
 
 
@@ -184,7 +184,7 @@ def _require_supported(content: dict[str, Any], where: str) -> None:
     """Raises ConfigError for LLaMA features that our decoder does not have."""
     kind = _rope_type(_rope(content))
     if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder has 'default' and 'llama3'")
+        raise ConfigError(f"rope_type = {kind!r} in {where}: our decoder supports 'default' and 'llama3'")
     for field in ("attention_bias", "mlp_bias"):
         if content.get(field):
             raise ConfigError(f"{field} = true in {where}: our decoder's linears have no bias; valid value: false")
@@ -205,7 +205,7 @@ def _dense(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cola(content: dict[str, Any], where: str) -> dict[str, Any]:
-    """In the official classes only_lr_act defaults to true. They read lr_act_type and use hidden_act."""
+    """The official classes default only_lr_act to true. They read lr_act_type, but apply hidden_act."""
     if (value := content.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise ConfigError(f"hidden_act = {value!r} in {where}: boost supports CoLA with 'silu' only")
     rank = content.get("rank") or content["hidden_size"] // 4
@@ -217,7 +217,7 @@ def _boost(content: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _eos_and_bos(path: Path, content: dict[str, Any]) -> tuple[int | None, int | None]:
-    """(eos, bos) token ids: the first one of a list (chat models also list the end of a turn)."""
+    """Returns (eos, bos) token ids. From a list, takes the first: chat models list end-of-turn tokens too."""
     generation = read_json(path / "generation_config.json", "fix or remove it")
 
     def token(name: str) -> int | None:

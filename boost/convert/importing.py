@@ -1,4 +1,4 @@
-"""Imports Hugging Face weights as a checkpoint at step 0, streaming; or factors dense weights into a low-rank model."""
+"""Streams Hugging Face weights into a checkpoint at step 0, and optionally factorizes dense weights into a low-rank model."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from boost.train.console import progress
 from boost.train.weights import PREFIX, WeightReader, begin_weights, finish_weights, weights_state
 
 MAX_SEQ_LEN = 2048
-"""Maximum sequence length in evaluation, for models with a longer context; a run sets its own train.seq_len."""
+"""Maximum sequence length for evaluation if the model has a longer context. Training runs set train.seq_len."""
 
 
 class Weights(Protocol):
@@ -40,14 +40,14 @@ class Weights(Protocol):
     bos: int | None
     tokenizer: Path | None
     hub: dict[str, Any]
-    """What a checkpoint keeps of the folder it came from (`boost.convert.chat`)."""
+    """Settings of the original Hugging Face folder (`boost.convert.chat`)."""
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights: the widest of them."""
+        """Returns the widest dtype of the weights."""
         ...
 
     def read(self, parameter: Parameter) -> Tensor:
-        """The full parameter, on the CPU."""
+        """Returns the full parameter, on the CPU."""
         ...
 
 
@@ -55,7 +55,7 @@ class FolderWeights:
     """Weights of a Hugging Face folder."""
 
     def __init__(self, path: Path) -> None:
-        """Checks the names and shapes of all tensors. Raises ConfigError, CheckpointError."""
+        """Validates the names and shapes of all tensors. Raises ConfigError, CheckpointError."""
         folder = read_folder(path)
         self.model, self.context, self.eos, self.bos = folder.model, folder.context, folder.eos, folder.bos
         self._tensors = TensorFolder(path)
@@ -103,7 +103,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written."""
+    """Result of an import."""
 
     path: Path
     model: ModelConfig
@@ -117,11 +117,11 @@ class Imported:
 def import_weights(
     source: Path, out: Path, dtype: str | None, tokenizer: Path | None, truncation: Truncation | None, file_bytes: int
 ) -> Imported:
-    """Writes the checkpoint `out`, which must not exist or be empty. With `truncation`, dense weights become svd factors.
+    """Writes the checkpoint `out`, which must be empty or not exist. With `truncation`, dense weights become svd factors.
 
-    `dtype`: None keeps the stored one, the widest of several (float16 becomes float32, factors are float32 or wider).
-    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. The checkpoint gets its name once
-    it is complete. Raises BoostError.
+    `dtype`: None keeps the stored dtype, or the widest of several (float16 becomes float32, factors are float32 or wider).
+    `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. Writes to a temporary folder and
+    renames it once complete. Raises BoostError.
     """
     require_free(out, "--out")
     weights = open_weights(source, truncation)
@@ -148,9 +148,9 @@ def import_weights(
 
 
 def open_weights(source: Path, truncation: Truncation | None) -> Weights:
-    """The weights of a Hugging Face folder, or of a boost checkpoint. Raises BoostError."""
+    """Opens the weights of a Hugging Face folder or of a boost checkpoint. Raises BoostError."""
     if not source.is_dir():
-        raise ConfigError(f"no folder at '{source}'; name a Hugging Face folder with safetensors weights")
+        raise ConfigError(f"no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
     if (source / "config.json").is_file() or not _is_ours(source):
         weights: Weights = FolderWeights(source)
     elif truncation is None:
@@ -174,7 +174,7 @@ def _is_ours(source: Path) -> bool:
 
 
 def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every parameter of the checkpoint."""
+    """Yields (name, tensor) of every parameter of the checkpoint."""
     description = "factorizing" if factorizer else "importing"
     for parameter in progress(list(parameters(weights.model)), description):
         if factorizer and parameter.role.endswith(".W"):
@@ -184,7 +184,7 @@ def _converted(weights: Weights, factorizer: Factorizer | None, dtype: torch.dty
 
 
 def _default_dtype(stored: torch.dtype, factored: bool) -> torch.dtype:
-    """The dtype of the checkpoint: runs do not support float16, and factors will be trained, so they are float32 or wider."""
+    """Returns the dtype of the checkpoint: never float16, which runs do not support, and at least float32 for factors to train."""
     if stored == torch.float16 or (factored and stored == torch.bfloat16):
         return torch.float32
     if stored not in (torch.bfloat16, torch.float32, torch.float64):
@@ -198,14 +198,14 @@ def _vocabulary(weights: Weights, named: Path | None) -> Vocabulary | None:
     if named is None and weights.tokenizer is None:
         return None
     if named is not None and not named.exists():
-        raise ConfigError(f"--tokenizer = '{named}' does not exist; name a tokenizer.json or its folder")
+        raise ConfigError(f"--tokenizer = '{named}' does not exist; pass a tokenizer.json or its folder")
     path = named or weights.tokenizer
     assert path is not None
     return read_vocabulary(path, path if path.is_dir() else path.parent)
 
 
 def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """What generation, evaluation and runs that start from a checkpoint need to know of its tokenizer."""
+    """Returns the tokenizer metadata of a checkpoint, which generation, evaluation and --start-from read."""
     eos = weights.eos
     if eos is None and vocabulary is not None:
         eos = vocabulary.eos
@@ -213,7 +213,7 @@ def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str,
         "tokenizer": vocabulary.fingerprint if vocabulary else None,
         "content": None,
         "eos": eos,
-        # With bos = eos a document begins after the eos of the previous one, as ours do.
+        # If bos = eos, a document begins after the eos of the previous one, as in our token stores.
         "bos": weights.bos if weights.bos != eos else None,
         "context": weights.context,
         HUB: {**weights.hub, **(vocabulary.hub if vocabulary else {})},
@@ -221,7 +221,7 @@ def tokenizer_data(weights: Weights, vocabulary: Vocabulary | None) -> dict[str,
 
 
 def weights_config(model: dict[str, Any], dtype: str, context: int) -> Config:
-    """A configuration for a model: one process, with a sequence length and micro-batch that fit evaluation."""
+    """Returns a one-process configuration for a model, with a sequence length and micro-batch suited to evaluation."""
     length = min(context, MAX_SEQ_LEN)
     micro = max(1, min(8, math.floor(8 * 256 / length)))
     train = {"param_dtype": dtype, "compute_dtype": dtype, "seq_len": length, "micro_batch": micro}

@@ -37,10 +37,10 @@ LATENT_EPS = 1e-6
 
 
 class BoostConfig(PretrainedConfig):
-    """LLaMA's fields, and those of the bottleneck.
+    """LLaMA's fields and those of the bottleneck.
 
     rank: r of every linear; ranks: exceptions by name (attn, mlp.down, layers.3.attn.q; the most specific name applies);
-    rope_factor and the three after it: Llama 3.1's scaling of rotary positions (factor 1: none);
+    rope_factor, rope_low_freq, rope_high_freq, rope_original_len: Llama 3.1's RoPE scaling (factor 1: none);
     latent_act: silu or none; gate: type of the latent gates (none: no gates); mlp_silu: SwiGLU's own silu.
     """
 
@@ -111,7 +111,7 @@ class ColaConfig(BoostConfig):
     """The official CoLA fields: one rank, silu in every bottleneck; `only_lr_act`: without SwiGLU's own silu."""
 
     model_type = "cola"
-    # transformers shards a tensor as it reads it, along the dims that it has before it is transposed.
+    # transformers shards a tensor while reading it, before it is transposed, and so along the wrong dim.
     base_model_tp_plan = None
 
     def __init__(self, only_lr_act: bool = True, lr_act_type: str = "silu", **kwargs: Any) -> None:
@@ -138,9 +138,9 @@ class BoostRMSNorm(nn.Module):
 class BoostBottleneck(nn.Module):
     """y = B act(A x): A and B are `nn.Linear` with weights [r, I] and [O, r], so that peft can adapt them.
 
-    Files in CoLA's own format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them while it loads
-    and saves; under transformers 4 they are the parameters. With latent gates, every block but the first adds the gated latents h
-    of the same linear of the previous block.
+    Files in the official CoLA format store the transposes cola_a [I, r] and cola_b [r, O]. transformers 5 converts them when
+    loading and saving; under transformers 4 they are the parameters. With latent gates, every block except the first adds the gated
+    latents h of the same linear of the previous block.
     """
 
     def __init__(self, config: BoostConfig, layer: int, slot: str, d_in: int, d_out: int) -> None:
@@ -202,10 +202,10 @@ def rotate(x_BHSE: Tensor, cos_BSE: Tensor, sin_BSE: Tensor) -> Tensor:
     return x_BHSE * cos_BSE[:, None] + torch.cat((-second, first), dim=-1) * sin_BSE[:, None]
 
 
-# Not named ...Attention: transformers 5 searches the source of such classes for a call that 4.56 does not have, and without it
-# does not allow choosing the attention implementation.
+# The name must not end in Attention: if the source of such a class lacks a call that only transformers 5 has, transformers 5 does
+# not allow choosing the attention implementation.
 class BoostHeads(nn.Module):
-    """Causal attention with RoPE, in the attention implementation that was chosen in transformers."""
+    """Causal attention with RoPE, using the attention implementation selected in transformers."""
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class BoostMLP(nn.Module):
 class BoostDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm attention and gated MLP with residual connections.
 
-    Tensors with gradients are positional arguments and not in tuples: reentrant checkpointing sees no others.
+    Tensors with gradients are separate positional arguments, because reentrant checkpointing does not look inside tuples.
     """
 
     def __init__(self, config: BoostConfig, layer: int) -> None:
@@ -296,7 +296,7 @@ class BoostPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initializes a model that is created from a configuration; weights in a checkpoint are not initialized."""
+        """Initializes a model that is created from a configuration. Does not apply to weights loaded from a checkpoint."""
         if isinstance(module, BoostBottleneck):
             a, b = (module.cola_a.T, module.cola_b.T) if module.transposed else (module.A.weight, module.B.weight)
             std = a.shape[0] ** -0.25 * (a.shape[1] + b.shape[0]) ** -0.25
@@ -390,7 +390,7 @@ def _causal_mask(
 
 
 def _rotary(config: BoostConfig, position_ids_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, S, E] in `dtype`, computed from the configuration at each call: a non-persistent buffer could be lost."""
+    """cos and sin [B, S, E] in `dtype`, recomputed at each call because a non-persistent buffer could be lost."""
     head_dim = config.hidden_size // config.num_attention_heads
     acc_dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=position_ids_BS.device, dtype=acc_dtype) / head_dim
@@ -428,7 +428,7 @@ class BoostForCausalLM(BoostPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Logits [B, S, V], only of the last `logits_to_keep` tokens if not 0; with `labels` [B, S] also the mean next-token
+        """Logits [B, S, V], of only the last `logits_to_keep` tokens if not 0; with `labels` [B, S] also the mean next-token
         cross-entropy (labels of -100 are ignored)."""
         loss_kwargs = {name: kwargs.pop(name) for name in ("num_items_in_batch",) if name in kwargs}
         hidden = self.model(

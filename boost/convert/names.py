@@ -1,11 +1,11 @@
-"""Maps parameters to the tensor names of Hugging Face folders, in these forms.
+"""Maps parameters to the tensor names of Hugging Face folders, which have one of these forms.
 
 llama   dense weights under the names of transformers' LlamaForCausalLM; merged: the same for svd, with W = B A
 cola    the official CoLA class (github.com/alvin-zyl/CoLA): factors transposed, cola_a [d_in, r] and cola_b [r, d_out]
-cola-m  the official class of CoLA-M, the same function and shapes: each factor stands in the part of a block that is checkpointed
-        with it, so that B of down is in the block after its own. Read only
+cola-m  the official CoLA-M class: same function and shapes, but each factor is in the part of a block that it is checkpointed with,
+        so B of down is in the next block. Read only
 boost   our own modeling file: factors (A.weight, B.weight) and latent gates unchanged, inside LLaMA's module names
-boost-bare  the same as earlier releases wrote it: factors are parameters (A, B), not linears. Read only
+boost-bare  boost as written by earlier releases: factors are parameters (A, B), not linears. Read only
 """
 
 from collections.abc import Collection, Iterator
@@ -36,26 +36,26 @@ _COLA_M = {
     ("mlp.down", "A"): "self_mlp.pre_down_proj",
     ("mlp.down", "B"): "last_layer_post_mlp.post_down_proj",
 }
-"""Modules of CoLA-M, but for B of the last block's down, which is in its own block: post_mlp."""
+"""Modules of CoLA-M. Exception: B of the last block's down is in the same block (post_mlp)."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a folder, and the boost parameters that it is made of."""
+    """One tensor of a folder, and the boost parameters that it is made from."""
 
     name: str
     shape: tuple[int, ...]
     parameters: tuple[Parameter, ...]
-    """One parameter; or (A, B), and the tensor is the product B A."""
+    """One parameter, or (A, B) if the tensor is the product B A."""
     transposed: bool = False
 
 
 def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
-    """The form in which a model is exported. `merge`: the factors of a linear without activation become one matrix;
-    `official`: the official CoLA format where it supports the model, rather than our own.
+    """Returns the form in which a model is exported. `merge`: merge the factors of linears without activation into one matrix;
+    `official`: prefer the official CoLA format over our own where it supports the model.
 
-    The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as heads (it reads a head's width
-    from hidden_size / num_attention_heads for all of them) and plain rotary positions; other models use our own modeling file.
+    The official CoLA class supports one rank, silu in every bottleneck, as many key/value heads as query heads, because it computes
+    the width of all heads as hidden_size / num_attention_heads, and RoPE without scaling. Other models use our own modeling file.
     """
     if model.family == "dense":
         return "llama"
@@ -68,15 +68,15 @@ def form_of(model: ModelConfig, merge: bool, official: bool = True) -> Form:
 
 
 def stored_form(form: Form, names: Collection[str]) -> Form:
-    """The form whose names the tensors of a folder have, where config.json alone does not say: transformers and peft may save
-    the factors of a CoLA model under the names of its modules."""
+    """Returns the form that matches the tensor names of a folder. config.json alone does not determine it: transformers and peft
+    may save the factors of a CoLA model under the names of its modules."""
     by_factor: dict[str, Form] = {"q_proj.A": "boost-bare", "q_proj.A.weight": "boost"}
     found = (of for end, of in by_factor.items() if f"model.layers.0.self_attn.{end}" in names)
     return next(found, form)
 
 
 def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
-    """Every tensor of a folder of this form, in the order of the forward pass."""
+    """Yields every tensor of a folder of this form, in the order of the forward pass."""
     if form == "merged":
         yield from _merged(model)
         return
@@ -88,7 +88,7 @@ def entries(model: ModelConfig, form: Form) -> Iterator[Entry]:
 
 
 def _cola_m_name(name: str, layers: int) -> str:
-    """The name of a boost parameter in a folder of CoLA-M."""
+    """Returns the name of a boost parameter in a CoLA-M folder."""
     if name in _ENDS or name.endswith("norm"):
         return _name(name, "cola")
     number, rest = name.split(".", 2)[1:]
@@ -117,7 +117,7 @@ def _merged(model: ModelConfig) -> Iterator[Entry]:
 
 
 def _name(name: str, form: Form) -> str:
-    """The name of a boost parameter in a folder of this form."""
+    """Returns the name of a boost parameter in a folder of this form."""
     if name in _ENDS:
         return _ENDS[name]
     layer, rest = name.split(".", 2)[1:]

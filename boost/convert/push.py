@@ -1,4 +1,4 @@
-"""Uploads an exported folder to the Hugging Face Hub, with the login that huggingface_hub keeps."""
+"""Uploads an exported folder to the Hugging Face Hub, using the login stored by huggingface_hub."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from boost.errors import ConfigError, StorageError
 
 
 def require_pushable(repo: str) -> None:
-    """Before anything is written: raises ConfigError if `repo` is not USER/NAME or there is no login."""
+    """Raises ConfigError if `repo` is not USER/NAME or there is no login. Call it before writing anything."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -20,15 +20,13 @@ def require_pushable(repo: str) -> None:
     if not valid:
         raise ConfigError(f"--push = '{repo}' is not a repository name; expected USER/NAME, such as me/cola-60m")
     if not get_token():
-        raise ConfigError(
-            f"--push = '{repo}' needs a login to the Hugging Face Hub; run 'hf auth login', or set HF_TOKEN"
-        )
+        raise ConfigError(f"--push = '{repo}' requires a Hugging Face Hub login; run 'hf auth login', or set HF_TOKEN")
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Creates the model repository if there is none, uploads the folder in one commit and returns the repository's address.
+    """Creates the model repository if it does not exist, uploads the folder in one commit and returns the repository's URL.
 
-    `private`: visibility of a new repository; that of an existing one does not change. Raises StorageError; the folder stays.
+    `private` applies to a new repository only. Raises StorageError if the upload fails; the folder is kept.
     """
     from huggingface_hub import HfApi
 
@@ -38,7 +36,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
             url = api.create_repo(repo, repo_type="model", private=private, exist_ok=True)
             api.upload_folder(repo_id=url.repo_id, repo_type="model", folder_path=folder, commit_message="Upload model")
     except Exception as error:
-        # The client and its transports raise dozens of exception types, and none of them is recoverable here.
+        # The client and its transports raise dozens of exception types, none of which is recoverable here.
         line = " ".join(str(error).split()) or "no message"
         raise StorageError(
             f"--push = '{repo}' failed ({type(error).__name__}: {line:.300}); '{folder}' is complete: check the login and the "

@@ -19,7 +19,7 @@ from boost.models.factorize import factorize
 
 @dataclass(frozen=True)
 class Truncation:
-    """How ranks are chosen: either rank or energy."""
+    """How ranks are chosen: by either `rank` or `energy`."""
 
     rank: int | None = None
     """Rank r of every linear, at most its smaller dimension (few key/value heads)."""
@@ -28,25 +28,25 @@ class Truncation:
     multiple: int = 1
     """With energy: ranks are rounded up to a multiple of this."""
     device: str = "cpu"
-    """Where the decompositions are computed."""
+    """Device on which the SVDs are computed."""
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError naming the flag, its value and the nearest valid one."""
         largest = min(model.dim, model.ffn_dim)
         if (self.rank is None) == (self.energy is None):
-            raise ConfigError("--family svd needs either --rank R or --energy SHARE, such as --energy 0.95")
+            raise ConfigError("--family svd needs either --rank R or --energy FRACTION, such as --energy 0.95")
         if self.rank is not None and not 1 <= self.rank <= largest:
             nearest = 1 if self.rank < 1 else largest
             raise ConfigError(f"--rank = {self.rank} is out of range (1 to {largest}); nearest valid value: {nearest}")
         if self.energy is not None and not 0 < self.energy <= 1:
-            raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; the usual value is 0.95")
+            raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; typical value: 0.95")
         if self.multiple < 1:
             raise ConfigError(f"--multiple = {self.multiple} is too small; smallest valid value: 1")
 
 
 @dataclass(frozen=True)
 class FactoredLinear:
-    """Result for one linear."""
+    """Result of the SVD of one linear."""
 
     name: str
     """layers.3.attn.q"""
@@ -68,12 +68,12 @@ class Factorizer:
         self.linears: list[FactoredLinear] = []
 
     def factor(self, parameter: Parameter, w_OI: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of A and B of a dense weight, in `dtype`, on the CPU."""
+        """Yields (name, tensor) of the factors A and B of a dense weight, in `dtype`, on the CPU."""
         truncation, name = self._truncation, parameter.name.removesuffix(".W")
         if not bool(torch.isfinite(w_OI).all()):
-            raise ConfigError(f"{name} contains non-finite values and has no singular values; fix the weights")
+            raise ConfigError(f"{name} contains non-finite values, so it has no SVD; fix the weights")
         rank = None if truncation.rank is None else min(truncation.rank, *w_OI.shape)
-        # A linear of one key/value head may have fewer singular values than the multiple.
+        # With one key/value head, a linear may have fewer singular values than the multiple.
         factors = factorize(w_OI.to(truncation.device), rank, truncation.energy, truncation.multiple)
         energy = 1 - factors.error**2
         self.linears.append(FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], factors.rank, energy, factors.error))
@@ -81,7 +81,7 @@ class Factorizer:
         yield f"{name}.B", factors.b_OR.to("cpu", dtype)
 
     def model(self) -> dict[str, Any]:
-        """The [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
+        """Returns the [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
         default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
         table = self._dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
@@ -89,7 +89,7 @@ class Factorizer:
         return {**table, "family": "svd", "rank": default, "ranks": _merge_blocks(others, self._dense.layers)}
 
     def report(self) -> dict[str, Any]:
-        """The options, a summary per slot, and every linear."""
+        """Returns the options, a summary per slot, and every linear."""
         options = {k: v for k, v in asdict(self._truncation).items() if k != "device" and v is not None}
         return {
             "asked": options,
@@ -99,7 +99,7 @@ class Factorizer:
 
 
 def _merge_blocks(ranks: dict[str, int], layers: int) -> dict[str, int]:
-    """The same, with `attn.k` instead of `layers.0.attn.k`, ... where all blocks have the same rank."""
+    """Replaces `layers.0.attn.k`, ... by `attn.k` where all blocks have the same rank."""
     result: dict[str, int] = {}
     for slot in SLOTS:
         of_slot = {name: rank for name, rank in ranks.items() if name.endswith(f".{slot}")}
@@ -124,7 +124,7 @@ class Summary:
 
 
 def summaries(linears: list[FactoredLinear]) -> list[Summary]:
-    """A summary of each of the seven slots."""
+    """Summarizes each of the seven slots."""
     result = []
     for slot in SLOTS:
         of_slot = [linear for linear in linears if linear.name.endswith(f".{slot}")]

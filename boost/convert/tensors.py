@@ -1,4 +1,4 @@
-"""Reads a safetensors folder one tensor at a time, and writes one file at a time. Nothing is ever unpickled."""
+"""Reads a safetensors folder one tensor at a time, and writes one file at a time. Never unpickles anything."""
 
 import functools
 from collections.abc import Iterable
@@ -59,36 +59,37 @@ class TensorFolder:
             return found
         if pickles := sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern)):
             raise CheckpointError(
-                f"'{self.path}' stores its weights as a pickle ({pickles[0]}), which can execute code when it is loaded; if you "
-                "trust it, save it as safetensors: model.save_pretrained(PATH, safe_serialization=True)"
+                f"'{self.path}' stores its weights as a pickle ({pickles[0]}), which can execute code when loaded; if you "
+                "trust it, convert it to safetensors: model.save_pretrained(PATH, safe_serialization=True)"
             )
-        raise CheckpointError(f"'{self.path}' contains no safetensors file; name a Hugging Face folder with weights")
+        raise CheckpointError(f"'{self.path}' contains no safetensors file; pass a Hugging Face folder with weights")
 
     def check(self, wanted: Iterable[Entry], optional: frozenset[str]) -> None:
-        """Raises CheckpointError unless the folder has exactly these tensors in these shapes.
+        """Raises CheckpointError unless the folder has exactly these tensors with these shapes.
 
         `optional`: names that may be missing. Rotary frequencies, which old checkpoints store, are ignored.
         """
         expected = {entry.name: entry.shape for entry in wanted}
         if missing := [name for name in expected if name not in self.shapes and name not in optional]:
             raise CheckpointError(
-                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; does config.json belong to these weights?"
+                f"'{self.path}' has no tensor {missing[0]!r}{_more(missing)}; check that config.json "
+                "belongs to these weights"
             )
         unexpected = [name for name in self.shapes if name not in expected and not name.endswith("rotary_emb.inv_freq")]
         if unexpected:
             raise CheckpointError(
-                f"'{self.path}' has an unexpected tensor {min(unexpected)!r}{_more(unexpected)}; does config.json belong to "
-                "these weights?"
+                f"'{self.path}' has an unexpected tensor {min(unexpected)!r}{_more(unexpected)}; check that config.json "
+                "belongs to these weights"
             )
         for name, shape in expected.items():
             if (found := self.shapes.get(name, shape)) != shape:
                 raise CheckpointError(
-                    f"'{self.path}': tensor '{name}' is {list(found)}, but config.json implies {list(shape)}; does it belong to "
-                    "these weights?"
+                    f"'{self.path}': tensor '{name}' is {list(found)}, but config.json implies {list(shape)}; check that it "
+                    "belongs to these weights"
                 )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The narrowest dtype that represents all of these tensors exactly. Raises CheckpointError for an unsupported one."""
+        """Returns the narrowest dtype that represents all of these tensors exactly. Raises CheckpointError for others."""
         found = {self._dtypes[name]: name for name in names}
         if unsupported := [dtype for dtype in found if dtype not in _FLOATS]:
             raise CheckpointError(
@@ -98,7 +99,7 @@ class TensorFolder:
         return functools.reduce(torch.promote_types, (_FLOATS[dtype] for dtype in found))
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU. The file is opened for each tensor: pages that stay mapped would count as memory."""
+        """Reads one tensor to the CPU. Opens the file each time, because pages that stay mapped would count as memory."""
         with safe_open(self._file_of[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
@@ -108,7 +109,7 @@ def _more(names: list[str]) -> str:
 
 
 class TensorWriter:
-    """Writes tensors in order of arrival into files of at most `limit` bytes (or one tensor), with one file in memory at a
+    """Writes tensors in the order of `add` to files of at most `limit` bytes (or one tensor). Holds one file in memory at a
     time. After `close` the files are `{stem}.safetensors` or `{stem}-00001-of-00003.safetensors`, ..."""
 
     def __init__(self, folder: Path, stem: str, limit: int) -> None:
@@ -151,5 +152,5 @@ class TensorWriter:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """'bfloat16' for torch.bfloat16."""
+    """Returns 'bfloat16' for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Exports tokenizers to transformers, and imports them."""
+"""Exports tokenizers to transformers and imports them."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ORIGINAL_KEY = "boost_post_processor"
-"""Key in tokenizer_config.json: the original post_processor of an exported tokenizer.json, which its fingerprint includes."""
+"""Key in tokenizer_config.json for the original post_processor of an exported tokenizer.json, which the fingerprint includes."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer that comes with weights."""
+    """The tokenizer of imported weights."""
 
     json: str
-    """Its file, as `boost prepare` stores it, so that a token store with the same tokenizer has the same fingerprint."""
+    """tokenizer.json as `boost prepare` stores it, so that a token store with the same tokenizer has the same fingerprint."""
     fingerprint: str
     eos: int | None
-    """Its end-of-document token, if known."""
+    """Id of the end-of-document token, if known."""
     hub: dict[str, Any] = field(default_factory=dict)
-    """What its folder says beyond tokenizer.json (`boost.convert.chat`)."""
+    """Other settings of the folder (`boost.convert.chat`)."""
 
 
 def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
@@ -38,7 +38,7 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
     if _ORIGINAL_KEY in config:
         try:
             tokenizer = parse_tokenizer(json.dumps({**json.loads(text), "post_processor": config[_ORIGINAL_KEY]}))
-        except Exception:  # the Rust side raises a plain Exception for anything it cannot parse
+        except Exception:  # the Rust code raises a plain Exception for anything that it cannot parse
             raise DataError(
                 f"{_ORIGINAL_KEY} in '{folder}/tokenizer_config.json' is not a valid post_processor; remove it, or export again"
             ) from None
@@ -52,7 +52,7 @@ def read_vocabulary(path: Path, folder: Path) -> Vocabulary:
 
 
 def _require_added_tokens(tokenizer: "Tokenizer", config: dict[str, Any], folder: Path) -> None:
-    """Raises DataError if tokenizer_config.json adds a token that tokenizer.json, which everything else reads, does not have."""
+    """Raises DataError if tokenizer_config.json adds a token that is missing from tokenizer.json, which everything else reads."""
     added = config.get("added_tokens_decoder")
     for number, token in (added if isinstance(added, dict) else {}).items():
         text = token.get("content") if isinstance(token, dict) else None
@@ -66,10 +66,10 @@ def _require_added_tokens(tokenizer: "Tokenizer", config: dict[str, Any], folder
 def tokenizer_files(
     text: str, eos: int | None, bos: int | None, start: int | None, context: int, hub: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """`tokenizer.json` and `tokenizer_config.json` with which transformers encodes a prompt as `boost generate` does.
+    """Returns `tokenizer.json` and `tokenizer_config.json`, such that transformers encodes a prompt as `boost generate` does.
 
     `text`: the tokenizer of a checkpoint; `start`: the token that generation prepends to a prompt. Nothing else is added, and
-    text that spells a special token is encoded as ordinary text, as in training. `hub`: of an imported folder.
+    text that matches a special token is encoded as ordinary text, as in training. `hub`: settings of the imported folder.
     """
     tokenizer = parse_tokenizer(text)
     content = json.loads(text)
@@ -77,12 +77,12 @@ def tokenizer_files(
     name = None if start is None else tokenizer.id_to_token(start) or f"<{start}>"
     content["post_processor"] = exported = _post_processor(original, name, start)
     config = merged_tokenizer_config(tokenizer_config(tokenizer, eos, bos, context), hub)
-    config[_ORIGINAL_KEY] = original  # also if it is unchanged: transformers replaces an empty one when it saves
+    config[_ORIGINAL_KEY] = original  # even if unchanged: transformers replaces an empty one when it saves
     return text if exported == original else json.dumps(content, indent=2, ensure_ascii=False), config
 
 
 def _post_processor(found: dict[str, Any] | None, name: str | None, start: int | None) -> dict[str, Any] | None:
-    """A post_processor that prepends the token `start`. ByteLevel is kept: it adds no tokens and only fixes offsets."""
+    """Returns a post_processor that prepends the token `start`. Keeps ByteLevel, which adds no tokens and only fixes offsets."""
     parts = found["processors"] if found and found["type"] == "Sequence" else [found]
     processors = [part for part in parts if part and part["type"] == "ByteLevel"]
     if start is not None:
@@ -97,9 +97,9 @@ def _post_processor(found: dict[str, Any] | None, name: str | None, start: int |
 
 
 def tokenizer_config(tokenizer: "Tokenizer", eos: int | None, bos: int | None, context: int) -> dict[str, Any]:
-    """The `tokenizer_config.json` that AutoTokenizer needs next to a tokenizer.json.
+    """Returns the `tokenizer_config.json` that AutoTokenizer needs next to a tokenizer.json.
 
-    Padding is masked, so any token will do; eos is the usual choice where there is no pad token.
+    Padding is masked, so any token works as pad; eos is the usual choice without a pad token.
     """
     content: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -114,6 +114,6 @@ def tokenizer_config(tokenizer: "Tokenizer", eos: int | None, bos: int | None, c
 
 
 def generation_config(eos: int | None, bos: int | None) -> dict[str, Any]:
-    """The content of `generation_config.json`."""
+    """Returns the content of `generation_config.json`."""
     known = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
     return {name: token for name, token in known.items() if token is not None}

@@ -77,10 +77,10 @@ def test_repair_rebuilds_a_lost_manifest_after_confirmation(
     file = path / "manifest.json"
     file.unlink() if manifest is None else file.write_text(manifest)
     code, _, err = say(capsys, "checkpoint", "repair-metadata", path)
-    assert code == 2 and "not those of the save" in err and "--yes" in err
+    assert code == 2 and "cannot detect earlier damage" in err and "--yes" in err
     assert file.is_file() == (manifest is not None), "nothing happens without confirmation"
     code, out, _ = say(capsys, "checkpoint", "repair-metadata", path, "--yes")
-    assert code == 0 and "not of the save" in out
+    assert code == 0 and "earlier damage" in out
     assert open_checkpoint(path).position.step == 4 and path in complete_checkpoints(run / "checkpoints")
     code, out, _ = say(capsys, "checkpoint", "list", path)
     assert code == 0 and "digests are from the repair at" in out

@@ -34,8 +34,8 @@ def test_mistakes_are_one_line(tmp_path: Path, store: Path, capsys: pytest.Captu
     out = tmp_path / "out"
     for words, expected in (
         ([str(tmp_path / "nowhere")], "no checkpoint at"),
-        ([str(path), "--shard-gb", "0"], "--shard-gb = 0.0 is not a file size"),
-        ([str(path), "--shard-gb", "nan"], "--shard-gb = nan is not a file size"),
+        ([str(path), "--shard-gb", "0"], "--shard-gb = 0.0 is not a valid file size"),
+        ([str(path), "--shard-gb", "nan"], "--shard-gb = nan is not a valid file size"),
         ([str(path), "--out", str(store)], "is not an empty folder"),
         ([str(path), "--out", str(store / "tokenizer.json" / "x")], "cannot be written"),
     ):

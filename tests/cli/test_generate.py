@@ -95,8 +95,8 @@ def test_standard_input(
         (b"\xff", ["--prompts", "FILE"], "is not valid UTF-8 (byte 0)"),
         (b'{"text": "x"}', ["--prompts", "FILE"], 'line 1 is not of the form {"prompt": "text"}'),
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
-        (b"", ["--prompt", "-", "--prompts", "-"], "standard input can be read once"),
-        (b"", ["--chat", "--json"], "--chat without --prompt is a dialog"),
+        (b"", ["--prompt", "-", "--prompts", "-"], "standard input can be read only once"),
+        (b"", ["--chat", "--json"], "--chat without --prompt is interactive"),
         pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )

@@ -62,7 +62,7 @@ def test_many_skips_are_counted_and_the_rest_is_pointed_at(corpus, tmp_path, cap
         (corpus / f"empty{i}.txt").write_text("")
     assert boost(corpus, "--out", tmp_path / "store", "--tokenizer", "train:270") == 0
     out = capsys.readouterr().out
-    assert "9 empty" in out and "and 4 more, in the store's report.json" in out
+    assert "9 empty" in out and "and 4 more, see report.json in the store" in out
     details = json.loads((tmp_path / "store" / "report.json").read_text())
     assert sum("empty" in entry["skipped"] for entry in details[str(corpus)]) == 9
 

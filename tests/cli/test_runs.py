@@ -86,7 +86,7 @@ def test_pictures(
 def test_runs_that_have_not_begun_and_equal_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = [make_run(tmp_path / name, steps=0) for name in ("a", "b")]
     code, out, _ = say(capsys, "runs", "compare", *made, "--out", tmp_path / "c.html")
-    assert code == 0 and "The configurations are equal." in out and "by step" not in out
+    assert code == 0 and "The configurations are identical." in out and "by step" not in out
 
 
 @pytest.mark.parametrize(

@@ -62,4 +62,4 @@ def test_a_family_is_chosen_by_its_name(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_no_process_checks_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     code, _, err = say(capfd, "verify", "--nproc", "0")
-    assert code == 2 and "--nproc = 0 checks nothing; smallest valid value: 1" in err
+    assert code == 2 and "--nproc = 0 is too small; smallest valid value: 1" in err

@@ -113,7 +113,7 @@ def test_mistakes_are_one_line(tmp_path: Path, store: Path, hub: tuple[type[Hub]
         ("t", ["--private"], "--private requires --push USER/NAME"),
         ("t", ["--push", "toy"], "--push = 'toy' is not a repository name; expected USER/NAME"),
         ("t", ["--push", "a b/c"], "--push = 'a b/c' is not a repository name"),
-        (None, ["--push", "me/toy"], "--push = 'me/toy' needs a login to the Hugging Face Hub; run 'hf auth login'"),
+        (None, ["--push", "me/toy"], "--push = 'me/toy' requires a Hugging Face Hub login; run 'hf auth login'"),
     ):
         done = export(path, out, hub[1], token, *words)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr

@@ -92,8 +92,8 @@ def test_factors_of_narrow_weights_are_wide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({}, "needs either --rank R or --energy SHARE"),
-        ({"rank": 4, "energy": 0.9}, "needs either --rank R or --energy SHARE"),
+        ({}, "needs either --rank R or --energy FRACTION"),
+        ({"rank": 4, "energy": 0.9}, "needs either --rank R or --energy FRACTION"),
         ({"rank": 33}, "--rank = 33 .* nearest valid value: 32"),
         ({"rank": 0}, "--rank = 0 .* nearest valid value: 1"),
         ({"energy": 1.5}, "--energy = 1.5 must be in"),

@@ -89,4 +89,4 @@ def test_the_command(
         json.loads(out.with_suffix(".json").read_text())["seed"] == measured.SEED and out.with_suffix(".svg").exists()
     )
     assert main(["plan", "validate", "--record", "--measure"]) == 2
-    assert "leave --measure" in capsys.readouterr().err
+    assert "remove --measure" in capsys.readouterr().err

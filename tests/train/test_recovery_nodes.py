@@ -50,7 +50,7 @@ def config(tmp_path: Path, store: Path) -> Path:
 def start(nodes: tuple[Node, Node], config: Path, places: str, *words: str, **options: int) -> list[Agent]:
     """The coordinator on the first host, and a replica for each letter of `places`: a is the first host, b the second."""
     coordinator = nodes[0].coordinate()
-    wait_for([coordinator], lambda: "coordinates at" in coordinator.said())
+    wait_for([coordinator], lambda: "listening on" in coordinator.said())
     train = ["train", str(config), "--run.dir", str(config.parent / "run"), "--parallel.dp", str(len(places))]
     train += ["--run.recovery", "in-step", "--run.silence_s", "3", *ENDLESS, *words]
     return [nodes["ab".index(p)].replica(i, nodes[0], train, **options) for i, p in enumerate(places)]
