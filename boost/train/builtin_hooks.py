@@ -197,7 +197,7 @@ class PeriodicCheckpoint(Hook):
             try:
                 trainer.save(wait=not self.train.async_save)
             except (StorageError, NonFiniteError) as error:
-                trainer.warn(f"{error}; training continues, earlier checkpoints are intact")
+                trainer.warn(f"{error}; training continues and earlier checkpoints are intact")
 
     def _is_due(self, step: int) -> bool:
         improved = self.train.keep_best and self._candidate is not None and self._candidate.step == step

@@ -26,7 +26,7 @@ _LOST_GLOO = re.compile(
     r"Timed out waiting \d+ms for (send|recv) operation to complete|Application timeout caused pair closure|"
     r"Rank \d+ (successfully reached|failed to pass) monitoredBarrier|Connect timeout|Gloo connectFullMesh failed"
 )
-"""A RuntimeError of gloo: the peer is gone or does not respond."""
+"""A RuntimeError of gloo: the peer is gone or is not responding."""
 
 _LOST_NCCL = re.compile(
     r"remote process exited or there was a network error|NCCL communicator was aborted|"
@@ -43,7 +43,7 @@ _CUDA_DEVICE = re.compile(r"GPU \d+ has a total capacity of ([\d.]+ [KMGT]iB)")
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether `error` means that another process is gone or does not respond: a symptom, not the root cause."""
+    """Whether `error` means that another process is gone or is not responding: a symptom, not the root cause."""
     if isinstance(error, DistNetworkError | DistStoreError):
         return "EADDRINUSE" not in str(error)
     if isinstance(error, DistBackendError):
@@ -87,7 +87,7 @@ class FailureReport:
 
     rank: int
     kind: str
-    """boost: an error that the user can fix; hung: a process that does not respond, reported by another; lost: a broken
+    """boost: an error that the user can fix; hung: a process that is not responding, reported by another; lost: a broken
     connection to another process; defect: a bug, anything else."""
     message: str
     """One line, except the traceback of a defect."""
