@@ -27,7 +27,7 @@ BAD = [
     (["--optim.min_lr_ratio", "1.5"], ["optim.min_lr_ratio = 1.5", "largest valid value: 1"]),
     (["--model.dim", "257"], ["model.dim = 257", "nearest valid value: 256"]),
     (["--model.dim", "33", "--model.heads", "3"], ["model.dim = 33", "nearest valid value: 36"]),
-    (["--model.dim", "24", "--model.heads", "8", "--model.kv_heads", "4"], ["heads = 8", "odd width 3", "valid value: 12"]),
+    (["--model.dim", "24", "--model.heads", "8", "--model.kv_heads", "4"], ["heads = 8", "odd head_dim of 3", "valid value: 12"]),
     (["--model.heads", "18", "--model.kv_heads", "4", "--model.dim", "72", "--parallel.tp", "2"], ["kv_heads = 4", "value: 6"]),
     (["--model.heads", "20000000"], ["model.heads = 20000000", "largest valid value: 1048576"]),
     (["--optim.lr", "1" + "0" * 400], ["optim.lr"]),
@@ -78,7 +78,7 @@ BAD = [
     (["--parallel.tp", "2", "--model.family", "dense"], ["model.family = 'dense'", "take 'megatron-sp'"]),
     (
         ["--parallel.tp", "2", "--parallel.layout", "megatron"],
-        ["layout = 'megatron' shards dense linears; model.family = 'cola' has none: take 'btp', ", "or 'ulysses'", "'dense'"],
+        ["layout = 'megatron' shards dense linears; model.family = 'cola' has none: use 'btp', ", "or 'ulysses'", "'dense'"],
     ),
     (["--parallel.tp", "2", "--parallel.layout", "btpsp"], ["parallel.layout = 'btpsp'", "did you mean 'btp-sp'"]),
     (
@@ -136,7 +136,7 @@ BAD = [
     (["--parallel.pp", "8"], ["global_batch = 32", "4 micro-batches", "'1f1b'", "nearest valid value: 64"]),
     (
         ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.global_batch", "40"],
-        ["5 micro-batches", "multiple of their number of rounds", "nearest valid value: 48"],
+        ["5 micro-batches", "divisible by n // ", "nearest valid value: 48"],
     ),
     (
         ["--parallel.pp", "2", "--parallel.schedule", "zero-bubble", "--train.recompute", "low-rank+attention-output"],

@@ -376,11 +376,11 @@ def test_errors_reach_them_too() -> None:
         ({"parallel": {"tp": 2, "dp": 1}}, r"parallel\.dp = 1; nearest valid value: 2"),
         (
             {"parallel": {"tp": 1, "dp": 2, "shard": "full"}},
-            r"parallel\.shard = 'full' leaves parts of them on one only; set parallel\.shard = 'optimizer'",
+            r"parallel\.shard = 'full' shards them over replicas; set parallel\.shard = 'optimizer'",
         ),
         (
             {"parallel": {"layout": "btp-sp", "tp": 2, "dp": 2, "shard": "optimizer", "shard_outer": True}},
-            r"parallel\.shard_outer = true leaves parts of them on one only",
+            r"parallel\.shard_outer = true shards them over replicas",
         ),
         (
             {
@@ -388,7 +388,7 @@ def test_errors_reach_them_too() -> None:
                 "model": {"family": "svd"},
                 "optim": {"name": "loro"},
             },
-            r"divides the moments of AdamW only, and optim\.name = 'loro'; set parallel\.shard = 'none'",
+            r"can shard only the optimizer state of AdamW, but optim\.name = 'loro'; set parallel\.shard = 'none'",
         ),
         (
             {
