@@ -42,7 +42,7 @@ class NonFiniteError(TrainingError):
 
 
 class HangError(TrainingError):
-    """A process of the run does not respond, or does not reach the collective that the others wait in."""
+    """A process of the run is not responding, or does not reach the collective that the others wait in."""
 
 
 class StoppedError(BoostError):

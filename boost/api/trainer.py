@@ -80,7 +80,7 @@ class Trainer:
         """
         result, _ = train(self.config, self._resume, self._start_from, hooks=self.hooks)
         if result is None:
-            raise TrainingError("a signal stopped the run before its first step; nothing is lost")
+            raise TrainingError("a signal stopped the run before its first step; nothing was lost")
         return result
 
     def model(self, **options: Any) -> Model:

@@ -122,7 +122,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     if not launches:
         return train_process(*work)
     if request.requested:
-        print(f"stopped by {request.name} in start-up, before any step; nothing is lost")
+        print(f"stopped by {request.name} during startup, before the first step; nothing was lost")
         return 0
     return launch(
         train_process,

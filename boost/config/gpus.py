@@ -1,4 +1,4 @@
-"""Peak speeds of GPUs by name (`gpus.toml`)."""
+"""Peak TFLOP/s of GPUs by name (`gpus.toml`)."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Peak TFLOP/s of one GPU, dense; `gpus.toml` says what each column is."""
+    """Dense peak TFLOP/s of one GPU. `gpus.toml` documents the columns."""
 
     name: str
     bf16: float
@@ -18,13 +18,13 @@ class PeakFlops:
     fp64: float | None = None
 
     def of_dtype(self, dtype: str) -> float | None:
-        """TFLOP/s of products in `dtype`, such as 'float32' (without TF32); None if it has no peak in it."""
+        """Peak TFLOP/s of GEMMs in `dtype`, such as 'float32' (without TF32); None if unknown."""
         return {"float32": self.fp32, "float64": self.fp64}.get(dtype, self.bf16)
 
 
 @functools.cache
 def gpu_peaks() -> tuple[PeakFlops, ...]:
-    """All of them, longer names before their prefixes."""
+    """All known GPUs. Longer names come before their prefixes."""
     text = (resources.files("boost.config") / "gpus.toml").read_text(encoding="utf-8")
     return tuple(PeakFlops(**row) for row in tomllib.loads(text)["gpu"])
 
@@ -37,5 +37,5 @@ def find_peak(device_name: str) -> PeakFlops | None:
 
 
 def has_words(name: str, words: str) -> bool:
-    """Whether `name` contains `words` as whole words: the A40 is not the RTX A4000."""
+    """Whether `name` contains `words` as whole words: 'A40' does not match 'RTX A4000'."""
     return re.search(rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])", name, re.IGNORECASE) is not None

@@ -1,4 +1,4 @@
-"""What several fields must agree on. Each rule names the field, its value and the nearest valid one."""
+"""Constraints between fields. The message of each rule names the field, its value and the nearest valid value."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ from boost.config.schema import Config, ModelConfig
 from boost.errors import ConfigError
 
 _SOUND_MODELS: "weakref.WeakValueDictionary[int, ModelConfig]" = weakref.WeakValueDictionary()
-"""By id: frozen models that have broken no rule. A search asks for thousands of configurations of one model."""
+"""Cache by id of models that passed all checks (models are frozen). A plan checks thousands of configurations of one model."""
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError with the first rule that the configuration breaks; returns nothing otherwise."""
+    """Raises ConfigError for the first rule that the configuration violates."""
     for problem in _problems(config):
         raise ConfigError(problem)
 
@@ -33,9 +33,9 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 MAX_PARAMETERS = 10**13
-"""Ten times what anyone has trained: beyond it a dimension is a typing error, which would only show as memory that is not there."""
+"""Ten times the largest published models. A larger model is a typo, which would otherwise only show up as out of memory."""
 _USUAL = {"model.dim": 16384, "model.layers": 128, "model.vocab_size": 262144, "model.ffn_dim": 65536}
-"""Of the largest models, to tell which dimension is out of proportion."""
+"""Dimensions of the largest models, used to find the one that is out of proportion."""
 
 
 def _size_problems(model: ModelConfig) -> Iterator[str]:
@@ -44,13 +44,13 @@ def _size_problems(model: ModelConfig) -> Iterator[str]:
     if total > MAX_PARAMETERS:
         field, value = out_of_proportion(model)
         yield (
-            f"{field} = {value} makes a model of {total:.1e} parameters; the largest that boost builds has "
+            f"{field} = {value} gives a model of {total:.1e} parameters, and the maximum is "
             f"{MAX_PARAMETERS:.0e}; set {field} to {_USUAL[field]} or less"
         )
 
 
 def out_of_proportion(model: ModelConfig) -> tuple[str, int]:
-    """The dimension, and its value, that is largest compared with those of the largest models."""
+    """The field, and its value, that is largest relative to the largest models."""
     values: dict[str, int] = {field: getattr(model, field.partition(".")[2]) for field in _USUAL}
     field = max(values, key=lambda name: values[name] / _USUAL[name])
     return field, values[field]
@@ -61,20 +61,20 @@ def _model_problems(config: Config) -> Iterator[str]:
     yield from _size_problems(model)
     if model.dim % 2:
         best = nearest(model.dim, model.dim + 2 * model.heads, lambda d: d % (2 * model.heads) == 0)
-        yield f"model.dim = {model.dim} must be even, for the pairs of rotary; nearest valid value: {best}"
+        yield f"model.dim = {model.dim} must be even, because rotary embedding rotates pairs; nearest valid value: {best}"
     if model.dim % model.heads:
         best = _nearest_heads(config)
         yield f"model.heads = {model.heads} must divide model.dim = {model.dim}; nearest valid value: {best}"
     if model.head_dim % 2:
         best = _nearest_heads(config)
         yield (
-            f"model.heads = {model.heads} makes heads of odd width {model.head_dim}, and rotary needs pairs; "
+            f"model.heads = {model.heads} gives an odd head_dim of {model.head_dim}, and rotary embedding rotates pairs; "
             f"nearest valid value: {best}"
         )
     if model.rope_low_freq >= model.rope_high_freq:
         yield (
             f"model.rope_low_freq = {model.rope_low_freq} must be less than model.rope_high_freq = {model.rope_high_freq}; "
-            "Llama 3.1 has 1 and 4"
+            "Llama 3.1 uses 1 and 4"
         )
     if model.heads % model.kv_heads:
         best = nearest(model.kv_heads, model.heads, lambda k: model.heads % k == 0 and _can_share(config, k))
@@ -85,7 +85,7 @@ def _model_problems(config: Config) -> Iterator[str]:
 
 
 def _nearest_heads(config: Config) -> int:
-    """Heads that divide the width into pairs, for the key/value heads and processes there are, or at least for the width."""
+    """Nearest number of heads that gives an even head_dim and fits kv_heads and TP; if there is none, only an even head_dim."""
     model, parts = config.model, num_shards(config.parallel)
 
     def fits(heads: int) -> bool:
@@ -108,19 +108,19 @@ def _parallel_problems(config: Config) -> Iterator[str]:
     if parallel.tp * parallel.cp > 1:
         yield from _overlap_problems(config)
     if parallel.tp == 1:
-        return  # one process is the whole function, whatever the layout
+        return  # with one process, all layouts are equivalent
     spec = layout_spec(parallel.layout)
     if spec.single_process:
         yield (
-            f"parallel.layout = '{spec.name}' holds every weight in one process, but parallel.tp = {parallel.tp}; "
-            f"take '{layouts_of(model)[0]}' or tp = 1"
+            f"parallel.layout = '{spec.name}' keeps every weight in one process, but parallel.tp = {parallel.tp}; "
+            f"use '{layouts_of(model)[0]}' or tp = 1"
         )
     elif not spec.suits(model):
         what = "low-rank factors" if spec.low_rank else "dense linears"
         has = "none" if model.low_rank else "dense linears only"
         families = "'dense'" if model.low_rank else "'svd', 'cola' or 'lax'"
         yield (
-            f"parallel.layout = '{spec.name}' shards {what}; model.family = '{model.family}' has {has}: take "
+            f"parallel.layout = '{spec.name}' shards {what}; model.family = '{model.family}' has {has}: use "
             f"{_either(layouts_of(model))}, or model.family = {families}"
         )
     yield from _indivisible(config)
@@ -128,25 +128,25 @@ def _parallel_problems(config: Config) -> Iterator[str]:
 
 
 def _context_problems(config: Config) -> Iterator[str]:
-    """Whether every process has two chunks of each sequence."""
+    """Context parallelism: each process must get two equal chunks of every sequence."""
     train, cp = config.train, config.parallel.cp
     if cp > 1 and train.seq_len % (2 * cp):
         best = nearest(train.seq_len, 2 * max(train.seq_len, 2 * cp), lambda length: length % (2 * cp) == 0)
         yield (
-            f"train.seq_len = {train.seq_len} must be divisible by 2 x parallel.cp = {2 * cp}, so that each process has two chunks "
-            f"of a sequence; nearest valid value: {best}"
+            f"train.seq_len = {train.seq_len} must be divisible by 2 x parallel.cp = {2 * cp}, so that each process gets two equal "
+            f"chunks of a sequence; nearest valid value: {best}"
         )
 
 
 def _overlap_problems(config: Config) -> Iterator[str]:
-    """Whether a micro-batch has two equal halves: of its sequences, or of its one sequence."""
+    """Overlap: a micro-batch must split into two equal halves, by sequence or, if it has only one, by token."""
     parallel, train = config.parallel, config.train
     if parallel.overlap == "none":
         return
     if train.micro_batch > 1 and train.micro_batch % 2:
         yield (
-            f"train.micro_batch = {train.micro_batch} has no two halves for parallel.overlap = '{parallel.overlap}'; nearest "
-            f"valid value: {train.micro_batch + 1}, or take overlap = 'none'"
+            f"train.micro_batch = {train.micro_batch} must be 1 or even for parallel.overlap = '{parallel.overlap}'; nearest "
+            f"valid value: {train.micro_batch + 1}, or set overlap = 'none'"
         )
     one, cp = train.micro_batch == 1, parallel.cp
     parts = (2 * parallel.tp if one else parallel.tp) * cp
@@ -154,9 +154,9 @@ def _overlap_problems(config: Config) -> Iterator[str]:
         best = nearest(train.seq_len, 2 * max(train.seq_len, parts), lambda length: length % parts == 0)
         what = f"{'2 x ' * one}parallel.tp {'x cp ' * (cp > 1)}= {parts}"
         why = (
-            "one sequence has two halves"
+            "a sequence splits into two equal halves"
             if one
-            else f"parallel.layout = '{parallel.layout}' can shard the tokens of either half"
+            else f"parallel.layout = '{parallel.layout}' can shard the tokens of each half"
         )
         yield (
             f"train.seq_len = {train.seq_len} must be divisible by {what}, so that {why} (parallel.overlap = "
@@ -164,8 +164,8 @@ def _overlap_problems(config: Config) -> Iterator[str]:
         )
     if parallel.schedule == "zero-bubble" and parallel.pp > 1:
         yield (
-            f"parallel.overlap = '{parallel.overlap}' orders the nodes of one backward pass, and parallel.schedule = 'zero-bubble' "
-            "makes two; take 'interleaved-1f1b', or overlap = 'none'"
+            f"parallel.overlap = '{parallel.overlap}' does not support parallel.schedule = 'zero-bubble', which splits the "
+            "backward pass; use 'interleaved-1f1b', or overlap = 'none'"
         )
 
 
@@ -178,93 +178,93 @@ def _sharding_problems(config: Config) -> Iterator[str]:
     parallel = config.parallel
     if parallel.shard_outer and parallel.shard == "none":
         yield (
-            "parallel.shard_outer = true says how weights are sharded, but parallel.shard = 'none'; take 'full' or 'optimizer', "
+            "parallel.shard_outer = true has no effect with parallel.shard = 'none'; set parallel.shard = 'full' or 'optimizer', "
             "or shard_outer = false"
         )
     if parallel.shard_outer and parallel.tp > 1 and not spec_of(parallel).has_whole_factors:
         holders = [name for name in layout_names() if layout_spec(name).has_whole_factors]
         yield (
-            f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} holds whole; "
-            f"'{parallel.layout}' has none: take shard_outer = false, or that layout"
+            f"parallel.shard_outer = true shards factors that parallel.layout = {_either(holders)} replicates over TP; "
+            f"'{parallel.layout}' replicates none: set shard_outer = false, or use that layout"
         )
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.layers
     if parallel.pp == 1 and parallel.virtual > 1:
-        yield f"parallel.virtual = {parallel.virtual} stages a process make a pipeline only with parallel.pp > 1; take virtual = 1"
+        yield f"parallel.virtual = {parallel.virtual} requires parallel.pp > 1; nearest valid value: 1"
     if parallel.pp == 1 and parallel.split:
-        yield f"parallel.split = {list(parallel.split)} is for parallel.pp > 1; leave it out"
+        yield f"parallel.split = {list(parallel.split)} requires parallel.pp > 1; remove it"
     if parallel.pp == 1:
         return
     if parallel.schedule in ("gpipe", "1f1b") and parallel.virtual > 1:
         yield (
-            f"parallel.virtual = {parallel.virtual} is for parallel.schedule = 'interleaved-1f1b' or 'zero-bubble'; under "
-            f"'{parallel.schedule}' valid value: 1"
+            f"parallel.virtual = {parallel.virtual} requires parallel.schedule = 'interleaved-1f1b' or 'zero-bubble'; nearest "
+            f"valid value with '{parallel.schedule}': 1"
         )
     if parallel.schedule == "interleaved-1f1b" and parallel.virtual == 1:
-        yield "parallel.virtual = 1 leaves parallel.schedule = 'interleaved-1f1b' nothing to interleave; take 2, or '1f1b'"
+        yield "parallel.virtual = 1 is not enough for parallel.schedule = 'interleaved-1f1b'; set 2, or use '1f1b'"
     if parallel.stages > layers:
         way_out = f"parallel.pp: {layers // parallel.virtual}"
         if layers // parallel.virtual < 2:
             way_out = f"model.layers: {parallel.stages}"
         yield (
-            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages are more than model.layers = {layers}; "
+            f"parallel.pp x virtual = {parallel.pp} x {parallel.virtual} stages exceed model.layers = {layers}; "
             f"nearest valid value of {way_out}"
         )
     split = list(parallel.split)
     if split and (len(split) != parallel.stages or sum(split) != layers):
         yield (
-            f"parallel.split = {split} must be {parallel.stages} numbers (parallel.pp x virtual) that sum up to "
-            f"model.layers = {layers}; leave it out for a balanced one"
+            f"parallel.split = {split} must have {parallel.stages} numbers (parallel.pp x virtual) that sum to "
+            f"model.layers = {layers}; remove it for a balanced split"
         )
     recompute = config.train.recompute
     if parallel.schedule == "zero-bubble" and recompute != "none":
         yield (
-            f"train.recompute = '{recompute}' computes a block again for each of the many passes that parallel.schedule = "
-            "'zero-bubble' makes through it; take 'none', or 'interleaved-1f1b'"
+            f"train.recompute = '{recompute}' does not support parallel.schedule = 'zero-bubble', whose split backward "
+            "passes would each recompute the block; use 'none', or 'interleaved-1f1b'"
         )
     if parallel.schedule == "zero-bubble" and parallel.shard == "full" and parallel.sharded:
         yield (
-            "parallel.shard = 'full' lets go of weights between forward and backward pass, and the two backward passes of "
-            "parallel.schedule = 'zero-bubble' do not find them again; take shard = 'optimizer', or 'interleaved-1f1b'"
+            "parallel.shard = 'full' reshards weights after the forward pass and does not support the split backward passes of "
+            "parallel.schedule = 'zero-bubble'; use shard = 'optimizer', or 'interleaved-1f1b'"
         )
     if config.shards_weights and parallel.virtual > 3:
         yield (
-            f"parallel.virtual = {parallel.virtual}: torch's schedules keep the shared weights of three stages, and gather "
-            f"those of more again and again; with parallel.shard = '{parallel.shard}' largest valid value: 3"
+            f"parallel.virtual = {parallel.virtual}: torch's schedules keep the gathered weights of at most three stages and "
+            f"re-gather all others; largest valid value with parallel.shard = '{parallel.shard}': 3"
         )
     yield from _micro_batch_problems(config)
 
 
 def _recovery_problems(config: Config) -> Iterator[str]:
-    """What in-step recovery does not carry."""
+    """Options that in-step recovery does not support."""
     parallel = config.parallel
     if config.run.recovery == "restart":
         return
     how = "run.recovery = 'in-step'"
     if parallel.dp == 1:
-        yield f"{how} needs replicas that can take over from each other, and parallel.dp = 1; nearest valid value: 2"
+        yield f"{how} requires several replicas, but parallel.dp = 1; nearest valid value: 2"
     if parallel.shard == "full" or parallel.shard_outer:
         field = "parallel.shard = 'full'" if parallel.shard == "full" else "parallel.shard_outer = true"
         yield (
-            f"{how} needs all weights on every replica, and {field} leaves parts of them on one only; set parallel.shard = "
+            f"{how} requires all weights on every replica, but {field} shards them over replicas; set parallel.shard = "
             "'optimizer' and shard_outer = false, or run.recovery = 'restart'"
         )
     if parallel.shard != "none" and config.optim.name != "adamw":
         yield (
-            f"{how} divides the moments of AdamW only, and optim.name = '{config.optim.name}'; set parallel.shard = 'none', or "
-            "optim.name = 'adamw'"
+            f"{how} can shard only the optimizer state of AdamW, but optim.name = '{config.optim.name}'; set parallel.shard = "
+            "'none', or optim.name = 'adamw'"
         )
     if parallel.pp > 1 and parallel.schedule not in ("gpipe", "1f1b"):
         yield (
-            f"{how} deals any number of micro-batches to a replica, which parallel.schedule = '{parallel.schedule}' does not take; "
-            "nearest valid value: '1f1b'"
+            f"{how} varies the number of micro-batches per replica, which parallel.schedule = '{parallel.schedule}' does not "
+            "support; nearest valid value: '1f1b'"
         )
 
 
 def _micro_batch_problems(config: Config) -> Iterator[str]:
-    """Numbers of micro-batches that the schedules of torch.distributed.pipelining can order."""
+    """Numbers of micro-batches that the schedules of torch.distributed.pipelining support."""
     parallel, train = config.parallel, config.train
     chunk = parallel.dp * train.micro_batch
     count = train.global_batch // chunk
@@ -276,16 +276,16 @@ def _micro_batch_problems(config: Config) -> Iterator[str]:
         best = nearest(count, max(2 * count, parallel.pp), legal)
         how = f"at least parallel.pp = {parallel.pp}"
         if parallel.schedule != "1f1b":
-            how += f", and a multiple of their number of rounds of {parallel.pp}"
+            how += f", and a number n of micro-batches that is divisible by n // {parallel.pp}"
         yield (
-            f"train.global_batch = {train.global_batch} makes {count} micro-batches of {train.micro_batch} for each of "
+            f"train.global_batch = {train.global_batch} gives {count} micro-batches of {train.micro_batch} for each of "
             f"{parallel.dp} replicas, and parallel.schedule = '{parallel.schedule}' needs {how}; nearest valid value: "
             f"{best * chunk}"
         )
 
 
 def _indivisible(config: Config) -> Iterator[str]:
-    """Sizes that the TP processes cannot share equally."""
+    """Sizes that are not divisible by TP."""
     model, parallel, train = config.model, config.parallel, config.train
     spec, tp = layout_spec(parallel.layout), parallel.tp
     tokens = train.micro_batch * train.seq_len // parallel.cp
@@ -329,7 +329,7 @@ def _indivisible(config: Config) -> Iterator[str]:
 
 
 def _shares(kv_heads: int, processes: int) -> bool:
-    """Whether each process can have equally many key/value heads, or each head equally many processes."""
+    """Whether key/value heads divide evenly over processes, or processes over key/value heads."""
     return kv_heads % processes == 0 or processes % kv_heads == 0
 
 
@@ -344,33 +344,33 @@ def _train_problems(config: Config) -> Iterator[str]:
         )
     if train.profile and (len(train.profile) != 2 or train.profile[0] > train.profile[1]):
         first, last = min(train.profile), max(train.profile)
-        yield f"train.profile = {list(train.profile)} must be a first and a last step; nearest valid value: [{first}, {last}]"
+        yield f"train.profile = {list(train.profile)} must be [first step, last step]; nearest valid value: [{first}, {last}]"
     for field in ("keep_best", "early_stopping_patience"):
         if (value := getattr(train, field)) and not train.eval_every:
             shown = str(value).lower()
             yield (
-                f"train.{field} = {shown} needs periodic evaluations, and train.eval_every = 0; "
-                "set train.eval_every, such as to 100"
+                f"train.{field} = {shown} needs periodic evaluations, but train.eval_every = 0; "
+                "set train.eval_every, for example to 100"
             )
     if train.early_stopping_threshold and not train.early_stopping_patience:
         yield (
             f"train.early_stopping_threshold = {train.early_stopping_threshold} has no effect with "
-            "train.early_stopping_patience = 0; set train.early_stopping_patience, such as to 5"
+            "train.early_stopping_patience = 0; set train.early_stopping_patience, for example to 5"
         )
     if train.sample_prompts and not train.sample_tokens:
         yield (
             f"train.sample_prompts = {list(train.sample_prompts)!r} has no effect with train.sample_tokens = 0; "
-            "set train.sample_tokens, such as to 100"
+            "set train.sample_tokens, for example to 100"
         )
     if "" in train.sample_prompts:
-        yield f"train.sample_prompts = {list(train.sample_prompts)!r} has an empty prompt; remove it"
+        yield f"train.sample_prompts = {list(train.sample_prompts)!r} contains an empty prompt; remove it"
     yield from _recompute_problems(config)
     parallel = config.parallel
     gathers_once = parallel.shard == "optimizer" or (parallel.sharded and parallel.pp > 1)
     if train.reduce_dtype == "bfloat16" and gathers_once and not config.divides_moments:
         yield (
-            "train.reduce_dtype = 'bfloat16' with weights that are sharded and gathered once a step (parallel.shard = "
-            f"'{parallel.shard}'{', parallel.pp > 1' * (parallel.shard == 'full')}) would add up micro-batches in bf16 too; "
+            "train.reduce_dtype = 'bfloat16' with weights that are gathered once per step (parallel.shard = "
+            f"'{parallel.shard}'{', parallel.pp > 1' * (parallel.shard == 'full')}) would accumulate micro-batches in bf16 too; "
             "set train.reduce_dtype = 'param_dtype', or parallel.shard = 'none'"
         )
     widths = {"bfloat16": 16, "float32": 32, "float64": 64}
@@ -386,16 +386,16 @@ def _recompute_problems(config: Config) -> Iterator[str]:
     gatherers = [name for name in layout_names() if layout_spec(name).gathers_latents]
     if train.recompute.startswith("low-rank") and not config.model.low_rank:
         yield (
-            f"train.recompute = '{train.recompute}' keeps the latents of a bottleneck, which model.family = 'dense' has "
-            "not; take 'full-block' or 'none', or model.family = 'svd' or 'cola'"
+            f"train.recompute = '{train.recompute}' saves the latents of low-rank bottlenecks; model.family = 'dense' has "
+            "none: use 'full-block' or 'none', or model.family = 'svd' or 'cola'"
         )
     if train.recompute == "low-rank-sharded" and layout not in gatherers:
         yield (
             f"train.recompute = 'low-rank-sharded' saves latents before parallel.layout = {_either(gatherers)} gathers them; "
-            f"'{layout}' gathers none: take 'low-rank', or that layout"
+            f"'{layout}' gathers none: use 'low-rank', or that layout"
         )
     if train.recompute_every > config.model.layers:
         yield (
-            f"train.recompute_every = {train.recompute_every} is more than model.layers = {config.model.layers}; "
+            f"train.recompute_every = {train.recompute_every} exceeds model.layers = {config.model.layers}; "
             f"largest valid value: {config.model.layers}"
         )

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja template that comes with a tokenizer and turns messages into the text that a model was tuned on."""
+"""Chat templates: the Jinja template of a tokenizer, which formats messages as the text that a model was fine-tuned on."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +10,12 @@ Message = dict[str, str]
 
 
 def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
-    """A function from messages to the text after which the assistant's answer starts; None if `folder` has no template.
+    """Returns a function that formats messages as the prompt for the assistant's answer; None if `folder` has no template.
 
-    `folder` holds a tokenizer.json, and the template where transformers keeps it: chat_template.jinja, additional_chat_templates/,
-    or tokenizer_config.json. transformers renders it, in a sandbox. Raises ConfigError if transformers is not installed, DataError
-    for files that it cannot read; the function raises DataError for messages that the template refuses.
+    `folder` holds a tokenizer.json and the template in a location that transformers supports: chat_template.jinja,
+    additional_chat_templates/, or tokenizer_config.json. transformers renders the template in a sandbox. Raises ConfigError if
+    transformers is not installed, DataError if it cannot read the files. The function raises DataError if the template rejects
+    the messages.
     """
     try:
         from transformers import PreTrainedTokenizerFast
@@ -25,7 +26,7 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the Rust side raises a plain Exception for anything it cannot parse
-        raise DataError(f"the tokenizer of '{folder}' cannot be read by transformers: {error}") from None
+        raise DataError(f"transformers cannot read the tokenizer in '{folder}': {error}") from None
     if not tokenizer.chat_template:
         return None
 
@@ -33,6 +34,6 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template of '{folder}' refuses these messages: {error}; correct it") from None
+            raise DataError(f"the chat template of '{folder}' rejects these messages: {error}; fix the template") from None
 
     return render

@@ -1,4 +1,4 @@
-"""A dataset from the Hugging Face Hub, streamed: no copy on disk, and no dataset code is executed."""
+"""Datasets from the Hugging Face Hub, streamed without a copy on disk. Never executes dataset code."""
 
 import logging
 import re
@@ -53,7 +53,7 @@ class HubSource:
             except (GeneratorExit, DataError):
                 raise
             except Exception as error:
-                # The library and its transports raise dozens of exception types, and none of them is recoverable here.
+                # The library and its transports raise dozens of exception types; none of them is recoverable here.
                 line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
                 raise DataError(
                     f"--hf {self.dataset}: {type(error).__name__}: {line}; check the name, --hf-split and the network"
@@ -65,7 +65,7 @@ class HubSource:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Silences the hub client's five lines per retry; the error that ends the retries is still raised."""
+    """Silences the five log lines per retry of the hub client. The error after the last retry is still raised."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)

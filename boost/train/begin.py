@@ -1,4 +1,4 @@
-"""Where a run begins: at an intact checkpoint, at the weights of another run, or at initial weights."""
+"""Start of a run: from an intact checkpoint, from the weights of another run, or from initial weights."""
 
 import logging
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ log = logging.getLogger("boost")
 
 
 def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | None) -> None:
-    """As `Trainer.start`."""
+    """Implementation of `Trainer.start`."""
     trainer.warnings += ckpt.incomplete_warnings(trainer.run.checkpoints)
     damaged: list[str] = []
     for path in resume_from:
@@ -29,7 +29,7 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
             damaged.append(str(error))
             if len(damaged) == len(resume_from):
                 raise DamagedCheckpointError("; ".join(damaged)) from None
-            trainer.warnings.append(f"{error}; using the checkpoint before it")
+            trainer.warnings.append(f"{error}; trying the previous checkpoint")
         else:
             trainer.resumed_from = found.path
             trainer.warnings += resume_warnings(found, list(resume_from), trainer.config)
@@ -44,12 +44,12 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
 
 
 def inherited_data(resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
-    """What this run's checkpoints keep of the Hugging Face folder that its weights came from, such as a chat template: as in the
-    checkpoint that it resumes or starts from. Also for a process that joins later and loads none."""
+    """Data that this run's checkpoints inherit from the checkpoint it resumes or starts from: what the original Hugging Face folder
+    contained besides weights, such as a chat template. Replicas that rejoin later, without loading a checkpoint, need it too."""
     for path in (*resume_from, *([Path(start_from)] if start_from else [])):
         try:
             data = ckpt.open_checkpoint(path).data
-        except CheckpointError:  # `begin` says so, or uses the one before it
+        except CheckpointError:  # `begin` reports it, or falls back to the previous checkpoint
             continue
         return {ckpt.HUB: data[ckpt.HUB]} if ckpt.HUB in data else {}
     return {}
@@ -62,4 +62,4 @@ def _load_initial_weights(trainer: "Trainer", start_from: str | None) -> None:
     found = check_start(start_from, trainer.config, trainer.store)
     ckpt.load_weights(found, trainer.model, trainer.mesh)
     trainer.started_from = found.path
-    log.info("started from the weights of %s", found.path)
+    log.info("initialized from the weights of %s", found.path)

@@ -1,5 +1,4 @@
-"""Built-in hooks of every run: limit of bad steps, replica and token store checks, early stopping, periodic evaluation and
-checkpoints."""
+"""Built-in hooks: bad step limit, replica and token store checks, early stopping, periodic evaluation and checkpoints."""
 
 import logging
 import math
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("boost")
 
 MAX_BAD_STEPS = 3
-"""Consecutive steps with a non-finite loss or gradient norm after which the run fails; none of them changes a weight."""
+"""The run fails after this many consecutive steps with a non-finite loss or gradient norm. Such steps change no weights."""
 
 
 def builtin_hooks(config: Config) -> list[Hook]:
-    """The built-in hooks in their order."""
+    """The built-in hooks, in order."""
     train = config.train
     return [
         BadStepLimit(),
@@ -73,8 +72,8 @@ class BadStepLimit(Hook):
 
 
 class ReplicaCheck(Hook):
-    """Compares the weights of all replicas before the first step, every `every` steps (0: never) and in bad steps: a corrupted
-    weight is reported before the limit of bad steps blames the learning rate."""
+    """Compares the weights of all replicas before the first step, every `every` steps (0: never), and after bad steps, so that a
+    corrupted weight is reported before `BadStepLimit` suggests a lower learning rate."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -102,10 +101,10 @@ class StoreCheck(Hook):
 
 
 class EarlyStopping(Hook):
-    """Counts evaluations that do not lower the held-out loss by more than `threshold` nats per token. The trainer ends at the
-    patience (`Trainer.at_end`): after the step of that evaluation, on all processes, since all have the same numbers.
+    """Counts evaluations that do not lower the held-out loss by more than `threshold` nats per token. `Trainer.at_end` ends the run
+    once the count reaches the patience, after the step of that evaluation. All processes have the same count.
 
-    The count is part of the position, and so of every checkpoint: a rollback or a resumed run is back at that of its checkpoint.
+    The count is part of the position and is saved in checkpoints, so a rollback or a resumed run restores it.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -123,8 +122,8 @@ class EarlyStopping(Hook):
 
 
 class PeriodicEvaluation(Hook):
-    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer does the final evaluation, on all of
-    them; with `at_last_step` there is one on `max_tokens` too, to be compared with earlier ones."""
+    """Evaluates every `every` steps (0: never) on `max_tokens` held-out tokens. The trainer runs the final evaluation on all of
+    them. With `at_last_step`, the last step is also evaluated on `max_tokens`, for comparison with earlier evaluations."""
 
     def __init__(self, every: int, max_tokens: int | None, at_last_step: bool = False) -> None:
         self.every, self.max_tokens = every, max_tokens
@@ -137,14 +136,14 @@ class PeriodicEvaluation(Hook):
 
 
 class PeriodicCheckpoint(Hook):
-    """Saves periodically, on request, and at the end of the run; removes old checkpoints."""
+    """Saves checkpoints periodically, on request, and at the end of the run. Deletes old ones."""
 
     def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.train, self._clock = train, clock
         self._saved_at = clock()
         self._best: BestCheckpoint | None = None
         self._candidate: BestCheckpoint | None = None
-        """The evaluated step of the next save, if it is the best one so far."""
+        """The last evaluated step if it is the best so far and not yet saved."""
         self._saved_step: int | None = None
 
     def state(self) -> dict[str, Any]:
@@ -166,7 +165,7 @@ class PeriodicCheckpoint(Hook):
             trainer.prepare_saves()
 
     def before_step(self, trainer: "Trainer", event: StepStart) -> None:
-        # The clock of the main process decides for all: the request is sent with the step statistics.
+        # The clock of the main process decides; its request is reduced together with the step statistics.
         late = self._clock() - self._saved_at >= 60 * self.train.save_minutes
         if trainer.mesh.is_main and self.train.save_minutes and late:
             self._saved_at = self._clock()
@@ -187,18 +186,18 @@ class PeriodicCheckpoint(Hook):
             self._best = None
 
     def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
-        if trainer.abandoned_save:  # those that are left write it again
+        if trainer.abandoned_save:  # the remaining replicas repeat it
             trainer.request_save()
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if event.stopping or (trainer.at_end and not trainer.rolling_back):
-            # A failure here fails the run: no later save would preserve these weights.
+            # A failure here fails the run, because no later save would preserve these weights.
             trainer.save_last(urgent=event.stopping)
         elif not trainer.rolling_back and (event.save_requested or self._is_due(event.metrics.step)):
             try:
                 trainer.save(wait=not self.train.async_save)
             except (StorageError, NonFiniteError) as error:
-                trainer.warn(f"{error}; training continues, earlier checkpoints are intact")
+                trainer.warn(f"{error}; training continues and earlier checkpoints are intact")
 
     def _is_due(self, step: int) -> bool:
         improved = self.train.keep_best and self._candidate is not None and self._candidate.step == step
@@ -220,14 +219,14 @@ class PeriodicCheckpoint(Hook):
         ckpt.rotate(trainer.run.checkpoints, self.train.keep, self.train.keep_every, protected, trainer.mesh)
 
     def _record_best(self, trainer: "Trainer") -> None:
-        """The candidate, which is saved, becomes the best checkpoint."""
+        """Records the candidate, which is now saved, as the best checkpoint."""
         self._best, self._candidate = self._candidate, None
         if self.train.keep_best and self._best:
             write_best(trainer.run.checkpoints, self._best, trainer.mesh)
 
 
 def _comparable(event: EvaluationEnd, train: TrainConfig) -> bool:
-    """Whether an evaluation is over the same tokens as periodic ones: those of others are easier or harder for any weights."""
+    """Whether an evaluation uses the same tokens as periodic ones. Losses on different tokens are not comparable."""
     return event.complete == (not train.eval_tokens)
 
 

@@ -1,6 +1,6 @@
 """Console output of a run: a progress bar on a terminal, plain lines elsewhere.
 
-`ConsoleHook` prints it on the main process. `progress` is the progress bar for everything else that takes seconds.
+`ConsoleHook` prints training progress on the main process. `progress` is the progress bar for all other slow work.
 """
 
 import sys
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 MFU_MIN_WIDTH = 100
-"""Columns of a terminal from which the bar includes MFU."""
+"""Minimum terminal width, in columns, at which the bar includes MFU."""
 
 BAR_MIN_WIDTH = 76
-"""Columns of a terminal from which the bar is drawn, with memory and the elapsed time; below, numbers only."""
+"""Minimum terminal width, in columns, for the bar itself, memory and elapsed time; narrower terminals show numbers only."""
 
 PLAIN_INTERVAL_S = 10.0
-"""Seconds between the plain lines of `progress`; shorter work prints nothing."""
+"""Seconds between the plain lines of `progress`. Work that takes less time prints nothing."""
 
 
 class Console:
@@ -58,7 +58,7 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Lines for a file or a pipe: the first step, every `log_every`-th and the last."""
+    """Plain lines for a file or a pipe: the first step, every `log_every`-th step, and the last step."""
 
     def __init__(self, total_steps: int, start_step: int, log_every: int, out: TextIO | None = None) -> None:
         self._total, self._every, self._out = total_steps, log_every, out
@@ -108,7 +108,7 @@ class BarConsole(Console):
 
 
 class ConsoleHook(Hook):
-    """Prints what is trained and from where, then steps, evaluations and warnings."""
+    """Prints a summary of the run at the start, then steps, evaluations and warnings."""
 
     main_only = True
 
@@ -143,24 +143,24 @@ def _introduction(trainer: "Trainer") -> list[str]:
         f"{model.title} {format_count(parameter_count(model))} parameters, layout {trainer.model.layout.spec.name}, "
         f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}{f' x cp {parallel.cp}' * (parallel.cp > 1)} on "
         f"{trainer.mesh.device.type}, "
-        f"{trainer.batches.n_samples} sequences of {train.seq_len} tokens to train on"
+        f"{trainer.batches.n_samples} training sequences of {train.seq_len} tokens"
     ]
     lines += [f"warning: {warning}" for warning in trainer.warnings]
     if trainer.started_from:
-        lines.append(f"starts from the weights of {trainer.started_from}")
+        lines.append(f"initialized from the weights of {trainer.started_from}")
     if trainer.resumed_from:
         lines.append(f"resumed at step {trainer.position.step} of {train.steps} from {trainer.resumed_from}")
     return lines
 
 
 _live_bars: list[Progress] = []
-"""The live bar of this process, if any: a terminal has one live display, and other bars are added to it."""
+"""The live bar of this process, if any. A terminal has one live display; other bars are added to it."""
 
 
 def make_console(total_steps: int, start_step: int, log_every: int) -> Console:
-    """A console, as a context manager: a progress bar on a terminal, plain lines elsewhere.
+    """Returns the console for stdout: a progress bar on a terminal, plain lines elsewhere.
 
-    `start_step` is the number of steps that a resumed run has already done.
+    `start_step`: number of steps already done in a resumed run.
     """
     if RichConsole().is_terminal:
         return BarConsole(total_steps, start_step)
@@ -174,10 +174,10 @@ def progress(work: Iterable[Item], description: str, enabled: bool = ...) -> Ite
 
 
 def progress(work: int | Iterable[Any], description: str, enabled: bool = True) -> Iterator[Any]:
-    """Yields the items of `work` (an iterable, or the numbers below an int) under a progress bar labeled `description`.
+    """Yields the items of `work` (an iterable, or range(work) for an int) with a progress bar labeled `description`.
 
-    The bar goes to stderr, which leaves stdout to results; where the training bar is live, it joins that.
-    Without a terminal: a plain line every 10 s. With `enabled` False (every process but the main one): no output.
+    The bar goes to stderr, because stdout is for results. If the training bar is live, the bar is added to it.
+    Without a terminal, prints a plain line every 10 s. With `enabled` False (on all but the main process), prints nothing.
     """
     items: Iterable[Any] = range(work) if isinstance(work, int) else work
     total = len(items) if isinstance(items, Sized) else None
@@ -193,7 +193,7 @@ def progress(work: int | Iterable[Any], description: str, enabled: bool = True) 
 
 
 def _make_bar(rich_console: RichConsole | None = None, transient: bool = False) -> Progress:
-    """A bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
+    """Makes a bar whose tasks have a field `stats`, shown between the count and the elapsed time."""
     narrow = (rich_console or RichConsole()).width < BAR_MIN_WIDTH
     columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), MofNCompleteColumn()]
     columns.append(TextColumn("{task.fields[stats]}", markup=False))
@@ -236,7 +236,7 @@ def _remaining(done: int, total: int | None, elapsed: float) -> str:
 
 
 class EtaEstimator:
-    """Estimates the remaining time by wall clock: including evaluations and checkpoints, excluding the first step."""
+    """Estimates the remaining wall-clock time. Includes evaluations and checkpoints, but not the slow first step."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total_steps, clock
@@ -263,7 +263,7 @@ def step_line(metrics: StepMetrics, total_steps: int, eta: float) -> str:
 
 
 def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
-    """The same for the bar, shorter; memory and MFU only where the terminal is wide enough."""
+    """A shorter version of `step_line` for the bar. Includes memory and MFU only if the terminal is wide enough."""
     words = [f"loss {metrics.loss:.4f}", format_rate(metrics.tokens_per_second, 2)]
     words += [f"mfu {format_percent(metrics.mfu)}"] * (width >= MFU_MIN_WIDTH)
     words += [format_bytes(metrics.memory_bytes, 2)] * (width >= BAR_MIN_WIDTH)

@@ -1,7 +1,7 @@
-"""Why a process failed: an exception as one line for the user, and the root cause among the failures of several processes.
+"""Failure analysis: turns an exception into one line for the user, and finds the root cause among failures of several processes.
 
-Classified by exception type first, then by the exact messages of gloo, NCCL, c10d and the allocators. Anything else
-is a bug and keeps its traceback: "CUDA error: the launch timed out" is not a lost connection.
+Failures are classified by exception type, then by the exact messages of gloo, NCCL, c10d and the allocators. Anything else is a
+bug and keeps its traceback. For example, "CUDA error: the launch timed out" is not a lost connection.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ _LOST_GLOO = re.compile(
     r"Timed out waiting \d+ms for (send|recv) operation to complete|Application timeout caused pair closure|"
     r"Rank \d+ (successfully reached|failed to pass) monitoredBarrier|Connect timeout|Gloo connectFullMesh failed"
 )
-"""A RuntimeError of gloo: the peer is gone or does not respond."""
+"""Messages of gloo's RuntimeError when the peer is gone or not responding."""
 
 _LOST_NCCL = re.compile(
     r"remote process exited or there was a network error|NCCL communicator was aborted|"
     r"Watchdog caught collective operation timeout|ncclRemoteError|"
     r"(?:Connect to|Connection to|recv from|send to) \S+ failed|Connection closed by remote peer"
 )
-"""A DistBackendError of NCCL with the same meaning. "invalid usage" and "internal error" are errors of this process."""
+"""Messages of NCCL's DistBackendError in the same case. "invalid usage" and "internal error" are errors of this process."""
 
 _CPU_MEMORY = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (\d+) bytes"
@@ -43,7 +43,7 @@ _CUDA_DEVICE = re.compile(r"GPU \d+ has a total capacity of ([\d.]+ [KMGT]iB)")
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether `error` means that another process is gone or does not respond: a symptom, not the root cause."""
+    """Whether `error` means that another process is gone or not responding. This is a symptom, not the root cause."""
     if isinstance(error, DistNetworkError | DistStoreError):
         return "EADDRINUSE" not in str(error)
     if isinstance(error, DistBackendError):
@@ -52,7 +52,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Whether a process that lost its connection has waited for the whole timeout."""
+    """Whether a lost connection was detected by a timeout."""
     return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
 
 
@@ -68,15 +68,15 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def memory_advice(micro_batch: int, recompute: str) -> str:
-    """What to change after an out-of-memory error, with the values of the run."""
+    """Advice after an out-of-memory error, with the current values of the run."""
     return (
-        f"lower train.micro_batch (now {micro_batch}), recompute more with train.recompute (now {recompute!r}), or let "
-        "'boost plan' find a mesh that fits"
+        f"lower train.micro_batch (now {micro_batch}), recompute more with train.recompute (now {recompute!r}), or use "
+        "'boost plan' to find a mesh that fits"
     )
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of a message: gloo's start with a source file and end with advice."""
+    """The first sentence of an error message. gloo's messages start with a source location and end with advice."""
     text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split("\n")[0]
     return re.split(r"\.\s", text)[0] or type(error).__name__
 
@@ -87,19 +87,19 @@ class FailureReport:
 
     rank: int
     kind: str
-    """boost: an error that the user can fix; hung: a process that does not respond, reported by another; lost: a broken
-    connection to another process; defect: a bug, anything else."""
+    """boost: an error that the user can fix; hung: a process that is not responding, reported by another one; lost: a broken
+    connection to another process; defect: anything else, that is, a bug."""
     message: str
-    """One line, except the traceback of a defect."""
+    """One line; for a defect, the traceback."""
     error: str
-    """Name of the exception class in boost.errors to raise."""
+    """Name of the exception class to raise, from boost.errors."""
     exit_code: int
     trace: str
     time: float
     """Seconds since the epoch."""
 
     def write(self, folder: Path) -> None:
-        """Writes the report where the launcher looks for it."""
+        """Writes the report to `folder`, where the launcher reads it."""
         partial = folder / f"partial{self.rank}"
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -107,7 +107,7 @@ class FailureReport:
 
 
 def failure_report(error: BaseException, rank: int) -> FailureReport:
-    """The report of `error`, raised in process `rank`."""
+    """Builds the report of `error`, raised in process `rank`."""
     trace = "".join(traceback.format_exception(error))
     kind, name, code = "boost", type(error).__name__, BoostError.exit_code
     if isinstance(error, HangError):
@@ -127,16 +127,16 @@ def failure_report(error: BaseException, rank: int) -> FailureReport:
 
 
 def read_reports(folder: Path) -> list[FailureReport]:
-    """The reports that processes have written, earliest first."""
+    """Reads the reports of all processes, earliest first."""
     reports = [FailureReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("report*.json")]
     return sorted(reports, key=lambda report: report.time)
 
 
 def root_cause(failed: Mapping[int, int], reports: list[FailureReport]) -> FailureReport | int:
-    """The report that explains the others, or the rank of the process that died without one.
+    """The report of the root cause, or the rank of a process that died without a report.
 
     `failed`: exit codes by rank of the processes that failed on their own. Precedence: a user error; a process that died
-    without a report (others then only report broken collectives); a bug; a hung process; a lost connection.
+    without a report (the others then report only broken collectives); a bug; a hung process; a lost connection.
     """
     silent = sorted(failed.keys() - {report.rank for report in reports})
     by_kind = {kind: [r for r in reports if r.kind == kind] for kind in ("boost", "defect", "hung", "lost")}

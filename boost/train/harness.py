@@ -1,6 +1,6 @@
-"""A checkpoint as a model of lm-evaluation-harness (arXiv 2405.14782), which brings tasks, prompts and metrics.
+"""Adapter of a checkpoint to lm-evaluation-harness (arXiv 2405.14782), which provides tasks, prompts and metrics.
 
-Every process of a TP group runs the whole harness on the same requests in the same order, so that it knows of one process.
+Every TP rank runs the whole harness on the same requests in the same order, so the harness sees a single process.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from boost.train.console import progress
 from boost.train.generate import Sampling, generate
 
 MAX_NEW_TOKENS = 256
-"""Limit of an answer where the task has none: the harness's own default."""
+"""Maximum tokens of an answer if the task sets no limit; the harness's own default."""
 
 Request = tuple[Any, list[int], list[int]]
-"""What the harness calls it, then the tokens of the context and of the continuation."""
+"""(key of the harness, context tokens, continuation tokens)."""
 
 
 class HarnessModel(TemplateLM):
-    """`boost`'s decoder, scored and sampled by the harness."""
+    """A boost decoder as a model of the harness, for scoring and generation."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class HarnessModel(TemplateLM):
         batch: int,
         shows: bool,
     ) -> None:
-        """`max_length`: tokens that the model sees at once; longer contexts lose their beginning. `batch`: requests at once.
-        `shows`: whether this process shows progress. One of `bos` and `eos` starts a text without a context."""
+        """`max_length`: context length in tokens; longer contexts are truncated on the left. `batch`: requests per forward pass.
+        `shows`: whether this process shows progress. `bos`, or else `eos`, starts a text without context."""
         super().__init__()
         self._decoder, self._tokenizer, self._bos, self._eos = decoder, tokenizer, bos, eos
         self._max_length, self._batch, self._shows = max_length, batch, shows
@@ -56,12 +56,12 @@ class HarnessModel(TemplateLM):
         return "boost"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Tokens, after the bos of imported weights that have one."""
+        """Tokens of `string`, with a leading bos if the imported weights have one."""
         start = [] if self._bos is None or add_special_tokens is False else [self._bos]
         return start + list(self._tokenizer.encode(string, add_special_tokens=False).ids)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts: every token once, in windows of `max_length`."""
+        """Log-likelihood of whole texts, in windows of `max_length`. Each token is scored once."""
         scores = []
         for request in requests:
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers, one after the other, each up to the first of its stop strings."""
+        """Generates answers one after another, each up to its first stop string."""
         return [self._answer(*each.args) for each in progress(requests, "answer", enabled=self._shows)]
 
     def _answer(self, context: str, options: dict[str, Any]) -> str:
@@ -95,7 +95,7 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[Request], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
         """(log-likelihood of the continuation, whether it is what greedy decoding gives) of each request."""
-        # The longest first: what does not fit into memory fails at once.
+        # Longest first, so that an out-of-memory error occurs at the start.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
         results: dict[int, tuple[float, bool]] = {}
@@ -104,7 +104,7 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The same of one batch. Sequences are padded on the right, where causal attention does not look."""
+        """The same for one batch. Sequences are padded on the right, which causal attention ignores."""
         rows = [(context + continuation)[-(self._max_length + 1) :] for context, continuation in pairs]
         targets = [
             row[-min(len(continuation), len(row) - 1) :] for row, (_, continuation) in zip(rows, pairs, strict=True)

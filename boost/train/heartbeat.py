@@ -314,7 +314,7 @@ class Heartbeat:
         return None if beats is None else (time.monotonic(), {beat.rank: beat.count for beat in beats})
 
     def _read(self) -> list[Beat] | None:
-        """All heartbeats. None if the store fails or does not respond: c10d's client would wait forever for a stopped host."""
+        """All heartbeats. None if the store fails or is not responding: c10d's client would wait forever for a stopped host."""
         board = self._board
         found: list[list[Beat]] = []
         if board is None:
@@ -333,11 +333,11 @@ class Heartbeat:
         return found[0]
 
     def _blame_store_host(self, waiting: Beat, waited: bool) -> str | None:
-        """The diagnosis when the store does not respond: names rank 0, which hosts the store unless torchrun does."""
+        """The diagnosis when the store is not responding: names rank 0, which hosts the store unless torchrun does."""
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or launch_dir():
             log.warning("heartbeats cannot be read")
             return None
-        host = f"{process_name(0, self.size)}, which hosts the store of the run, does not respond"
+        host = f"{process_name(0, self.size)}, which hosts the store of the run, is not responding"
         return f"{host}; {_waits(waiting, self.size, self.timeout_s if waited else None)}"
 
     def _beat(self, left: bool = False) -> Beat:
@@ -468,7 +468,7 @@ def hang_message(
     others = [beat for beat in beats if beat.rank != waiting.rank and not beat.left]
     silent = [beat for beat in others if beat.count == before.get(beat.rank)]
     behind = [beat for beat in others if _is_behind(beat, waiting)]
-    for blamed, what in ((silent, "does not respond"), (behind, "is behind the others")):
+    for blamed, what in ((silent, "is not responding"), (behind, "is behind the others")):
         if blamed:
             names = "; ".join(f"{process_name(beat.rank, size)} {what}{_last_seen(beat)}" for beat in blamed)
             return f"{names}; {_waits(waiting, size, timeout_s)}"

@@ -18,16 +18,17 @@ for each prompt (train.sample_tokens). Both may be called from anywhere.
 A rollback (train.on_spike) follows `after_step`, with `on_rollback`.
 
 **On GPUs** `fit` launches the passes of step n + 1 before it reads the numbers of step n, so that the GPU never waits for the host.
-`before_step` and `after_backward` of step n + 1 come before `on_bad_step`, `after_step` and whatever follows from step n.
-The update of step n + 1 comes after all of these. Evaluations, saves and rollbacks of step n therefore see what they see on
-CPUs: its weights, optimizer state and position; only gradients are already those of step n + 1. Exceptions:
+`before_step` and `after_backward` of step n + 1 come before `on_bad_step`, `after_step` and all later events of step n.
+The update of step n + 1 comes after all of these. Evaluations, saves and rollbacks of step n therefore see the same weights,
+optimizer state and position as on CPUs; only the gradients are already those of step n + 1. Exceptions:
 
-- If the run stops or rolls back in `after_step`, the passes of step n + 1 are dropped, and its events were for nothing.
-- If a hook changes weights there, which it must do in place and on all processes, the passes are repeated with both events.
-- A hook that changes weights in `before_step` of step n + 1 changes what is then evaluated and saved as step n.
+- If the run stops or rolls back in `after_step`, the passes of step n + 1 are discarded, although hooks have seen its events.
+- If a hook changes weights in `after_step`, the passes of step n + 1 are repeated, with both events. The hook must change weights
+  in place and on all processes.
+- If a hook changes weights in `before_step` of step n + 1, evaluations and checkpoints of step n include the change.
 - If the passes of step n + 1 fail, hooks do not see the end of step n.
 
-Optimizers that need the numbers for their step (`Optimizer.takes_tensors`) keep the order of CPUs.
+Optimizers that need these numbers on the host (`Optimizer.takes_tensors` is False) use the CPU order on GPUs as well.
 
 **Order of hooks.** For each event: the given hooks in their order, then the built-in `BadStepLimit`, `ReplicaCheck`,
 `StoreCheck`, `HealthMonitor`, `EarlyStopping`, `PeriodicEvaluation`, `PeriodicCheckpoint`, `TextSamples`, `ProfileHook`. A given
@@ -38,10 +39,10 @@ call the collective methods `trainer.save` and `trainer.evaluate`, as long as al
 several processes, a main-only hook that calls them raises RuntimeError.
 
 **Requests.** `trainer.request_stop(reason)` and `trainer.request_save()` may be called by any hook on any subset of processes. They
-travel with the step statistics: from `before_step` and `after_backward` they take effect after the same step, from any other
-event after the next one. That holds on GPUs too: the statistics of step n + 1 are sent after `after_step` of step n. `before_save`
-may refuse a checkpoint by returning a reason; one process is enough, and the checkpoint is then skipped on all of them, even the
-last one of the run.
+are reduced together with the step statistics. A request from `before_step` or `after_backward` takes effect after the same step,
+a request from any other event after the next one. This holds on GPUs too: the statistics of step n + 1 are reduced after
+`after_step` of step n. `before_save` may refuse a checkpoint by returning a reason. If it does so on any process, all processes
+skip the checkpoint, even the last one of the run.
 
 **Errors.** A hook that raises ends the run: hooks after it do not see the event, `on_train_end` is not called, `teardown` is.
 The launcher then ends the other processes, as for any error in one process. An error in `before_save` is raised on all processes
@@ -127,47 +128,47 @@ class SaveEnd:
 
 @dataclass(frozen=True)
 class Rollback:
-    """The run is back at an earlier checkpoint."""
+    """The run was rolled back to an earlier checkpoint."""
 
     step: int
     """Steps done, as of the checkpoint."""
     from_step: int
-    """Steps done before."""
+    """Steps done before the rollback."""
     reason: str
 
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """A replica was lost or taken in (run.recovery)."""
+    """A replica was lost or rejoined (run.recovery)."""
 
     step: int
-    """The step that goes on, or the next one."""
+    """The step in progress, or the next one."""
     replicas: int
-    """That train from now on."""
+    """Number of replicas from now on."""
     of: int
-    """parallel.dp: replicas of a full run."""
+    """parallel.dp: number of replicas of a full run."""
     lost: tuple[tuple[int, str], ...]
-    """(number, why) of each that is gone."""
+    """(index, reason) of each lost replica."""
     joined: tuple[int, ...]
-    """Numbers of those that came back."""
+    """Indices of the replicas that rejoined."""
     seconds: float
-    """From when this process noticed until all were connected."""
+    """Time from detection on this process until all processes were connected."""
 
     def line(self) -> str:
-        """For people: what happened, and what goes on."""
+        """The change as one line for the console."""
         gone = [f"lost replica {replica} ({why})" for replica, why in self.lost]
-        back = [f"replica {replica} is back" for replica in self.joined]
-        what = "; ".join(gone + back) or "replicas met again"
-        return f"{what}: step {self.step} goes on with {self.replicas} of {self.of}, after {self.seconds:.2f} s"
+        back = [f"replica {replica} rejoined" for replica in self.joined]
+        what = "; ".join(gone + back) or "replicas reconnected"
+        return f"{what}: step {self.step} continues with {self.replicas} of {self.of} replicas after {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True)
 class EvaluationEnd:
-    """An evaluation is done; its result is the same on all processes."""
+    """An evaluation is done. The result is the same on all processes."""
 
     metrics: "EvalMetrics"
     complete: bool
-    """Whether it covers the whole held-out split, not a sample of it."""
+    """Whether it covers the whole held-out split rather than a part of it."""
 
 
 @dataclass(frozen=True)
@@ -175,27 +176,27 @@ class SampleEnd:
     """Text was generated (train.sample_tokens)."""
 
     step: int
-    """Steps done before it."""
+    """Steps done so far."""
     prompt: str
     text: str
-    """What the model continues the prompt with."""
+    """Continuation of the prompt by the model."""
 
 
 @dataclass(frozen=True)
 class TrainEnd:
-    """Training reached its end and the final evaluation, or was stopped and saved."""
+    """Training is over: finished with the final evaluation, or stopped and saved."""
 
     result: "TrainResult"
 
 
 class Hook:
-    """Base class of all hooks. Every method does nothing; the module docstring has the rules."""
+    """Base class of all hooks. Every method does nothing by default. See the module docstring for the order of events."""
 
     main_only: ClassVar[bool] = False
     """Whether the hook runs on the main process only."""
 
     def setup(self, trainer: "Trainer") -> None:
-        """Acquires files and connections, before any hook sees `on_train_start`."""
+        """Acquires resources such as files and connections. Called before any hook gets `on_train_start`."""
 
     def on_train_start(self, trainer: "Trainer", event: TrainStart) -> None:
         """Called once before the first step."""
@@ -204,16 +205,16 @@ class Hook:
         """Called before each step."""
 
     def after_backward(self, trainer: "Trainer") -> None:
-        """Called inside each step, when gradients are reduced and before they are measured, clipped and applied."""
+        """Called in each step after gradients are reduced, before their norm is computed and they are clipped and applied."""
 
     def on_bad_step(self, trainer: "Trainer", event: BadStep) -> None:
         """Called before `after_step` of a step with a non-finite loss or gradient norm, on all processes.
 
-        The position is that after the step.
+        `trainer.position` is already the position after the step.
         """
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
-        """Called after each step, bad ones included."""
+        """Called after each step, including bad steps."""
 
     def before_save(self, trainer: "Trainer", event: SaveStart) -> str | None:
         """Called before a checkpoint is written. Return a reason to refuse it, None to allow it."""
@@ -223,51 +224,51 @@ class Hook:
         """Called after a checkpoint is complete."""
 
     def on_membership(self, trainer: "Trainer", event: MembershipChange) -> None:
-        """Called when a replica was lost or taken in, in whatever the process was doing; not on one that comes back."""
+        """Called when a replica is lost or rejoins, at any point of the run. Not called on the replica that rejoins."""
 
     def state(self) -> dict[str, Any]:
-        """What the hook knows of the steps so far, as JSON, for a replica that comes back; nothing by default."""
+        """State of the hook as JSON-serializable values, sent to a replica that rejoins. Empty by default."""
         return {}
 
     def take_state(self, state: dict[str, Any]) -> None:
-        """Takes over what the same hook of another replica has returned from `state`."""
+        """Loads the `state` of the same hook on another replica."""
 
     def on_rollback(self, trainer: "Trainer", event: Rollback) -> None:
-        """Called after the weights, optimizer state and position of an earlier checkpoint were loaded."""
+        """Called after a rollback has loaded the weights, optimizer state and position of an earlier checkpoint."""
 
     def on_evaluation(self, trainer: "Trainer", event: EvaluationEnd) -> None:
         """Called after each evaluation."""
 
     def on_sample(self, trainer: "Trainer", event: SampleEnd) -> None:
-        """Called for each prompt of which an evaluation has generated a continuation."""
+        """Called for each text sample, after an evaluation (train.sample_tokens)."""
 
     def on_warning(self, trainer: "Trainer", text: str) -> None:
         """Called for each `trainer.warn(text)` of this process."""
 
     def on_train_end(self, trainer: "Trainer", event: TrainEnd) -> None:
-        """Called once after the run, unless it ended with an error."""
+        """Called once at the end of the run, unless it failed."""
 
     def teardown(self, trainer: "Trainer") -> None:
-        """Releases what `setup` acquired, whether or not it was reached. Called however the run ends."""
+        """Releases resources. Called however the run ends, even if `setup` was not called."""
 
 
 class HookRunner:
-    """Calls the hooks of one process in order, and knows whether a main-only hook is running."""
+    """Calls the hooks of one process in order and tracks whether a main-only hook is running."""
 
     def __init__(self, hooks: list[Hook]) -> None:
         self._hooks = hooks
         self._main_only_hook: Hook | None = None
 
     def call(self, method: Callable[..., Any], trainer: "Trainer", *arguments: Any) -> list[Any]:
-        """Calls this method of `Hook` on every hook. Returns their results."""
+        """Calls `method` (an attribute of `Hook`) on every hook. Returns their results."""
         results = []
-        for hook in list(self._hooks):  # some may be added meanwhile (`promote`)
+        for hook in list(self._hooks):  # a copy: `promote` may add hooks during the loop
             with self._running(hook):
                 results.append(getattr(hook, method.__name__)(trainer, *arguments))
         return results
 
     def promote(self, trainer: "Trainer", hooks: Sequence[Hook], start: TrainStart) -> None:
-        """Begins with the hooks of the main process, which this one has become."""
+        """Sets up and adds the main-only hooks, after this process has become the main process."""
         for hook in hooks:
             with self._running(hook):
                 hook.setup(trainer)
@@ -275,7 +276,7 @@ class HookRunner:
         self._hooks[:0] = hooks
 
     def teardown(self, trainer: "Trainer") -> None:
-        """Tears down every hook, even if one fails. Errors are only logged: the outcome of the run is already decided."""
+        """Tears down every hook, even if one fails. Errors are only logged, because the outcome of the run is already decided."""
         for hook in self._hooks:
             try:
                 with self._running(hook):

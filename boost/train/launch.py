@@ -284,7 +284,7 @@ def _raise_root_cause(
     error: BoostError = getattr(errors, report.error)(report.message)
     if report.kind == "lost":
         error = TrainingError(
-            f"{_process_name(spec, report.rank)} lost its connection to another: {report.message}; {_resume_hint(spec)}"
+            f"{_process_name(spec, report.rank)} lost its connection to another process: {report.message}; {_resume_hint(spec)}"
         )
     elif report.kind == "hung":
         error = errors.HangError(f"{report.message}; {_resume_hint(spec)}")
@@ -301,7 +301,7 @@ def _killed_error(spec: LaunchSpec, rank: int, exit_code: int, received: Sequenc
         error = TrainingError(f"stopped by {name} during startup or shutdown; existing checkpoints are intact")
         error.exit_code = STOPPED_EXIT + number
         return error
-    how = f"was ended by {_signal_name(number)}" if number > 0 else f"ended with exit code {exit_code}"
+    how = f"was killed by {_signal_name(number)}" if number > 0 else f"ended with exit code {exit_code}"
     hint = " (out of memory?)" if number == signal.SIGKILL else ""
     others = "; the others were stopped" if spec.nproc > 1 else ""
     return TrainingError(f"{_process_name(spec, rank)} {how}{hint}{others}; {_resume_hint(spec)}")

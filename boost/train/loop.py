@@ -1,7 +1,7 @@
-"""Training: the position, and the loop that calls hooks around each step, on one process or a mesh.
+"""The training loop, on one process or a mesh. It calls hooks around each step.
 
-A step is a pure function of (weights, optimizer state, step number): the data, the learning rate and everything else follow
-from the step, so a resumed run is bitwise identical to an uninterrupted one.
+A step is a pure function of (weights, optimizer state, step number): data, learning rate and everything else depend only on the
+step number. A resumed run is therefore bitwise identical to an uninterrupted one.
 """
 
 import logging
@@ -60,15 +60,15 @@ from boost.train.step import Passes, StepClock, Update
 log = logging.getLogger("boost")
 
 SLOW_SAVE_S = 1.0
-"""Wait for the previous background save above which a warning is logged."""
+"""Log a warning if a save waits longer than this for the previous background save."""
 LAST_SAVE_S = 60.0
-"""How long a run that fails waits for a background save to finish."""
+"""Maximum wait of a failing run for a background save to finish."""
 
 
 class Trainer:
-    """A run on this process: weights, optimizer, data, position, and the hooks around each step.
+    """A training run on this process: weights, optimizer, data, position, and hooks.
 
-    `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly, by all processes of the mesh.
+    `fit` trains to the end. `step`, `evaluate` and `save` can also be called directly; call them on all processes of the mesh.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class Trainer:
     ) -> None:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
-        `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the one before; None: on GPUs. Never for
-        optimizers that read numbers in their step (`Optimizer.takes_tensors`). `recovery`: of a run with in-step recovery.
+        `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the previous step. None: on GPUs only.
+        Ignored for optimizers that need these numbers on the host (`Optimizer.takes_tensors` is False).
+        `recovery`: required for a run with in-step recovery, else None.
         """
         self.config, self.mesh, self.run, self.recovery = config, mesh, run, recovery
         train = config.train
@@ -110,22 +111,22 @@ class Trainer:
         self.hooks = [hook for hook in every if mesh.is_main or not hook.main_only]
         self._for_main = [hook for hook in every if hook not in self.hooks]
         self.recent: list[StepMetrics | EvalMetrics] = []
-        """Of the latest step: a process that becomes the main one writes them if the one before did not."""
+        """Metrics of the latest step. A new main process writes them if the previous one did not."""
         self.abandoned_save: int | None = None
-        """The step of a save that the latest change of the membership interrupted."""
+        """Step of the save that the latest membership change interrupted."""
         self._runner, self._is_fitting, self._early = HookRunner(self.hooks), False, list[MembershipChange]()
         self._signals = StopRequest()
         self._stop_reason: str | None = None
         self._save_requested = False
         self._saved: Path | None = None
         self._signals_to_reduce = False
-        """Whether a stop signal may have arrived outside of a step: in start-up, an evaluation or a save."""
+        """Whether a stop signal may have arrived outside of a step: during startup, an evaluation or a save."""
         self._checked: Position | None = None
         """Position of the last successful replica check."""
         self.trouble: RunTrouble | None = None
         """What is currently wrong with the run (`boost.train.health`)."""
         self.proven_step = -1
-        """The last step whose weights were proven healthy by the loss of the next step, without trouble since."""
+        """The last step whose weights the loss of the next step has proven healthy, with no trouble since."""
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
@@ -133,15 +134,15 @@ class Trainer:
         self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
-        """Loads the first intact checkpoint of `resume_from`; without one, starts at step 0 from the weights of `start_from`
-        or from initial weights.
+        """Loads the first intact checkpoint of `resume_from`. If the list is empty, starts at step 0 from the weights of
+        `start_from`, or from initial weights.
 
-        Raises CheckpointError if the checkpoint has another model or other data, or if all are damaged.
+        Raises CheckpointError if the checkpoint does not match the model or the data, or if all checkpoints are damaged.
         """
         begin(self, resume_from, start_from)
 
     def add_data(self, data: dict[str, Any]) -> None:
-        """Adds to what the checkpoints of this run record of their data."""
+        """Adds entries to the `data` that this run's checkpoints record."""
         self._saver.add_data(data)
 
     def load(self, found: Checkpoint) -> None:
@@ -163,9 +164,9 @@ class Trainer:
         return self.position.step >= train.steps or early_stop(self.position, train) is not None
 
     def fit(self) -> TrainResult:
-        """Trains from the current position to the end and evaluates, or stops before on a signal or a hook's request.
+        """Trains from the current position to the end and evaluates. Stops early on a signal or at the request of a hook.
 
-        Hooks save: after the last step, when the run stops, and periodically.
+        Hooks save checkpoints: periodically, when the run stops, and after the last step.
         """
         dtype = getattr(torch, self.config.train.compute_dtype)
         peak = peak_flops(self.mesh.device, dtype, self.config.run.peak_tflops)
@@ -177,7 +178,7 @@ class Trainer:
                 self.notify(Hook.on_membership, event)
             with StopRequest() as self._signals:
                 stopped = self._train(peak)
-                # Signals are still caught here: one that arrives now must not discard the results of a run that is saved.
+                # Signals are still caught here, so that a late one does not discard the results of a saved run.
                 self.finish_save()
                 evaluation = None if stopped else self.evaluate()
                 if not stopped and evaluation is None:
@@ -192,13 +193,13 @@ class Trainer:
             self._runner.teardown(self)
 
     def _train(self, peak: float) -> StepFlags:
-        """Steps until the end, or until any process asks to stop. Returns the flags that stopped the run, if any."""
+        """Runs steps until the end, or until any process requests a stop. Returns the flags that stopped the run, if any."""
         train, stepper, clock = self.config.train, self._stepper, StepClock(self._stepper.timed_on)
         self._signals_to_reduce = True
         passes: Passes | None = None
         while not self.at_end:
             if self._signals_to_reduce and self._signal_anywhere():
-                self.finish_save()  # the save in flight may be of this position
+                self.finish_save()  # the save in flight may be for this position
                 if not self._is_saved():
                     self.save_last(urgent=True)
                 return StepFlags.SIGNAL
@@ -225,7 +226,7 @@ class Trainer:
                 self.rollbacks.roll_back(self, reason)
             if StepFlags.JOIN in stats.flags and not self.at_end and self.recovery is not None:
                 self.recovery.admit()
-                self._signals_to_reduce = True  # as on those that came in
+                self._signals_to_reduce = True  # as on the replicas that rejoined
         return StepFlags.NONE
 
     def _begin_step(self, clock: StepClock) -> Passes:
@@ -239,9 +240,9 @@ class Trainer:
         return self._passes(lr)
 
     def step(self, lr: float) -> StepStats:
-        """One optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite.
+        """Runs one optimizer step on one global batch. Updates nothing if the loss or the gradient norm is not finite.
 
-        Raises TrainingError after too many consecutive such steps (`BadStepLimit`).
+        Raises TrainingError after too many consecutive bad steps (`BadStepLimit`).
         """
         return self._read(self._update(self._passes(lr)))
 
@@ -251,14 +252,14 @@ class Trainer:
         return passes
 
     def _update(self, passes: Passes) -> Update:
-        """Launches the update of a step; the position is then behind it."""
+        """Launches the update of a step and advances the position."""
         update = self._stepper.update(passes, self._take_flags())
         step, tokens = self.position.step + 1, self.position.tokens + self._stepper.tokens
         self.position = replace(self.position, step=step, tokens=tokens)
         return update
 
     def _read(self, update: Update) -> StepStats:
-        """The numbers of the step that leads to the current position."""
+        """Reads the statistics of the step that led to the current position."""
         stats = self._stepper.read(update)
         if stats.is_finite:
             self.bad_steps = 0
@@ -269,8 +270,8 @@ class Trainer:
         return stats
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Held-out loss at the current position, on the whole split or on about `max_tokens` of it; None if a stop signal to
-        any process interrupted it. Collective.
+        """Evaluates the held-out loss at the current position, on the whole split or on about `max_tokens` of it. Returns None if a
+        stop signal to any process interrupted it. Collective.
         """
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
@@ -291,19 +292,19 @@ class Trainer:
         return result
 
     def prepare_saves(self) -> None:
-        """Allocates the host memory of background saves, so that the first one does not have to. Collective."""
-        if self.recovery is None:  # whose first save does it: replicas that come back start at other times
+        """Allocates host memory for background saves in advance. Collective."""
+        if self.recovery is None:  # with recovery, the first save allocates: replicas that rejoin start at different times
             self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:
-        """Saves a checkpoint of the current position; None if a hook refused it. Collective.
+        """Saves a checkpoint of the current position. Returns its path, or None if a hook refused it. Collective.
 
-        With `wait` the checkpoint is complete when this returns. Otherwise it is a background save: this returns None after the
-        copy to host memory, hooks get `after_save` once the checkpoint is complete, and a failure is a warning. Only one save
-        is in flight; the next one waits for it.
+        With `wait`, the checkpoint is complete on return. Without it, the save runs in the background: this returns None after the
+        copy to host memory, hooks get `after_save` once the checkpoint is complete, and a failure only logs a warning. Only one
+        save is in flight at a time; the next one waits for it.
 
-        Raises StorageError on every process if any of them could not write, NonFiniteError if weights or optimizer state
-        have a non-finite value, TrainingError if replicas differ, because a checkpoint stores the weights of one of them.
+        Raises StorageError on every process if any cannot write, NonFiniteError if weights or optimizer state are not finite, and
+        TrainingError if replicas differ (a checkpoint stores the weights of one replica).
         """
         if not self._may_save():
             return None
@@ -314,9 +315,9 @@ class Trainer:
         return self._announce(self._save_into(self.run.checkpoints))
 
     def save_last(self, urgent: bool) -> Path | None:
-        """Saves the last checkpoint of a run: `save` with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
+        """Saves the last checkpoint of a run: like `save`, with retries (run.save_retry_minutes) and run.fallback_dir. Collective.
 
-        `urgent`: a signal stops the run, so run.fallback_dir is tried before the retries.
+        `urgent`: a signal stopped the run, so try run.fallback_dir before the retries.
         """
         if not self._may_save(last=True):
             return None
@@ -336,7 +337,7 @@ class Trainer:
             return saved
 
     def finish_save(self) -> None:
-        """Waits for the save in flight, if any; its failure is a warning. Collective."""
+        """Waits for the save in flight, if any. A failed save only logs a warning. Collective."""
         if self._saver.in_flight is None:
             return
         try:
@@ -345,14 +346,14 @@ class Trainer:
             if saved is not None:
                 self._announce(saved)
         except (StorageError, NonFiniteError) as error:
-            self.warn(f"{error}; training continues, earlier checkpoints are intact")
+            self.warn(f"{error}; training continues and earlier checkpoints are intact")
 
     def _saved_position(self) -> Position:
         ruined = self.trouble is not None and self.trouble.ruined
         return replace(self.position, trouble=self.trouble.text if self.trouble and ruined else "")
 
     def _may_save(self, last: bool = False) -> bool:
-        """Waits for the save in flight; returns whether a new one may begin, that is, no hook refuses it."""
+        """Waits for the save in flight. Returns whether a new save may start, that is, no hook refuses it."""
         self._runner.require_all_processes("save", self.mesh.size)
         self._signals_to_reduce = True
         in_flight, begin = self._saver.in_flight, time.perf_counter()
@@ -370,7 +371,7 @@ class Trainer:
         return True
 
     def _announce(self, saved: SavedCheckpoint) -> Path:
-        """Notifies hooks of a complete checkpoint, and logs it."""
+        """Logs a complete checkpoint and notifies hooks."""
         for warning in saved.warnings:
             self.warn(warning)
         event = SaveEnd(saved.step, saved.path)
@@ -380,10 +381,10 @@ class Trainer:
         return saved.path
 
     def check_replicas(self, again: bool = False) -> None:
-        """Compares the weights of all replicas, once per position unless `again`, and never if train.check_replicas_every is 0.
-        Collective.
+        """Compares the weights of all replicas. Does nothing if this position was already checked (unless `again`) or if
+        train.check_replicas_every is 0. Collective.
 
-        Raises TrainingError on every process, naming the processes that differ or have a non-finite weight.
+        Raises TrainingError on every process; the error names the processes that differ or have a non-finite weight.
         """
         self._runner.require_all_processes("check_replicas", self.mesh.size)
         if not self.config.train.check_replicas_every or (self._checked == self.position and not again):
@@ -396,9 +397,9 @@ class Trainer:
         self._checked = self.position
 
     def _refusal(self, event: SaveStart) -> str | None:
-        """The first reason of a hook on any process to refuse a checkpoint, the same on all processes.
+        """The first reason that a hook on any process gives for refusing a checkpoint; the same on all processes.
 
-        A separate exchange, not part of the step statistics: saves are rare, and a hook may inspect the current weights.
+        Not part of the step statistics, because saves are rare and a hook may inspect the current weights.
         """
 
         def ask_hooks() -> list[str]:
@@ -408,21 +409,21 @@ class Trainer:
         return next((reasons[0] for reasons in ckpt.run_on_all(self.mesh, ask_hooks, TrainingError) if reasons), None)
 
     def begin_trouble(self, text: str, ruined: bool) -> None:
-        """Marks the run as in trouble; `ruined`: the last step indicates that its weights are ruined."""
+        """Marks the run as in trouble. `ruined`: the last step indicates that the weights are unusable."""
         self.trouble = RunTrouble(text, ruined)
 
     def end_trouble(self) -> None:
-        """The run is healthy again."""
+        """Marks the run as healthy again."""
         self.trouble = None
 
     def proven_checkpoint(self) -> Path | None:
-        """The newest checkpoint whose weights a later healthy step has proven healthy; None if there is none."""
+        """The newest checkpoint that a later step has proven healthy; None if there is none."""
         found = [path for folder in self.checkpoint_folders for path in ckpt.complete_checkpoints(folder)]
         steps = sorted(((ckpt.step_of(path) or 0, path) for path in found), reverse=True)
         return next((path for step, path in steps if step <= self.proven_step and not ckpt.trouble_of(path)), None)
 
     def request_rollback(self, reason: str) -> None:
-        """Requests a rollback to the newest proven checkpoint after this step. To be called on all processes, in `after_step`."""
+        """Requests a rollback to the newest proven checkpoint after this step. Call it on all processes, in `after_step`."""
         self._rollback = reason
 
     @property
@@ -431,20 +432,20 @@ class Trainer:
         return self._rollback is not None
 
     def request_stop(self, reason: str) -> None:
-        """Requests that all processes save and stop; for any hook on any process (timing: see `boost.train.hooks`)."""
+        """Requests that all processes save and stop. Any hook on any process may call it (timing: see `boost.train.hooks`)."""
         self._stop_reason = self._stop_reason or reason
 
     def request_save(self) -> None:
-        """Requests a checkpoint; for any hook on any process (timing: see `boost.train.hooks`)."""
+        """Requests a checkpoint. Any hook on any process may call it (timing: see `boost.train.hooks`)."""
         self._save_requested = True
 
     def warn(self, text: str) -> None:
-        """Logs a warning and shows it to this process's hooks; the console prints it."""
+        """Logs a warning and passes it to the hooks of this process; the console hook prints it."""
         log.warning(text)
         self.notify(Hook.on_warning, text)
 
     def _take_flags(self) -> StepFlags:
-        """The requests of this process. A stop stays requested until the run ends, a save is requested once."""
+        """Returns the requests of this process. A stop stays requested until the run ends; a save request is cleared."""
         by_signal = self._signals.take_save_request()
         save = StepFlags.SAVE if self._save_requested or by_signal else StepFlags.NONE
         self._save_requested = False
@@ -463,7 +464,7 @@ class Trainer:
         return StepFlags.SIGNAL in reduce_flags(own, self.mesh)
 
     def _is_saved(self) -> bool:
-        """Whether this run, or the run that it resumes, has saved the current position."""
+        """Whether the current position is already saved, by this run or the one it resumed."""
         path = ckpt.checkpoint_path(self.run.checkpoints, self.position.step)
         return path in (self._saved, self.resumed_from)
 
@@ -480,17 +481,17 @@ class Trainer:
         return TrainResult(self.position, None, latest, reason, by_signal, self._signals.requested)
 
     def abandon_save(self) -> None:
-        """The save in flight, if any, will not be complete: replicas change (`recovery`)."""
+        """Abandons the save in flight, if any, because the replicas change (`recovery`)."""
         self.abandoned_save = self._saver.abandon()
 
     def adopt(self, event: MembershipChange) -> None:
-        """Goes on with other replicas (`recovery`), as what `mesh` says now, perhaps as the main process."""
+        """Continues with a new set of replicas (`recovery`). `mesh` is already updated; this may now be the main process."""
         self.reducer.rejoin(self.mesh)
         self._stepper.prefetcher.close()
         promoted: list[Hook] = []
         if self.mesh.is_main:
             promoted, self._for_main = self._for_main, []
-        if not self._is_fitting:  # a replica that has just come in: `fit` begins with all hooks
+        if not self._is_fitting:  # a replica that has just rejoined: `fit` sets up all hooks
             self.hooks[:0] = promoted
             self._early.append(event)
             return
@@ -498,5 +499,5 @@ class Trainer:
         self.notify(Hook.on_membership, event)
 
     def notify(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls this method of `Hook` on every hook of this process. Returns their results."""
+        """Calls `method` (an attribute of `Hook`) on every hook of this process. Returns their results."""
         return self._runner.call(method, self, *arguments)

@@ -1,8 +1,8 @@
 """Metrics of a run: metrics.jsonl and TensorBoard, optionally W&B and trackio.
 
-A line of metrics.jsonl is one JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`, with the fields of the
-class that `KINDS` has for its kind. JSON has no non-finite numbers: they are the strings "nan", "inf" and "-inf"
-(pandas.to_numeric accepts them too); `read_metrics` converts them back to floats.
+Each line of metrics.jsonl is a JSON object, such as `{"kind": "step", "step": 120, "loss": 4.3, ...}`. `KINDS` maps each kind to
+the class that defines its fields. JSON has no non-finite numbers, so they are written as the strings "nan", "inf" and "-inf"
+(which pandas.to_numeric accepts); `read_metrics` converts them back to floats.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ class StepMetrics:
     step: int
     """Steps done, including this one."""
     loss: float
-    """Mean cross-entropy of the step's targets, nats per token."""
+    """Mean cross-entropy over the tokens of the step, in nats per token."""
     lr: float
     """Learning rate of this step."""
     gradient_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     tokens_per_second: float
-    """Tokens of the step / seconds, over all processes."""
+    """Throughput of all processes: tokens of the step / seconds."""
     mfu: float
-    """Model FLOPs utilization, a fraction (boost.train.hardware.mfu has the formula); nan if the peak is unknown."""
+    """Model FLOPs utilization as a fraction (formula: boost.train.hardware.mfu); nan if the peak is unknown."""
     memory_bytes: int
-    """On the main process: peak allocated on a GPU, resident set size on a CPU."""
+    """Memory of the main process in bytes: peak allocated on a GPU, resident set size on a CPU."""
     tokens: int
     """Tokens trained on since the start of the run."""
     seconds: float
@@ -64,39 +64,39 @@ class EvalMetrics:
     """One evaluation on held-out text."""
 
     step: int
-    """Steps done before it."""
+    """Steps done so far."""
     heldout_loss: float
     """Mean cross-entropy in nats per token."""
     perplexity: float
     """exp(heldout_loss)."""
     bits_per_byte: float
-    """Cross-entropy in bits per byte of the text: comparable across tokenizers."""
+    """Cross-entropy in bits per byte of text; comparable across tokenizers."""
     tokens: int
     """Held-out tokens evaluated."""
     final: bool = False
-    """Whether it is the last one of the run, over the whole held-out split."""
+    """Whether it is the final evaluation of the run, on the whole held-out split."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended. A run that failed or was killed has none, and one that is resumed loses it."""
+    """How a run ended. Missing if the run failed or was killed; removed when the run is resumed."""
 
     step: int
     """Steps done."""
     state: str
     """done: the run is complete; stopped: a signal or a hook stopped it, and it can be resumed."""
     reason: str
-    """Name of the signal, or why it was stopped, perhaps by early stopping; empty after the last step."""
+    """Name of the signal, or the reason given by the hook or early stopping; empty after the last step."""
 
 
 KINDS = {"step": StepMetrics, "eval": EvalMetrics, "sample": SampleEnd, "membership": MembershipChange, "end": RunEnd}
-"""The class whose fields a line of metrics.jsonl has, by its kind."""
+"""The class that defines the fields of a line of metrics.jsonl, by kind."""
 TEXTS = ("kind", "prompt", "text", "state", "reason")
-"""Fields that are text: in others, text is a number that is not finite."""
+"""Text fields. In all other fields, a string is a non-finite number."""
 
 
 def step_metrics(trainer: "Trainer", stats: StepStats, lr: float, seconds: float, peak: float) -> StepMetrics:
-    """Of the step that leads to the trainer's position."""
+    """Metrics of the step that led to the trainer's current position."""
     train, mesh = trainer.config.train, trainer.mesh
     speed = train.global_batch * train.seq_len / seconds
     return StepMetrics(
@@ -115,9 +115,9 @@ def step_metrics(trainer: "Trainer", stats: StepStats, lr: float, seconds: float
 class MetricsWriter:
     """Writes metrics to every backend that the configuration enables. For the main process only.
 
-    With `resumed_step` = N, lines of steps after N (the earlier run went beyond its last checkpoint) and a line truncated
-    by a crash are dropped first, so that no step appears twice. Raises ConfigError if a tracker's package is missing,
-    StorageError if the run directory cannot be written.
+    With `resumed_step` = N, first drops lines of steps after N (which the earlier run trained after its last checkpoint) and a
+    line truncated by a crash, so that no step appears twice. Raises ConfigError if a tracker's package is missing, StorageError
+    if the run directory is not writable.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class MetricsWriter:
         takes_over: bool = False,
         at_end: bool = False,
     ) -> None:
-        """`takes_over`: the main process before is gone, and the step after `resumed_step` is going on. `at_end`: no step is left
-        after `resumed_step`, so that the final evaluation is repeated."""
+        """`takes_over`: the previous main process is lost, and the step after `resumed_step` is in progress. `at_end`: no step is
+        left after `resumed_step`, so the final evaluation is repeated."""
         self._run = run
         self.damaged = 0
-        """Lines of an earlier run that could not be read and were set aside."""
-        # Before any file is changed: a missing package must not lose lines of an earlier run.
+        """Number of unreadable lines of an earlier run, which were moved to another file."""
+        # Before any file is changed: a missing package must not cost lines of an earlier run.
         modules = tracker_modules(config)
         with storage_errors(run.path):
             if resumed_step is not None and run.metrics.exists():
@@ -163,7 +163,7 @@ class MetricsWriter:
             self.evaluation(metrics)
 
     def membership(self, event: MembershipChange) -> None:
-        """Writes what became of replicas. Raises StorageError."""
+        """Writes a membership change. Raises StorageError."""
         with storage_errors(self._run.path):
             self._file.write(_to_line({"kind": "membership", **dataclasses.asdict(event)}))
             self._file.flush()
@@ -171,7 +171,7 @@ class MetricsWriter:
             self._board.add_text("run/membership", event.line(), event.step)
 
     def sample(self, event: SampleEnd, number: int = 1) -> None:
-        """Writes the text that the model generated for the prompt of this number. Raises StorageError."""
+        """Writes the text generated for the `number`-th prompt. Raises StorageError."""
         with storage_errors(self._run.path):
             self._file.write(_to_line({"kind": "sample", **dataclasses.asdict(event)}))
             self._file.flush()
@@ -189,14 +189,14 @@ class MetricsWriter:
                 cast(Any, self._board._get_file_writer()).add_summary(success, event.step)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step`, which will be trained again. Raises StorageError."""
+        """Drops the lines of steps after `step`, which will be repeated. Raises StorageError."""
         with storage_errors(self._run.path):
             self._file.close()
             truncate_metrics(self._run.metrics, step)
             self._file = open(self._run.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def close(self) -> None:
-        """Flushes and closes everything; a second call does nothing."""
+        """Flushes and closes everything. A second call does nothing."""
         with storage_errors(self._run.path):
             if self._file.closed:
                 return
@@ -218,7 +218,7 @@ class MetricsWriter:
 
 
 class MetricsHook(Hook):
-    """Writes the metrics of a run. If that fails, warns once and training continues."""
+    """Writes the metrics of a run. If writing fails, warns once, and training continues."""
 
     main_only = True
 
@@ -226,7 +226,7 @@ class MetricsHook(Hook):
         self._writer: MetricsWriter | None = None
         self._failing = False
         self._sampled = (0, 0)
-        """The step of the last sample, and its number among those of that step."""
+        """Step of the last sample, and its number within that step."""
 
     def setup(self, trainer: "Trainer") -> None:
         if trainer.resumed_from is None and not trainer.position.step:
@@ -286,15 +286,15 @@ class MetricsHook(Hook):
             self._failing = False
         except StorageError as error:
             if not self._failing:
-                trainer.warn(f"metrics cannot be written: {error}; training continues")
+                trainer.warn(f"cannot write metrics: {error}; training continues")
             self._failing = True
 
 
 def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, step: int) -> None:
-    """The configuration, as text and for the HPARAMS tab: every key but those of [run].
+    """Writes the configuration as text and, except for [run], to the HPARAMS tab.
 
-    There is no list of hyperparameters for all runs of a folder: TensorBoard makes it of what the runs have, which differs by
-    family, and takes their scalars as metrics.
+    Writes no list of hyperparameters for all runs of a folder: TensorBoard derives the list from the runs, which differ by model
+    family, and uses their scalars as metrics.
     """
     from torch.utils.tensorboard.summary import hparams
 
@@ -302,18 +302,18 @@ def _describe_run(board: "SummaryWriter", run: RunDirectory, config: Config, ste
     values = {key: value for key, value in flat_config(config.model_dump()).items() if not key.startswith("run.")}
     for key, value in values.items():
         values[key] = value if isinstance(value, bool | int | float | str) else str(value)
-    # `SummaryWriter.add_hparams` would write them into a folder of their own, and a list for all runs (the first part).
+    # `SummaryWriter.add_hparams` would write to a separate folder, and write a list for all runs (the first part).
     _, start, _ = hparams(values, {})
     cast(Any, board._get_file_writer()).add_summary(start, step)
 
 
 def _preformatted(text: str) -> str:
-    """As TensorBoard's Markdown."""
+    """Formats `text` as a code block in TensorBoard's Markdown."""
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
 def flat_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree by dotted keys: {"train": {"steps": 3}} is {"train.steps": 3}."""
+    """Flattens a tree to dotted keys: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flat_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -321,14 +321,14 @@ def flat_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _Tracker:
-    """wandb or trackio, which have the same API for these calls. The run keeps its id: a resumed run continues it."""
+    """wandb or trackio, which share the API used here. The run id is stored, so that a resumed run continues the same run."""
 
     def __init__(self, module: ModuleType, run: RunDirectory, config: Config) -> None:
         self._module = module
         name, package = run.path.resolve().name, module.__name__
-        given = os.environ.get("WANDB_RUN_ID") if package == "wandb" else None  # set by an agent of a sweep
+        given = os.environ.get("WANDB_RUN_ID") if package == "wandb" else None  # set by a sweep agent
         run_id = run.tracker_id(package, given or uuid.uuid4().hex[:8])
-        by_name = {"name": f"{name}-{run_id}"}  # as trackio resumes them
+        by_name = {"name": f"{name}-{run_id}"}  # trackio resumes runs by name
         own = {"name": name, "id": run_id, "dir": str(run.path)} if package == "wandb" else by_name
         module.init(project=config.run.project, config=config.model_dump(), resume="allow", **own)
 
@@ -355,10 +355,10 @@ def tracker_modules(config: Config) -> list[ModuleType]:
 
 
 def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dict[str, Any]]:
-    """All lines of a metrics.jsonl, except an incomplete last one (a crash, or a live run).
+    """Reads all lines of a metrics.jsonl, except an incomplete last line (after a crash or in a live run).
 
-    Raises DataError if any other line is not a JSON object, unless there is a list `damaged`, which gets the numbers of such lines.
-    Raises FileNotFoundError if there is no such file.
+    Raises DataError if any other line is not a JSON object. If a list `damaged` is given, appends the numbers of such lines to it
+    instead. Raises FileNotFoundError if the file does not exist.
     """
     found = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
@@ -371,12 +371,12 @@ def read_metrics(path: Path | str, damaged: list[int] | None = None) -> list[dic
     return found
 
 
-def truncate_metrics(path: Path, last_step: int, at_end: bool = False, goes_on: bool = False) -> int:
-    """Drops the lines of steps > `last_step`, atomically: at any time the file is the old one or the new one. If that step
-    `goes_on`, what became of replicas in it is kept.
+def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progress: bool = False) -> int:
+    """Drops the lines of steps > `last_step`. Atomic: the file is replaced at once.
 
-    Also drops how the run ended and, `at_end`, the final evaluation: a run that is resumed at its end repeats it. Lines that are
-    not JSON objects are moved to <name>.damaged, so that they do not stop a run. Returns their number.
+    With `in_progress`, step `last_step` + 1 has started, and its membership changes are kept. Also drops the end of the run and,
+    with `at_end`, the final evaluation, which a run resumed at its end repeats. Lines that are not JSON objects are moved to
+    <name>.damaged, so that they do not stop the run. Returns the number of such lines.
     """
     damaged = []
     temporary = path.with_name(f"{path.name}.tmp")
@@ -392,7 +392,7 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, goes_on: 
             kind = values.get("kind")
             final = kind == "sample" or (kind == "eval" and values.get("final", True))
             repeated = kind == "end" or (at_end and final and values.get("step") == last_step)
-            last = last_step + (goes_on and kind == "membership")
+            last = last_step + (in_progress and kind == "membership")
             if values.get("step", 0) <= last and not repeated:
                 new.write(line)
         new.flush()

@@ -353,7 +353,7 @@ class Recovery:
                 if self._guard is not None:
                     self._guard.answered()
             except (OSError, RuntimeError) as error:
-                log.info("the store does not respond: %s", error)
+                log.info("the store is not responding: %s", error)
 
     def _waits_since(self) -> float | None:
         """When this process started waiting for others, in a collective or for a decision; None if it is not waiting."""
@@ -395,7 +395,7 @@ class Recovery:
                 )
                 self.membership.lost(f"replica {self.member.replica} failed")
             except (OSError, RuntimeError) as unreachable:
-                log.info("the store does not respond: %s", unreachable)
+                log.info("the store is not responding: %s", unreachable)
 
     def close(self) -> None:
         """Call when the run is complete, after its last operation."""

@@ -45,10 +45,10 @@ from boost.train.worker import leave
 log = logging.getLogger("boost")
 
 SAMPLE_TOKENS = 120
-"""Of the text at the end of a run."""
+"""Length of the text sample at the end of a run, in tokens."""
 
 STOPPED_ELSEWHERE = 75
-"""Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, try again."""
+"""Exit code if a signal to another node stopped and saved the run: EX_TEMPFAIL, so that the scheduler retries."""
 
 
 def train_process(
@@ -58,9 +58,9 @@ def train_process(
     faults: Sequence[Fault] = (),
     restart: bool = False,
 ) -> int:
-    """Trains as one process of the mesh; returns the exit code. Raises BoostError.
+    """Trains as one process of the mesh. Returns the exit code. Raises BoostError.
 
-    `restart`: with --resume auto, starts at step 0 if the checkpoints of an earlier run are missing.
+    `restart`: with --resume auto, start at step 0 if the checkpoints of an earlier run are missing.
     """
     return train(config, resume, start_from, faults, restart)[1]
 
@@ -73,11 +73,11 @@ def train(
     restart: bool = False,
     hooks: Sequence[Hook] = (),
 ) -> tuple[TrainResult | None, int]:
-    """As `train_process`, with `hooks` before the built-in ones. Returns the result (None if a signal came before the first step)
-    and the exit code."""
+    """Like `train_process`, but runs `hooks` before the built-in ones. Returns the result and the exit code. The result is None if
+    a signal stopped the run before its first step."""
     remember_collectives()
     if not launch_dir():
-        with contextlib.suppress(OSError):  # a stderr without a file
+        with contextlib.suppress(OSError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)
     with outliving_terminal(), StopRequest() as request:
         recovery: Recovery | None = None
@@ -88,13 +88,13 @@ def train(
             else:
                 mesh = open_mesh(config.parallel, config.run.device, config.run.startup_timeout_s, lambda: request.name)
         except StoppedError as stop:
-            print(f"stopped by {stop} in start-up, before any step; nothing is lost")
+            print(f"stopped by {stop} during startup, before the first step; nothing was lost")
             return None, 0 if request.requested else _stopped_elsewhere()
         lock = RunLock(config.run.dir) if mesh.is_main else contextlib.nullcontext()
         with lock, _heartbeat(mesh, config, recovery) as heartbeat:
             try:
                 result = _train(config, resume, start_from, [*hooks, *_faults(faults)], restart, mesh, recovery)
-            except StoppedError:  # the run ended while this replica was coming back
+            except StoppedError:  # the run ended while this replica was rejoining
                 return None, 0
             except Exception as error:
                 if recovery is not None:
@@ -115,7 +115,7 @@ def _faults(faults: Sequence[Fault]) -> list[Hook]:
 def _heartbeat(mesh: Mesh, config: Config, recovery: Recovery | None) -> Heartbeat:
     if recovery is None:
         return Heartbeat(mesh, config.run, _exit_hung)
-    # As of a full run: who beats keeps its number, whatever becomes of the others.
+    # Ranks of the full run: the heartbeat of a process keeps its rank when the membership changes.
     slot = replace(mesh, rank=recovery.slot, size=recovery.slots)
     return Heartbeat(slot, config.run, _exit_hung, recovery.board, recovery.member.incarnation)
 
@@ -164,7 +164,7 @@ def _train(
 
 
 def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> TrainingError | None:
-    """One line for out-of-memory errors and lost processes, which the heartbeats may identify; None for other errors."""
+    """A one-line error for out-of-memory errors and lost processes (identified by heartbeats if possible); None for others."""
     if what := out_of_memory(error):
         where = f"{process_name(heartbeat.rank, heartbeat.size)}: " if heartbeat.size > 1 else ""
         return TrainingError(f"{where}{what}; {memory_advice(config.train.micro_batch, config.train.recompute)}")
@@ -174,12 +174,12 @@ def _explained(error: Exception, config: Config, heartbeat: Heartbeat) -> Traini
         return HangError(found)
     if launch_dir():
         return None  # the launcher may know more
-    lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost its connection to another: {first_sentence(error)}"
+    lost = f"{process_name(heartbeat.rank, heartbeat.size)} lost its connection to another process: {first_sentence(error)}"
     return TrainingError(f"{lost}; resume with --resume auto")
 
 
 def _exit_hung(message: str) -> None:
-    """Exits from the heartbeat thread, while the main thread waits in a collective."""
+    """Exits from the heartbeat thread while the main thread hangs in a collective."""
     error = HangError(message)
     log.error("%s", message)
     if folder := launch_dir():
@@ -190,10 +190,10 @@ def _exit_hung(message: str) -> None:
 
 
 def _exit_code(result: TrainResult) -> int:
-    """0, unless a signal to another node stopped the run: the local torchrun would consider the run finished.
+    """0, unless a signal to another node stopped the run.
 
-    It would wait five minutes for the other torchrun, which the signal has ended, and then report success, so that a
-    scheduler would restart that node alone.
+    With exit code 0, the local torchrun would consider the run finished. It would wait five minutes for the other torchrun, which
+    the signal has ended, and then report success, and a scheduler would restart only the other node.
     """
     return _stopped_elsewhere() if result.by_signal and not result.received_signal else 0
 
@@ -203,7 +203,7 @@ def _stopped_elsewhere() -> int:
 
 
 def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None:
-    """Prints how the run ended, on the main process. All processes take part in the sample."""
+    """Prints the result on the main process. Collective, because all processes take part in generating the sample."""
     sample = ""
     if result.evaluation:
         prompt = heldout_prompt(trainer.store)
@@ -215,14 +215,14 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
-        print(f"unigram entropy     {entropy:.4f} nats/token (loss of predicting from token frequencies alone)")
+        print(f"unigram entropy     {entropy:.4f} nats/token (loss of a model that knows only token frequencies)")
         print(f"held-out perplexity {evaluation.perplexity:.2f}")
         print(f"bits per byte       {evaluation.bits_per_byte:.4f}")
         print(f"\nsample (held-out text up to [...], then the model's continuation)\n{sample}")
     else:
         step = result.position.step
         saved = result.checkpoint in [checkpoint_path(folder, step) for folder in trainer.checkpoint_folders]
-        state = "everything is saved" if saved else "a hook refused the checkpoint of this step"
+        state = "checkpoint saved" if saved else "a hook refused the checkpoint of this step"
         print(
             f"\nstopped by {result.stopped_by} at step {step} of {config.train.steps}, {state}; resume with --resume auto"
         )

@@ -1,4 +1,4 @@
-"""Ends a process that waits for others while the run's store does not respond.
+"""Ends a process that waits for others while the run's store is not responding.
 
 Such a process is in a network partition that must not continue training. A request to a store behind a broken link may block for 15
 minutes, so the process cannot rely on an error."""

@@ -153,5 +153,5 @@ class Supervisor:
 def _ended(code: int) -> str:
     if code < 0:
         with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
+            return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

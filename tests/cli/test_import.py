@@ -61,7 +61,7 @@ def test_a_run_starts_from_weights_and_is_resumed(
     words = ["train", "--start-from", start, "--data.store", str(store), "--run.dir", str(run), *STEPS]
     code, said, err = say(capsys, *words, "--train.steps", "1", "--optim.lr", "1e-30")
     assert code == 0, err
-    assert f"starts from the weights of {start}" in said + err
+    assert f"initialized from the weights of {start}" in said + err
     saved = open_checkpoint(run)
     assert saved.config.model.ranks == {"attn.k": 16, "attn.v": 16}
     assert (saved.position.step, saved.updates) == (1, 1)

@@ -147,7 +147,7 @@ def test_a_failure_in_the_background_is_a_warning_and_the_last_save_is_waited_fo
     recorder = Recorder(disk, None)
     trainer = fit(make_config(store, tmp_path, train={"steps": 3, "save_every": 1}), recorder)
     said = [seen for seen in recorder.seen if seen.startswith("warning: No space")]
-    assert said == ["warning: No space left on device; training continues, earlier checkpoints are intact"] * 2
+    assert said == ["warning: No space left on device; training continues and earlier checkpoints are intact"] * 2
     assert [p.name for p in ckpt.complete_checkpoints(trainer.run.checkpoints)] == ["step-00000003"]
 
 

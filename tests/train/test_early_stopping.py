@@ -146,7 +146,7 @@ def test_the_patience_of_the_configuration_decides() -> None:
         (["--train.early_stopping_patience", "3"], "train.early_stopping_patience = 3 needs periodic evaluations"),
         (["--train.early_stopping_threshold", "0.1"], "train.early_stopping_threshold = 0.1 has no effect"),
         (["--train.sample_prompts", '["a"]'], "train.sample_prompts = .* set train.sample_tokens"),
-        (["--train.sample_prompts", '[""]', "--train.sample_tokens", "3"], "has an empty prompt"),
+        (["--train.sample_prompts", '[""]', "--train.sample_tokens", "3"], "contains an empty prompt"),
     ],
 )
 def test_what_has_no_effect_is_refused(flags: list[str], message: str) -> None:

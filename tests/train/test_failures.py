@@ -122,7 +122,7 @@ class ChildOfCheckpointError(CheckpointError):
 def test_what_a_process_says_of_its_error() -> None:
     mended = failure_report(ChildOfCheckpointError("step 3"), 1)
     assert (mended.kind, mended.error, mended.message, mended.exit_code) == ("boost", "CheckpointError", "step 3", 2)
-    hung = failure_report(HangError("process 2 does not respond"), 0)
-    assert (hung.kind, hung.message, hung.exit_code) == ("hung", "process 2 does not respond", 3)
+    hung = failure_report(HangError("process 2 is not responding"), 0)
+    assert (hung.kind, hung.message, hung.exit_code) == ("hung", "process 2 is not responding", 3)
     disk = failure_report(OSError(errno.ENOSPC, "No space left on device", "/run"), 0)
     assert (disk.kind, disk.error, disk.message) == ("boost", "StorageError", "/run: No space left on device")

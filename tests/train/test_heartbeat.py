@@ -28,7 +28,7 @@ def test_a_process_that_does_not_beat_is_named() -> None:
     beats = [beat(0, 9, 346), beat(1, 5, 345)]
     message = hang_message(beats[0], beats, {0: 5, 1: 5}, 2, 10)
     assert message == (
-        "process 2 of 2 (rank 1) does not respond (last seen in step 12, phase step, at parallel/gradients.py:91 in finish, "
+        "process 2 of 2 (rank 1) is not responding (last seen in step 12, phase step, at parallel/gradients.py:91 in finish, "
         "last collective all_reduce #345 of group 'tp' (4096 bytes)); process 1 of 2 (rank 0) waited 10 s in step 12, phase step, "
         "in all_reduce #346 of group 'tp' (4096 bytes)"
     )
@@ -49,7 +49,7 @@ def test_a_process_that_beats_but_is_behind_in_the_same_group_is_named() -> None
     assert "rank 2" not in message and "rank 3" not in message
     # Silence explains more than being behind.
     silent = hang_message(waiting, [waiting, behind, beat(2, 5, 346)], before, 4, 10)
-    assert silent is not None and silent.startswith("process 3 of 4 (rank 2) does not respond")
+    assert silent is not None and silent.startswith("process 3 of 4 (rank 2) is not responding")
 
 
 def test_nobody_is_blamed_while_all_beat_alike_or_for_having_left() -> None:
@@ -139,7 +139,7 @@ def test_a_store_that_was_silent_before_the_timeout_is_not_forgotten(monkeypatch
     beating._board = Silent()
     assert beating._counts() is None
     assert str(beating.diagnose()).startswith(
-        "process 1 of 2 (rank 0), which hosts the store of the run, does not respond"
+        "process 1 of 2 (rank 0), which hosts the store of the run, is not responding"
     )
 
 
@@ -187,4 +187,4 @@ def test_a_stopped_process_that_continues_blames_nobody(tmp_path: Path, monkeypa
         deadline = time.monotonic() + 600
         while not blamed and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert blamed[0].startswith("process 2 of 2 (rank 1) does not respond (last seen in step 0, phase start-up")
+    assert blamed[0].startswith("process 2 of 2 (rank 1) is not responding (last seen in step 0, phase start-up")

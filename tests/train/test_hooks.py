@@ -216,7 +216,7 @@ def test_a_refused_checkpoint_is_not_called_saved(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(store, tmp_path)
-    for refused, words in ((set(), "everything is saved"), ({2}, "a hook refused the checkpoint of this step")):
+    for refused, words in ((set(), "checkpoint saved"), ({2}, "a hook refused the checkpoint of this step")):
         trainer, result = fit(config, Stop("before_step", 2), Refuse(refused))
         run._print_result(config, trainer, result)
         assert f"stopped by the test at step 2 of 6, {words}; resume with --resume auto" in capsys.readouterr().out

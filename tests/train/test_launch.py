@@ -246,7 +246,7 @@ def test_a_process_that_dies_without_a_word_is_named(tmp_path: Path, capfd: pyte
     with pytest.raises(TrainingError) as caught:
         launch(raise_in_rank_1, ("sigkill",), 2, tmp_path, forks=can_fork())
     message = check_error(caught.value, capfd)
-    assert message.startswith("process 2 of 2 (rank 1) was ended by SIGKILL")
+    assert message.startswith("process 2 of 2 (rank 1) was killed by SIGKILL")
     assert message.endswith(f"the others were stopped; resume with --resume auto; logs: {tmp_path}")
     assert caught.value.exit_code == 3
 
@@ -408,7 +408,7 @@ def test_a_lost_connection_without_a_cause_is_one_short_line(tmp_path: Path) -> 
     with pytest.raises(TrainingError) as caught:
         launcher._raise_root_cause(call_of(tmp_path), {0: 3}, [said], launcher._Signals())
     assert str(caught.value) == (
-        "process 1 of 2 (rank 0) lost its connection to another: Read error [127.0.0.1]:33712: Connection reset by peer; "
+        "process 1 of 2 (rank 0) lost its connection to another process: Read error [127.0.0.1]:33712: Connection reset by peer; "
         f"resume with --resume auto; logs: {tmp_path}"
     )
 

@@ -84,9 +84,9 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     assert [line["step"] for line in of("eval", found)] == [line["step"] for line in of("eval", expected)]
     changes = of("membership", found)
     assert sum(len(line["lost"]) for line in changes) == len(victims)
-    assert any("was ended by SIGKILL" in why for line in changes for _, why in line["lost"])
+    assert any("was killed by SIGKILL" in why for line in changes for _, why in line["lost"])
     assert sum(len(line["joined"]) for line in changes) == len(victims), "they came back before the end"
-    assert "lost replica" in out and "is back" in out and "held-out perplexity" in out, (
+    assert "lost replica" in out and "rejoined" in out and "held-out perplexity" in out, (
         "the terminal moves with the main one"
     )
     assert "Traceback" not in out + err and not list((tmp_path / "killed" / "run").glob("*.lock"))
@@ -281,7 +281,7 @@ def test_when_all_die_the_run_ends_and_says_why(store: Path, tmp_path: Path) -> 
     faults = [word for rank in range(4) for word in ("--inject-fault", f"kill@9:{rank}")]
     words = (*MESHES["dp4"], "--train.save_every", "4", "--train.steps", "50", "--run.recovery", "in-step")
     code, _, err, _ = trained(tmp_path / "all", store, *words, *faults)
-    assert code == 3 and "was ended by SIGKILL" in err and "resume with --resume auto" in err
+    assert code == 3 and "was killed by SIGKILL" in err and "resume with --resume auto" in err
     assert "Traceback" not in err
     with Command(tmp_path / "all", store, *FP64, *BATCH, *words, "--resume", "auto") as command:
         code, out, err = command.finish()
@@ -299,7 +299,7 @@ def test_a_stop_signal_saves_and_ends_all(store: Path, tmp_path: Path) -> None:
         )
         os.kill(command.process.pid, signal.SIGTERM)
         code, out, err = command.finish()
-    assert code == 0 and "everything is saved" in out, out + err
+    assert code == 0 and "checkpoint saved" in out, out + err
     assert not command.processes()[1:]
 
 
@@ -376,11 +376,11 @@ def test_errors_reach_them_too() -> None:
         ({"parallel": {"tp": 2, "dp": 1}}, r"parallel\.dp = 1; nearest valid value: 2"),
         (
             {"parallel": {"tp": 1, "dp": 2, "shard": "full"}},
-            r"parallel\.shard = 'full' leaves parts of them on one only; set parallel\.shard = 'optimizer'",
+            r"parallel\.shard = 'full' shards them over replicas; set parallel\.shard = 'optimizer'",
         ),
         (
             {"parallel": {"layout": "btp-sp", "tp": 2, "dp": 2, "shard": "optimizer", "shard_outer": True}},
-            r"parallel\.shard_outer = true leaves parts of them on one only",
+            r"parallel\.shard_outer = true shards them over replicas",
         ),
         (
             {
@@ -388,7 +388,7 @@ def test_errors_reach_them_too() -> None:
                 "model": {"family": "svd"},
                 "optim": {"name": "loro"},
             },
-            r"divides the moments of AdamW only, and optim\.name = 'loro'; set parallel\.shard = 'none'",
+            r"can shard only the optimizer state of AdamW, but optim\.name = 'loro'; set parallel\.shard = 'none'",
         ),
         (
             {

@@ -25,7 +25,7 @@ def test_a_process_that_hangs_is_named_with_operation_and_step(store: Path, tmp_
     assert "injected fault: hang" in (command.run / "logs" / "rank1.log").read_text()
     (line,) = (line for line in err.splitlines() if "error" in line)
     assert re.fullmatch(
-        r"boost: error: process 2 of 2 \(rank 1\) does not respond \(last seen in step \d+, phase step.*\); "
+        r"boost: error: process 2 of 2 \(rank 1\) is not responding \(last seen in step \d+, phase step.*\); "
         r"process 1 of 2 \(rank 0\) waited 8 s in step 10, phase step, in \w+ #\d+ of group '(all|tp)' \(\d+ bytes\); "
         r"resume with --resume auto; logs: .*",
         line,
@@ -48,7 +48,7 @@ def test_a_hang_ends_the_run_within_its_timeout_and_ten_seconds(store: Path, tmp
         begin = time.monotonic()
         code, _, err = command.finish()
         seconds = time.monotonic() - begin
-    assert code == 3 and "process 2 of 2 (rank 1) does not respond" in err
+    assert code == 3 and "process 2 of 2 (rank 1) is not responding" in err
     print(f"ended {seconds:.1f} s after the hang")
     assert 10 <= seconds <= 20
 
@@ -57,7 +57,7 @@ def test_a_process_that_is_killed_is_named(store: Path, tmp_path: Path) -> None:
     with Command(tmp_path, store, *QUIET, "--inject-fault", "kill@5:1") as command:
         code, _, err = command.finish()
     assert code == 3
-    assert "boost: error: process 2 of 2 (rank 1) was ended by SIGKILL" in err
+    assert "boost: error: process 2 of 2 (rank 1) was killed by SIGKILL" in err
     assert "Traceback" not in err
 
 
@@ -99,7 +99,7 @@ def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tm
         code, out, err = first.finish()
     assert code == 0, err
     assert "Traceback" not in err
-    assert "stopped by SIGTERM in start-up, before any step; nothing is lost" in out or saved_steps(
+    assert "stopped by SIGTERM during startup, before the first step; nothing was lost" in out or saved_steps(
         tmp_path / "run"
     ) == [0]
 
@@ -116,7 +116,7 @@ def test_without_an_agent_too_the_process_that_hangs_is_named(store: Path, tmp_p
         assert code == 3
         name = f"process {stopped + 1} of 2 (rank {stopped})"
         assert (
-            f"boost: error: {name}{', which hosts the store of the run,' if stopped == 0 else ''} does not respond"
+            f"boost: error: {name}{', which hosts the store of the run,' if stopped == 0 else ''} is not responding"
             in err
         )
         assert "Traceback" not in err

@@ -180,7 +180,7 @@ def _deterministic(trial: _Trial, processes: int) -> Found:
 def _killed(trial: _Trial, processes: int) -> Found:
     rank = processes - 1
     code, line = trial.train("killed", "--inject-fault", f"kill@{FAULT}:{rank}")
-    named = f"process {processes} of {processes} (rank {rank}) was ended by SIGKILL"
+    named = f"process {processes} of {processes} (rank {rank}) was killed by SIGKILL"
     if processes > 1 and (code != 3 or named not in line):
         raise RunError(f"rank {rank} was killed, but the run reported (exit code {code}): {line}")
     last = max(int(json.loads((p / "state.json").read_text())["step"]) for p in _complete(trial, "killed"))
@@ -212,7 +212,7 @@ def _hangs(trial: _Trial, processes: int) -> Found:
     words = ("--inject-fault", f"hang@{FAULT}:{rank}", "--run.timeout_s", str(HANG_S))
     code, line = trial.train("hangs", *words)
     seconds = time.time() - (trial.folder / "hangs" / "metrics.jsonl").stat().st_mtime
-    named = f"(rank {rank}) does not respond"
+    named = f"(rank {rank}) is not responding"
     if code != 3 or named not in line:
         raise RunError(f"rank {rank} hung, but the run reported (exit code {code}): {line}")
     if seconds > HANG_S + HANG_MARGIN_S:
