@@ -115,9 +115,8 @@ class Trainer:
         self.abandoned_save: int | None = None
         """Step of the save that the latest membership change interrupted."""
         self._runner, self._is_fitting, self._early = HookRunner(self.hooks), False, list[MembershipChange]()
-        self._signals = StopRequest()
+        self._signals, self._save_requested = StopRequest(), False
         self._stop_reason: str | None = None
-        self._save_requested = False
         self._saved: Path | None = None
         self._signals_to_reduce = False
         """Whether a stop signal may have arrived outside of a step: during startup, an evaluation or a save."""
@@ -154,8 +153,7 @@ class Trainer:
     @property
     def checkpoint_folders(self) -> list[Path]:
         """Folders of this run's checkpoints: its own, and the one in run.fallback_dir if configured."""
-        fallback = ckpt.fallback_folder(self.config)
-        return [self.run.checkpoints, *([fallback] if fallback else [])]
+        return [each for each in (self.run.checkpoints, ckpt.fallback_folder(self.config)) if each]
 
     @property
     def at_end(self) -> bool:
@@ -183,9 +181,9 @@ class Trainer:
                 evaluation = None if stopped else self.evaluate()
                 if not stopped and evaluation is None:
                     stopped = StepFlags.SIGNAL
-                end = TrainEnd(self._result(stopped, evaluation))
-                self.notify(Hook.on_train_end, end)
-            return end.result
+                result = self._result(stopped, evaluation)
+                self.notify(Hook.on_train_end, TrainEnd(result))
+            return result
         finally:
             self._stop_reason, self._save_requested = None, False
             self._stepper.prefetcher.close()
@@ -217,8 +215,8 @@ class Trainer:
             metrics = step_metrics(self, stats, update.lr, seconds, peak)
             self.recent = [metrics]
             stop = stats.flags & (StepFlags.SIGNAL | StepFlags.STOP) if not last else StepFlags.NONE
-            end = StepEnd(metrics, self.bad_steps > 0, last, bool(stop), StepFlags.SAVE in stats.flags)
-            self.notify(Hook.after_step, end)
+            save = StepFlags.SAVE in stats.flags
+            self.notify(Hook.after_step, StepEnd(metrics, self.bad_steps > 0, last, bool(stop), save))
             if stop:
                 return stop
             if self._rollback:
@@ -234,8 +232,7 @@ class Trainer:
         step = self.position.step
         enter(Phase.STEP, step + 1)
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
-        start = StepStart(step + 1, lr)
-        self.notify(Hook.before_step, start)
+        self.notify(Hook.before_step, StepStart(step + 1, lr))
         clock.resume()
         return self._passes(lr)
 
@@ -293,7 +290,9 @@ class Trainer:
 
     def prepare_saves(self) -> None:
         """Allocates host memory for background saves in advance. Collective."""
-        if self.recovery is None:  # with recovery, the first save allocates: replicas that rejoin start at different times
+        if (
+            self.recovery is None
+        ):  # with recovery, the first save allocates: replicas that rejoin start at different times
             self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:
