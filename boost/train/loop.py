@@ -284,15 +284,12 @@ class Trainer:
         losses = result.loss, result.perplexity, result.bits_per_byte
         metrics = EvalMetrics(self.position.step, *losses, result.tokens, final=self.at_end and max_tokens is None)
         self.recent.append(metrics)
-        event = EvaluationEnd(metrics, complete=max_tokens is None)
-        self.notify(Hook.on_evaluation, event)
+        self.notify(Hook.on_evaluation, EvaluationEnd(metrics, complete=max_tokens is None))
         return result
 
     def prepare_saves(self) -> None:
         """Allocates host memory for background saves in advance. Collective."""
-        if (
-            self.recovery is None
-        ):  # with recovery, the first save allocates: replicas that rejoin start at different times
+        if self.recovery is None:  # with recovery the first save allocates: replicas rejoin at different times
             self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:
