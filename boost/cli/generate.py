@@ -104,7 +104,7 @@ class Generation:
     """A checkpoint's model and tokenizer, on this process of the mesh."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from boost.data.chat import load_chat_template
+        from boost.convert.chat import load_template_of
         from boost.data.tokenizer import load_tokenizer
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
@@ -116,11 +116,11 @@ class Generation:
         self._streams = self.mesh.is_main and not args.json
         if not args.chat:
             return
-        self._render = load_chat_template(checkpoint.path)
+        self._render = load_template_of(checkpoint)
         if self._render is None:
             raise ConfigError(
-                f"--chat: '{checkpoint.path}' has no chat template (chat_template.jinja, or one in tokenizer_config.json); "
-                "add one, or remove --chat"
+                f"--chat: '{checkpoint.path}' has no chat template: none was imported, and there is no chat_template.jinja; add "
+                "one, or remove --chat"
             )
         # Templates write special tokens as text. As in transformers, special tokens in messages are then encoded as such too.
         self._tokenizer.encode_special_tokens = False

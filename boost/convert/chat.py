@@ -1,10 +1,17 @@
 """Tokenizer and generation settings of a Hugging Face folder besides tokenizer.json. Import keeps them; export restores them."""
 
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from boost.convert.formats import read_json
+from boost.data.chat import Message, load_chat_template
 from boost.errors import DataError
+from boost.train.checkpoint import Checkpoint
+from boost.train.checkpoint.state import HUB
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -82,6 +89,21 @@ def merged_tokenizer_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[s
     if hub.get("chat_templates"):
         merged["split_special_tokens"] = split
     return merged
+
+
+def load_template_of(checkpoint: Checkpoint) -> Callable[[list[Message]], str] | None:
+    """Returns `load_chat_template` of a checkpoint: of its own files, or of the folder that it was imported from."""
+    hub = checkpoint.data.get(HUB) or {}
+    if (checkpoint.path / TEMPLATE_FILE).is_file() or not hub.get("chat_templates"):
+        return load_chat_template(checkpoint.path)
+    with tempfile.TemporaryDirectory(prefix="boost-chat-") as temporary:
+        folder = Path(temporary)
+        shutil.copy(checkpoint.tokenizer, folder / "tokenizer.json")
+        (folder / "tokenizer_config.json").write_text(json.dumps(hub.get("tokenizer", {})), encoding="utf-8")
+        for name, text in template_files(hub).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+        return load_chat_template(folder)
 
 
 def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
     try:
         from transformers import PreTrainedTokenizerFast
     except ImportError:
-        raise ConfigError("--chat needs transformers; install it with: pip install 'boost-llm[hf]'") from None
+        raise ConfigError("--chat needs transformers; install it with: pip install transformers") from None
     from jinja2 import TemplateError
 
     try:

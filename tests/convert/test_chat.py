@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import boost
 from boost.convert.export import export
 from boost.convert.importing import import_weights
 from boost.convert.vocabulary import read_vocabulary
@@ -201,3 +202,18 @@ def test_damaged_settings_are_named(file: str, content: str | bytes, message: st
     with pytest.raises(BoostError, match=message) as caught:
         bring(tmp_path / "theirs", tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = chat_folder(tmp_path / "theirs", store, {"default": TEMPLATE}, "files")
+    import_weights(source, tmp_path / "ours", None, None, None, GB)
+    words = ("--max-tokens", 5, "--greedy", "--json", "--device", "cpu")
+    code, out, err = say(capsys, "generate", tmp_path / "ours", "--chat", "--prompt", "def main", *words)
+    assert code == 0, err
+    tokenizer = load_tokenizer(tmp_path / "ours" / "tokenizer.json")
+    tokenizer.encode_special_tokens = False
+    text = "<|im_start|>user\ndef main<|im_end|>\n<|im_start|>assistant\n"
+    model = boost.Model.from_pretrained(tmp_path / "ours")
+    expected = model.generate(tokenizer.encode(text, add_special_tokens=False).ids, 5, temperature=0)
+    assert json.loads(out)["tokens"] == expected
