@@ -171,7 +171,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 def test_a_process_of_a_pipeline_holds_its_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = say(capsys, "boost-13b")[1]
-    assert "of 21, 19 blocks; pipeline rank 0: embedding, blocks 0-20" in out
+    assert "21, 19 blocks; pipeline rank 0: embedding, blocks 0-20" in out
     first, last = (facts(capsys, "boost-13b", "--pp-rank", rank) for rank in "01")
     assert first["stages"] == [{"index": 0, "first_layer": 0, "layers": 21}]
     layers = [{c["layer"] for c in found["collectives"]} - {None} for found in (first, last)]
