@@ -71,8 +71,8 @@ def incomplete_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Resolves a path to a checkpoint: a checkpoint itself, or the newest one in a run directory or checkpoints folder. With `@best`
-    at the end of the path: the one with the lowest held-out loss.
+    """Resolves a path to a checkpoint: a checkpoint itself, or the newest one in a run directory or checkpoints folder. A path that
+    ends in `@best` selects the one with the lowest held-out loss.
 
     Raises CheckpointError if there is none.
     """
@@ -124,7 +124,7 @@ def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
 
 
 def make_room(final: Path) -> tuple[Path | None, list[str]]:
-    """Renames an existing folder at the path of a new checkpoint. Returns the folder to remove after the save (if any), and warnings.
+    """Renames an existing folder at the path of a new checkpoint. Returns the folder to remove after the save, and warnings.
 
     Only an earlier checkpoint of the same step, or an empty folder, is removed.
     """

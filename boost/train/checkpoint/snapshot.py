@@ -120,8 +120,8 @@ def take_snapshot(
     mesh: Mesh,
     buffer: HostBuffer | None = None,
 ) -> Snapshot:
-    """Takes this process's snapshot of the current step. Without a `buffer`, it refers to the weights themselves and must be written
-    before they change."""
+    """Takes this process's snapshot of the current step. Without a `buffer`, it refers to the weights themselves and must be
+    written before they change."""
     state = CheckpointState(
         step=position.step,
         tokens=position.tokens,
