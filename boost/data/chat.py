@@ -34,6 +34,8 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template of '{folder}' rejects these messages: {error}; fix the template") from None
+            raise DataError(
+                f"the chat template of '{folder}' rejects these messages: {error}; fix the template"
+            ) from None
 
     return render

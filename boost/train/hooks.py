@@ -159,7 +159,9 @@ class MembershipChange:
         gone = [f"lost replica {replica} ({why})" for replica, why in self.lost]
         back = [f"replica {replica} rejoined" for replica in self.joined]
         what = "; ".join(gone + back) or "replicas reconnected"
-        return f"{what}: step {self.step} continues with {self.replicas} of {self.of} replicas after {self.seconds:.2f} s"
+        return (
+            f"{what}: step {self.step} continues with {self.replicas} of {self.of} replicas after {self.seconds:.2f} s"
+        )
 
 
 @dataclass(frozen=True)

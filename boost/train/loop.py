@@ -83,8 +83,7 @@ class Trainer:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
         `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the previous step. None: on GPUs only.
-        Ignored for optimizers that need these numbers on the host (`Optimizer.takes_tensors` is False).
-        `recovery`: required for a run with in-step recovery, else None.
+        Needs an optimizer with `takes_tensors`. `recovery`: for a run with in-step recovery, else None.
         """
         self.config, self.mesh, self.run, self.recovery = config, mesh, run, recovery
         train = config.train
@@ -270,9 +269,7 @@ class Trainer:
         return stats
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Evaluates the held-out loss at the current position, on the whole split or on about `max_tokens` of it. Returns None if a
-        stop signal to any process interrupted it. Collective.
-        """
+        """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if a stop signal interrupts. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         sizes = (train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
@@ -293,7 +290,7 @@ class Trainer:
 
     def prepare_saves(self) -> None:
         """Allocates host memory for background saves in advance. Collective."""
-        if self.recovery is None:  # with recovery, the first save allocates: replicas that rejoin start at different times
+        if self.recovery is None:  # else the first save allocates, because replicas that rejoin start at other times
             self._saver.prepare()
 
     def save(self, wait: bool = True) -> Path | None:

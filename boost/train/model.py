@@ -126,8 +126,8 @@ def _require_compiler(part: CompiledPart, device: torch.device) -> None:
 
 
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
-    """Builds a decoder, or a pipeline stage of it, with weights in train.param_dtype and computation in train.compute_dtype. Weights
-    are not initialized. Also chooses the element-wise kernels of this process (`choose_kernels`).
+    """Builds a decoder, or a pipeline stage of it, with weights in train.param_dtype and computation in train.compute_dtype.
+    Weights are not initialized. Also chooses the element-wise kernels of this process (`choose_kernels`).
     """
     layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
