@@ -269,7 +269,7 @@ class Trainer:
         return stats
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if a stop signal interrupts. Collective."""
+        """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if stopped by a signal. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         sizes = (train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)
