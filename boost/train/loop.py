@@ -83,8 +83,7 @@ class Trainer:
         """Builds everything at step 0. Raises DataError if the token store does not match the configuration.
 
         `ahead`: whether `fit` launches the passes of a step before it reads the numbers of the previous step. None: on GPUs only.
-        Ignored for optimizers that need these numbers on the host (`Optimizer.takes_tensors` is False).
-        `recovery`: required for a run with in-step recovery, else None.
+        Needs an optimizer with `takes_tensors`. `recovery`: for a run with in-step recovery, else None.
         """
         self.config, self.mesh, self.run, self.recovery = config, mesh, run, recovery
         train = config.train
@@ -267,9 +266,7 @@ class Trainer:
         return stats
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
-        """Evaluates the held-out loss at the current position, on the whole split or on about `max_tokens` of it. Returns None if a
-        stop signal to any process interrupted it. Collective.
-        """
+        """Evaluates the held-out loss on the whole split or about `max_tokens` of it; None if stopped by a signal. Collective."""
         self._runner.require_all_processes("evaluate", self.mesh.size)
         train, isolate = self.config.train, self.config.data.isolate_documents
         sizes = (train.seq_len, train.micro_batch, isolate, self.mesh, max_tokens)

@@ -58,7 +58,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
 
 def _require_memory(config: Config, device: torch.device) -> None:
-    """Checked before allocation: a process builds its part unsharded, then shards it over its replicas."""
+    """Checks memory before allocation: a process builds its part unsharded and then shards it over replicas."""
     parallel, dtype = config.parallel, getattr(torch, config.train.param_dtype)
     needed = parameter_count(config.model) // (parallel.tp * parallel.pp) * dtype.itemsize
     available = total_memory(device)
@@ -71,7 +71,7 @@ def _require_memory(config: Config, device: torch.device) -> None:
 
 
 def initialize_model(model: Model, seed: int, show: bool = False) -> None:
-    """Initializes every weight of this process, with a progress bar if `show`: a large model takes minutes."""
+    """Initializes the weights of this process. `show`: show a progress bar, because a large model takes minutes."""
 
     def over(params: list[FusedParam]) -> Iterable[FusedParam]:
         return progress(params, "initial weights", enabled=show)
@@ -90,7 +90,7 @@ def _compile_and_shard(root: nn.Module, decoder: Decoder, config: Config, mesh: 
 def compile_blocks(decoder: Decoder) -> None:
     """Compiles each block into one graph, for training and evaluation; generation stays eager.
 
-    Raises ConfigError without what torch compiles with on the device.
+    Raises ConfigError if the compiler that torch needs on the device is missing.
     """
     _require_compiler("blocks", decoder.device)
     for block in decoder.blocks:
@@ -98,8 +98,8 @@ def compile_blocks(decoder: Decoder) -> None:
 
 
 def choose_kernels(name: CompileName, device: torch.device) -> None:
-    """Chooses what runs the element-wise kernels of this process, for train.compile = `name`. Raises ConfigError if they are to be
-    compiled and cannot be; with "auto" they are then not compiled, which a log line says."""
+    """Chooses the implementation of element-wise kernels in this process, for train.compile = `name`. If they cannot be compiled,
+    raises ConfigError, or with "auto" logs it and falls back to eager kernels."""
     part = compiled_part(name, device.type)
     if part == "kernels":
         try:
@@ -126,9 +126,8 @@ def _require_compiler(part: CompiledPart, device: torch.device) -> None:
 
 
 def build_decoder(config: Config, mesh: Mesh, stage: Stage | None = None) -> Decoder:
-    """A decoder or a pipeline stage of one, in train.param_dtype, computing in train.compute_dtype. Weights are not initialized.
-
-    Chooses what runs element-wise kernels in this process (`choose_kernels`).
+    """Builds a decoder, or a pipeline stage of it, with weights in train.param_dtype and computation in train.compute_dtype.
+    Weights are not initialized. Also chooses the element-wise kernels of this process (`choose_kernels`).
     """
     layout = layout_for(config.model, config.parallel, mesh)
     train = config.train
@@ -152,29 +151,29 @@ class HostBatch(NamedTuple):
 
 
 def host_batch(batch: Batch, pin: bool = False) -> HostBatch:
-    """The same memory as tensors; with `pin` a copy in pinned memory, from which a copy to a GPU waits for nothing."""
+    """The batch as tensors that share its memory. With `pin`: copies in pinned memory, for asynchronous copies to a GPU."""
     tensors = (torch.from_numpy(x) for x in (batch.tokens, batch.targets, batch.document_ids))
     return HostBatch(*(x.pin_memory() if pin else x for x in tensors))
 
 
 def to_device(batch: Batch | HostBatch, isolate: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tokens, targets, document ids or None) of a batch, as inputs of the decoder. Ids stay on the host, which reads them."""
+    """(tokens, targets, document ids or None) of a batch, as inputs of the decoder. Document ids stay on the host."""
     host = batch if isinstance(batch, HostBatch) else host_batch(batch)
     tokens, targets = (x.to(device, non_blocking=True) for x in (host.tokens, host.targets))
     return tokens, targets, host.document_ids if isolate else None
 
 
 def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: int) -> Tensor:
-    """`run_passes` of batches that are not yet tensors."""
+    """`run_passes` for NumPy batches."""
     whole = [join(batches)] if isinstance(model, Pipeline) else batches
     return run_passes(model, [host_batch(batch) for batch in whole], config, divisor)
 
 
 def run_passes(model: Model, batches: Sequence[HostBatch], config: Config, divisor: int) -> Tensor:
-    """Forward and backward pass over this process's micro-batches of a step; accumulates gradients. A pipeline takes one batch, all
-    micro-batches one below the other.
+    """Runs forward and backward passes over this process's micro-batches of a step and accumulates gradients. A pipeline takes a
+    single batch, with all micro-batches concatenated along dim 0.
 
-    Returns the fp64 sum of the losses divided by `divisor`, as are the gradients; 0 on a process without the head.
+    Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided by it too.
     """
     isolate = config.data.isolate_documents
     if isinstance(model, Pipeline) and batches:

@@ -1,4 +1,4 @@
-"""What a run has come to: its trouble while it lasts, and its result."""
+"""State of a run: current trouble, early stopping, and the result."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ class RunTrouble:
 
     text: str
     ruined: bool
-    """Whether its weights are unusable: a checkpoint of them is marked, and only resumed from if given by its path."""
+    """Whether the weights are unusable. A checkpoint of them is marked, and only resumed if its path is given."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class TrainResult:
     received_signal: bool = False
     """Whether this process received that signal."""
     early: str | None = None
-    """Why the run ended before its last step, evaluated and saved (early stopping); None if it did not."""
+    """Why early stopping ended the run, which is then evaluated and saved; None if it did not."""
 
 
 def early_stop(position: Position, train: TrainConfig) -> str | None:
-    """Why early stopping ends a run at this position; None if it does not. A function of what a checkpoint holds, so that a
-    resumed run decides the same, unless it has another patience."""
+    """Why early stopping ends a run at this position; None if it does not. Depends only on what checkpoints store, so a resumed run
+    makes the same decision, unless its patience differs."""
     stale, patience = position.stale_evaluations, train.early_stopping_patience
     if not patience or stale < patience or position.step >= train.steps:
         return None

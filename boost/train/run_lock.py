@@ -1,9 +1,9 @@
 """A lock on the run directory: two runs in one directory would delete each other's checkpoints and mix their metrics.
 
-The lock is a file, created exclusively, that names its owner; the owner touches it every few seconds. No flock or fcntl: network
-file systems implement them differently, or not at all. The lock of a killed owner is taken over: at once if the owner ran
-on this host and is gone, otherwise when the file has not been touched for STALE_S seconds. Only changes of the modification
-time matter, not its value, so clocks need not be synchronized.
+The lock is a file, created exclusively, that names its owner. The owner touches it every few seconds. flock and fcntl are not used,
+because network file systems implement them differently or not at all. The lock of a dead owner is taken over: immediately if the
+owner ran on this host, otherwise after the file has not been touched for STALE_S seconds. Only changes of the modification time
+matter, not its value, so clocks need not be synchronized.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ LOCK_FILE = "run.lock"
 BEAT_S = 5.0
 """Seconds between two touches by the owner."""
 STALE_S = 60.0
-"""A lock from another host that was not touched for this long is stale."""
+"""A lock of another host is stale if it was not touched for this long."""
 
 
 class RunLock:
@@ -41,9 +41,9 @@ class RunLock:
         self._beats = threading.Thread(target=self._beat, name="boost-run-lock", daemon=True)
 
     def __enter__(self) -> "RunLock":
-        """Raises ConfigError if another run holds the lock, StorageError if the folder cannot be written.
+        """Acquires the lock. Raises ConfigError if another run holds it, StorageError if the folder is not writable.
 
-        Returns at once, or after up to STALE_S seconds if the lock's owner ran on another host and may be gone.
+        Waits up to STALE_S seconds if the owner of an existing lock ran on another host and may be dead.
         """
         with storage_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class RunLock:
                 self.path.unlink()
 
     def _create(self) -> bool:
-        """Creates the lock atomically: a reader never sees a partial file. False if it exists."""
+        """Creates the lock atomically, so that readers never see a partial file. Returns False if it exists."""
         draft = self.path.with_name(f".{LOCK_FILE}.{self._owner['token']}")
         draft.write_text(json.dumps(self._owner), encoding="utf-8")
         try:
@@ -102,7 +102,7 @@ class RunLock:
         self._remove_stale(owner)
 
     def _remove_stale(self, owner: dict[str, Any]) -> None:
-        """Removes a stale lock. If several processes try, one renames it and the others find a new one, or none."""
+        """Removes a stale lock. If several processes try, one renames it, and the others find a new lock or none."""
         aside = self.path.with_name(f".{LOCK_FILE}.stale.{self._owner['token']}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -121,7 +121,7 @@ class RunLock:
 
 
 def require_unlocked(folder: Path | str) -> None:
-    """Raises ConfigError if a run on this host holds the lock, without waiting: for a command that starts processes."""
+    """Raises ConfigError if a run on this host holds the lock. Does not wait. For commands that start processes."""
     path = Path(folder) / LOCK_FILE
     owner = _read(path)
     if owner and _is_alive(owner):
@@ -129,8 +129,8 @@ def require_unlocked(folder: Path | str) -> None:
 
 
 def is_held(folder: Path | str) -> bool:
-    """Whether a run holds the lock, without waiting: of one on another host, whether it has touched the file lately by the clocks
-    of both hosts."""
+    """Whether a run holds the lock. Does not wait. For an owner on another host, compares the modification time with the local
+    clock."""
     path = Path(folder) / LOCK_FILE
     owner = _read(path)
     alive = _is_alive(owner) if owner else False
@@ -141,7 +141,7 @@ def is_held(folder: Path | str) -> bool:
 
 
 def in_use_error(folder: Path, owner: dict[str, Any]) -> ConfigError:
-    """The error that names the owner."""
+    """The error for a run directory in use; names the owner."""
     return ConfigError(
         f"run.dir = '{folder}' is in use by {_describe(owner)}; wait for that run, stop it, or choose another --run.dir"
     )
@@ -167,7 +167,7 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, as boot id and clock ticks: process ids are reused. None if there is no such process."""
+    """Start time of a process as boot id and clock ticks, because process ids are reused. None if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         if fields[0] in "ZX":  # dead, and not yet reaped

@@ -1,4 +1,4 @@
-"""Samples of text from the model in training."""
+"""Text samples from the model during training."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from boost.train.loop import Trainer
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
-"""The same seed for every sample: they differ because the weights do."""
+"""Every sample uses the same seed, so that samples differ only because of the weights."""
 PROMPT_TOKENS = 24
-"""Held-out tokens that a sample begins with, if no prompt is given."""
+"""Length of the prompt taken from the held-out text, if no prompt is given."""
 
 
 class TextSamples(Hook):
@@ -41,14 +41,14 @@ class TextSamples(Hook):
 
 
 class Prompt(NamedTuple):
-    """What a text begins with, and its tokens: at least one."""
+    """The start of a text, and its tokens (at least one)."""
 
     text: str
     ids: list[int]
 
 
 def encode(store: TokenStore, text: str) -> Prompt:
-    """A prompt in the tokens of a store."""
+    """Encodes a prompt with the tokenizer of a store."""
     return Prompt(text, store.tokenizer().encode(text, add_special_tokens=False).ids or [store.eos or 0])
 
 
@@ -60,10 +60,10 @@ def heldout_prompt(store: TokenStore) -> Prompt:
 
 
 def sample_text(model: Model, store: TokenStore, prompt: list[int], tokens: int, sampling: Sampling = SAMPLING) -> str:
-    """The model's continuation of the tokens of a prompt, up to the end of a document. Collective over the mesh.
+    """Continues the tokens of a prompt, up to the end of a document. Collective over the mesh.
 
-    Generates all tokens and truncates at the end of a document afterwards: replicas with sharded weights gather them for each
-    token, and a replica that stopped earlier because of rounding would leave the others waiting.
+    Always generates all tokens and truncates afterwards. Replicas with sharded weights gather them for every token, so a replica
+    that stopped earlier because of rounding would leave the others waiting.
     """
     new = list(generate(model, prompt, tokens, sampling))
     if store.eos in new:

@@ -1,14 +1,14 @@
-"""Checkpoints: sharded safetensors and JSON, no pickle; a checkpoint is complete or does not exist.
+"""Checkpoints: sharded safetensors and JSON, no pickle. Saves are atomic.
 
     checkpoints/step-00000200/
         state.json                 step, data position, optimizer updates, mesh, configuration, versions
-        tokenizer.json             makes the weights usable without the token store
+        tokenizer.json             tokenizer, so that the weights can be used without the token store
         tensors/shard-*.safetensors  each process's slices of weights, moments and RNG states
         manifest.json              size and BLAKE2 digest of every file above; written last
 
-Tensors are saved under the names and global shapes of the mathematical parameters, not of fused or sharded storage, so any
-mesh and layout can load a checkpoint of any other. Everything is written to `.step-....tmp`, synced to disk, and renamed at the
-end: a folder with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
+Tensors are saved with the names and global shapes of the model's parameters, independent of fusing and sharding, so a checkpoint
+can be loaded on any mesh and layout. Everything is written to `.step-....tmp`, synced to disk, and renamed at the end, so a folder
+with the final name is complete. Files that the manifest does not list (.DS_Store, .nfs*, notes) are never opened.
 
 folders.py      names, listing, rotation, setting aside
 manifest.py     sizes and digests of files

@@ -1,7 +1,7 @@
-"""Checkpoint folders: names, listing, and handling of old, superseded and incomplete ones.
+"""Checkpoint folders: names, listing, rotation, and handling of superseded and incomplete ones.
 
 step-00000200              complete; without a manifest: incomplete, skipped, never overwritten
-superseded-step-00000300   complete, but of a branch that a later `--resume PATH` has abandoned
+superseded-step-00000300   complete, but from a branch that a later `--resume PATH` abandoned
 incomplete-step-00000300   had no manifest when a save needed its name
 .step-00000200.*.tmp       a save in progress, or left by a killed one
 .step-00000200.*.old       being removed
@@ -39,14 +39,14 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a folder's name, also of a superseded or incomplete one; None for any other name."""
+    """The step in a folder's name, including superseded and incomplete ones; None for any other name."""
     name = path.name.removeprefix("superseded-").removeprefix("incomplete-").partition(".")[0]
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Folders named after a step, complete or not, oldest first."""
+    """Step folders, complete or not, oldest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -59,8 +59,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def incomplete_checkpoints(folder: Path) -> list[Path]:
-    """Step folders without a manifest that are newer than every complete checkpoint, oldest first. A save never leaves such a
-    folder: its manifest was removed later."""
+    """Step folders without a manifest that are newer than every complete checkpoint, oldest first. Saves never leave such folders;
+    the manifest was removed later."""
     complete = complete_checkpoints(folder)
     newest = step_of(complete[-1]) if complete else None
     return [
@@ -71,8 +71,8 @@ def incomplete_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: itself, or of a run directory or checkpoints folder the newest one, or with `@best` at the end of
-    the path the one with the lowest held-out loss.
+    """Resolves a path to a checkpoint: a checkpoint itself, or the newest one in a run directory or checkpoints folder. A path that
+    ends in `@best` selects the one with the lowest held-out loss.
 
     Raises CheckpointError if there is none.
     """
@@ -85,7 +85,7 @@ def find_checkpoint(path: Path) -> Path:
             return found[-1]
     if not path.exists():
         raise CheckpointError(f"no checkpoint at '{path}': no such folder")
-    raise CheckpointError(f"no complete checkpoint in '{path}'; name a run directory or a step-... folder")
+    raise CheckpointError(f"no complete checkpoint in '{path}'; pass a run directory or a step-... folder")
 
 
 def _find_best(run: Path) -> Path:
@@ -94,14 +94,14 @@ def _find_best(run: Path) -> Path:
             return checkpoint_path(folder, best.step)
     newest = find_checkpoint(run)
     raise CheckpointError(
-        f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has come yet; "
+        f"'{run}{BEST}': no best checkpoint is recorded, because train.keep_best was false or no evaluation has run yet; "
         f"use '{newest}', the newest"
     )
 
 
 def fallback_folder(config: Config) -> Path | None:
-    """Where the last checkpoint of a run is saved if run.dir cannot be written: `run.fallback_dir` followed by the absolute path
-    of run.dir, so that several runs can share it. None if not configured."""
+    """Folder for the last checkpoint of a run if run.dir is not writable: `run.fallback_dir` followed by the absolute path of
+    run.dir, so that several runs can share it. None if not configured."""
     if not config.run.fallback_dir:
         return None
     run = Path(config.run.dir).absolute()
@@ -109,9 +109,9 @@ def fallback_folder(config: Config) -> Path | None:
 
 
 def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
-    """A new, empty folder for writing the checkpoint of `step`, and warnings. Removes leftovers of killed saves.
+    """Creates an empty folder to write the checkpoint of `step` to. Returns it, and warnings. Removes leftovers of killed saves.
 
-    Its name is unique, so a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) does not block a save.
+    The name is unique, so a leftover that cannot be removed (an NFS `.nfs*` file, an immutable file) does not block the save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     warnings = []
@@ -124,20 +124,20 @@ def make_temporary(folder: Path, step: int) -> tuple[Path, list[str]]:
 
 
 def make_room(final: Path) -> tuple[Path | None, list[str]]:
-    """Renames an existing folder at the path of a new checkpoint. Returns what to remove after the save, and warnings.
+    """Renames an existing folder at the path of a new checkpoint. Returns the folder to remove after the save, and warnings.
 
-    Only an earlier save of the same step, or an empty folder, is removed.
+    Only an earlier checkpoint of the same step, or an empty folder, is removed.
     """
     if not final.exists():
         return None, []
     if final.is_dir() and ((final / MANIFEST_FILE).is_file() or not any(final.iterdir())):
         return _rename(final, f".{final.name}.{uuid.uuid4().hex[:8]}.old"), []
     aside = _rename(final, _unused(final.with_name(f"incomplete-{final.name}")).name)
-    return None, [f"'{final}' had no {MANIFEST_FILE} and was not overwritten but renamed to '{aside.name}'"]
+    return None, [f"'{final}' had no {MANIFEST_FILE}, so it was renamed to '{aside.name}' instead of overwritten"]
 
 
 def remove(path: Path) -> str | None:
-    """Removes as much of a file or folder as possible; returns the first error if anything remains."""
+    """Removes as much of a folder as possible. Returns the first error if anything remains."""
     problems: list[str] = []
 
     def record(_: Any, failed: str, error: Any) -> None:
@@ -151,7 +151,7 @@ def remove(path: Path) -> str | None:
 
 def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int], mesh: Mesh) -> None:
     """Removes complete checkpoints except the newest `keep` healthy ones, those of every `keep_every` steps (0: none), and those of
-    the `protected` steps. A checkpoint with ruined weights does not count, and is only removed once a healthy one is newer.
+    the `protected` steps. A checkpoint with unusable weights is not counted, and is only removed once a healthy one is newer.
 
     Raises StorageError on every process.
     """
@@ -167,7 +167,7 @@ def rotate(folder: Path, keep: int, keep_every: int, protected: Collection[int],
 
 
 def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Collection[int]) -> list[Path]:
-    """Which of these checkpoints, oldest first, are removed."""
+    """The checkpoints that `rotate` removes. `complete`: oldest first."""
     healthy = [path for path in complete if not trouble_of(path)]
     newest = set(healthy[-keep:])
     newest |= set(complete[complete.index(healthy[-1]) :]) if healthy else set(complete)
@@ -181,7 +181,7 @@ def rotated(complete: Sequence[Path], keep: int, keep_every: int, protected: Col
 
 
 def trouble_of(path: Path) -> str:
-    """Why the weights of a checkpoint are ruined, as recorded in it; '' if they are not, or if it cannot be read."""
+    """Why the weights of a checkpoint are unusable, as recorded in it; '' if they are usable, or if it cannot be read."""
     try:
         return str(json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get("trouble", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -190,7 +190,7 @@ def trouble_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint with the lowest held-out loss, as best.json names it."""
+    """The checkpoint with the lowest held-out loss, as recorded in best.json."""
 
     step: int
     heldout_loss: float
@@ -198,7 +198,7 @@ class BestCheckpoint:
 
 
 def read_best(folder: Path) -> BestCheckpoint | None:
-    """The best checkpoint of a run; None if none is recorded, or it is gone."""
+    """The best checkpoint of a run; None if none is recorded, or if it was deleted."""
     try:
         values = json.loads((folder / BEST_FILE).read_text(encoding="utf-8"))
         best = BestCheckpoint(int(values["step"]), float(values["heldout_loss"]))
@@ -219,8 +219,8 @@ def write_best(folder: Path, best: BestCheckpoint, mesh: Mesh) -> None:
 
 
 def supersede(folder: Path, step: int, mesh: Mesh) -> None:
-    """Renames checkpoints of later steps to `superseded-step-...`: training branches off at `step`, and the newest
-    checkpoint must be of this branch. Raises StorageError on every process."""
+    """Renames checkpoints after `step` to `superseded-step-...`. Training branches off at `step`, and the newest checkpoint must
+    belong to the new branch. Raises StorageError on every process."""
 
     def set_aside() -> None:
         for path in complete_checkpoints(folder):
@@ -235,7 +235,7 @@ def _rename(path: Path, name: str) -> Path:
 
 
 def _unused(path: Path) -> Path:
-    """The path, with .2, .3, ... appended if it exists."""
+    """An unused path: `path`, with .2, .3, ... appended if necessary."""
     candidate, number = path, 1
     while candidate.exists():
         number += 1

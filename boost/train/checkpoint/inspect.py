@@ -43,7 +43,7 @@ def checkpoint_folders(path: Path) -> list[Path]:
             if found:
                 return sorted(found, key=lambda each: (step_of(each) or 0, each.name))
     what = "no checkpoint in" if path.exists() else "no such folder:"
-    raise CheckpointError(f"{what} '{path}'; name a run directory or a step-... folder")
+    raise CheckpointError(f"{what} '{path}'; pass a run directory or a step-... folder")
 
 
 def inspect(path: Path) -> CheckpointInfo:

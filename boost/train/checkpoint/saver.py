@@ -1,11 +1,12 @@
-"""The saves of a run: here and now, or in the background while training goes on.
+"""Saves of a run, in the foreground or in the background while training continues.
 
-A save in the background stalls training for one copy of this process's share into host memory. A thread then does what a save
-here and now does, with the same guarantees: it writes, digests and syncs the files, learns over a process group of its own
-that every process has, and the main process renames the folder. At most one is in flight. Its outcome is taken up on the main
-thread, between two steps, when it is known on every process.
+A background save stalls training only while this process's share is copied to host memory. A thread then performs the same steps
+as a foreground save, with the same guarantees: it writes, hashes and syncs the files; waits, over a separate process group, until
+all processes have done so; and the main process renames the folder. At most one save is in flight. The main thread collects its
+result between two steps, once all processes have finished.
 
-A thread, not a process: writing, syncing and hashing release the interpreter, and a process would need the copy in shared memory.
+This is a thread rather than a process because writing, syncing and hashing release the GIL, and because a process would need the
+copy in shared memory.
 """
 
 import dataclasses
@@ -33,16 +34,16 @@ from boost.train.model import Model
 log = logging.getLogger("boost")
 
 ABANDON_S = 5.0
-"""Seconds that a save that cannot be complete has to end: it may be writing a file."""
+"""Seconds to wait for an abandoned save to end; it may be writing a file."""
 
 
 class CheckpointSaver:
-    """Saves of one model and optimizer. All methods but `close` and `in_flight` are collective."""
+    """Saves one model and optimizer. All methods except `close` and `in_flight` are collective."""
 
     def __init__(
         self, model: Model, optimizer: Optimizer, config: Config, tokenizer: bytes, data: dict[str, Any], mesh: Mesh
     ) -> None:
-        """`tokenizer`: the bytes of the file that every checkpoint of the run gets, whatever becomes of the token store."""
+        """`tokenizer`: content of tokenizer.json for every checkpoint, independent of later changes to the token store."""
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._config, self._tokenizer, self._data = config, tokenizer, data
         self._share: SaveShare | None = None
@@ -53,16 +54,16 @@ class CheckpointSaver:
         self._outcome: SavedCheckpoint | Exception | None = None
 
     def add_data(self, data: dict[str, Any]) -> None:
-        """Adds to what the following checkpoints record of their data."""
+        """Adds entries to the `data` that later checkpoints record."""
         self._data = {**self._data, **data}
 
     @property
     def in_flight(self) -> int | None:
-        """The step of the save in the background whose outcome was not taken up yet."""
+        """Step of the background save that `finish` has not collected yet; None if there is none."""
         return self._step if self._thread else None
 
     def prepare(self) -> None:
-        """Makes what the first save in the background would otherwise stall training with: the buffer, and the group."""
+        """Allocates the buffer and the process group in advance, so that the first background save does not stall training."""
         share = self._current_share()
         if self._group is None and self._mesh.background is not None:
             self._group = self._mesh.background.group
@@ -77,12 +78,12 @@ class CheckpointSaver:
         return self._share
 
     def save(self, folder: Path, position: Position) -> SavedCheckpoint:
-        """Saves and returns when the checkpoint is complete. Needs no buffer. Raises as `write_snapshot`."""
+        """Saves in the foreground. Needs no buffer. Raises the same errors as `write_snapshot`."""
         assert self._thread is None, "at most one save is in flight"
         return write_snapshot(folder, self._snapshot(position, None), self._mesh)
 
     def start(self, folder: Path, position: Position) -> None:
-        """Copies weights, moments and RNG states, and writes them in the background."""
+        """Copies weights, optimizer state and RNG states, and writes them in the background."""
         assert self._thread is None, "at most one save is in flight"
         self.prepare()
         snapshot = self._snapshot(position, self._buffer)
@@ -110,11 +111,11 @@ class CheckpointSaver:
             if isinstance(outcome, Exception) and not isinstance(outcome, BoostError):
                 raise StorageError(f"checkpoint of step {self._step} not saved: {root_cause(outcome)}") from outcome
 
-        # Errors of a save are the same on all processes; a lost connection between the threads may be known to one only.
+        # Save errors are the same on all processes, but a lost connection between the threads may show on one process only.
         try:
             run_on_all(self._mesh, raise_surprise, StorageError)
         except StorageError:
-            self._group = None  # a group that was interrupted is out of step: the next save makes another one
+            self._group = None  # an interrupted group is out of sync; the next save creates a new one
             raise
         if isinstance(outcome, Exception):
             raise outcome
@@ -122,7 +123,7 @@ class CheckpointSaver:
         return outcome
 
     def abandon(self) -> int | None:
-        """Other processes share the work from now on: a save in flight, whose step is returned, will not be complete."""
+        """Abandons the save in flight because the membership changed. Returns its step, or None if there was none."""
         step, thread = self.in_flight, self._thread
         self._thread = self._share = self._group = None
         if thread is not None:
@@ -131,7 +132,7 @@ class CheckpointSaver:
         return step
 
     def close(self, timeout_s: float) -> None:
-        """Lets a save in flight end, where the run does not: a checkpoint is worth some seconds, even after an error."""
+        """Waits up to `timeout_s` for a save in flight, even after an error: a checkpoint is worth some seconds."""
         if self._thread:
             log.info("waiting for the checkpoint of step %d", self._step)
             self._thread.join(timeout_s)

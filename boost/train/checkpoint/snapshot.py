@@ -1,8 +1,8 @@
-"""What one process writes for a checkpoint of one step: its share of the slices, the state, the tokenizer.
+"""Snapshots: the part of a checkpoint that one process writes, that is, its share of the slices, the state, and the tokenizer.
 
-Replicas hold the same slices. Each slice is assigned to one writer, once, such that all processes write about the same amount.
-A snapshot refers either to the weights themselves (foreground save, which ends before the next step) or to copies in a buffer
-that is reused for every save, pinned if the weights are on a GPU (background save, during which training continues).
+Replicas hold the same slices. Each slice is assigned to one writer so that all processes write about the same amount. The
+assignment is made once. A snapshot refers either to the weights themselves (foreground save, done before the next step) or to
+copies in a buffer (background save, while training continues). The buffer is reused, and pinned if the weights are on a GPU.
 """
 
 import dataclasses
@@ -49,14 +49,14 @@ class HostBuffer:
         return self._buffer.nbytes
 
     def reserve(self, slices: list[LocalSlice]) -> None:
-        """Allocates and touches the memory, so that saves are not slowed by allocation and page faults."""
+        """Allocates and touches the memory, so that allocation and page faults do not slow down saves."""
         total = sum(each.local.nbytes for each in slices)
         if self.nbytes != total:
             pinned = any(each.local.is_cuda for each in slices)
             self._buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=pinned)
 
     def copy(self, slices: list[LocalSlice]) -> list[LocalSlice]:
-        """The slices with copies in place of their tensors. Returns when the copies are done."""
+        """Returns the slices with their tensors replaced by copies. Waits for the copies to finish."""
         self.reserve(slices)
         copies, begin = [], 0
         for each in slices:
@@ -70,7 +70,7 @@ class HostBuffer:
 
 
 class SaveShare:
-    """The slices that this process writes, the same for every save, until moments are divided anew. The constructor is
+    """The slices that this process writes. Valid for all saves until the optimizer state is resharded. The constructor is
     collective."""
 
     def __init__(self, model: Model, optimizer: Optimizer, mesh: Mesh) -> None:
@@ -97,7 +97,7 @@ class SaveShare:
 
 
 def _assign(by_rank: list[dict[Key, int]]) -> list[set[Key]]:
-    """The slices that each process writes: every slice once, by the least loaded process that holds it."""
+    """Assigns each slice to the least loaded process that holds it. Returns the slices of each process."""
     holders: dict[Key, list[int]] = {}
     for rank, held in enumerate(by_rank):
         for key in held:
@@ -120,7 +120,7 @@ def take_snapshot(
     mesh: Mesh,
     buffer: HostBuffer | None = None,
 ) -> Snapshot:
-    """This process's part of a checkpoint of the current step. Without a `buffer` it refers to the weights themselves and must be
+    """Takes this process's snapshot of the current step. Without a `buffer`, it refers to the weights themselves and must be
     written before they change."""
     state = CheckpointState(
         step=position.step,

@@ -1,4 +1,4 @@
-"""The model of state.json, and opening a checkpoint: everything except its tensors is read and checked."""
+"""Schema of state.json, and `open_checkpoint`, which reads and checks everything except the tensors."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,32 +16,32 @@ from boost.train.checkpoint.manifest import first_problem, read_json, read_manif
 
 FORMAT: Literal[1] = 1
 HUB = "hub"
-"""Key of a checkpoint's data: what the Hugging Face folder that the weights came from says beyond weights and tokenizer.json."""
+"""Key in a checkpoint's data: extra content of the Hugging Face folder the weights came from, such as a chat template."""
 
 Counted = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a run: with the configuration, enough to resume exactly."""
+    """Position of a run. Together with the configuration, it is enough to resume exactly."""
 
     step: int
-    """Optimizer steps done. The data position (with `skipped`) and the learning rate are functions of it."""
+    """Optimizer steps done. Determines the learning rate and, with `skipped`, the data position."""
     tokens: int
     """Tokens trained on."""
     skipped: int = 0
     """Steps of data that rollbacks have skipped: step n trains on the data of step n + skipped."""
     trouble: str = ""
-    """Why the weights are ruined; '' if they are not. Such a checkpoint is only resumed from if given by its path."""
-    # What early stopping knows of past evaluations. It says nothing of the weights, so equal positions may differ in it.
+    """Why the weights are unusable; '' if they are usable. Such a checkpoint is only resumed if its path is given."""
+    # State of early stopping. Excluded from comparison, because it does not affect the weights.
     best_heldout_loss: float | None = field(default=None, compare=False)
     """Lowest held-out loss of periodic evaluations so far, nats per token; None before the first, and without early stopping."""
     stale_evaluations: int = field(default=0, compare=False)
-    """Periodic evaluations since then."""
+    """Periodic evaluations since the lowest loss."""
 
 
 class CheckpointState(BaseModel):
-    """The content of state.json. Keys of later releases are ignored."""
+    """Content of state.json. Ignores unknown keys, which later releases may add."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -80,11 +80,11 @@ class Checkpoint:
     config: Config
     updates: int
     data: dict[str, Any]
-    """Fingerprints of the run's token store and tokenizer; for imported weights, of the tokenizer that came with them."""
+    """Fingerprints of the run's token store and tokenizer; for imported weights, of their tokenizer."""
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer file of the weights; imported weights may have none."""
+        """Path of the tokenizer file. Imported weights may have none."""
         return self.path / TOKENIZER_FILE
 
     def require_tokenizer(self) -> str:
@@ -110,7 +110,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_state(path: Path) -> Checkpoint:
-    """Reads and checks state.json, without its digest. Raises CheckpointError."""
+    """Reads and checks state.json, but not its digest. Raises CheckpointError."""
     raw = read_json(path / STATE_FILE)
     if raw.get("format") != FORMAT:
         raise CheckpointError(f"'{path}' has checkpoint format {raw.get('format')!r:.40}; this version reads {FORMAT}")
