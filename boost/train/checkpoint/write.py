@@ -1,4 +1,4 @@
-"""Writes a snapshot. Every process writes and hashes its shard; the main process adds state and manifest, then renames the folder."""
+"""Writes a snapshot. Every process writes and hashes its shard; the main process adds state and manifest, then renames it."""
 
 import json
 import os
