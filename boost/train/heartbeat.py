@@ -44,8 +44,7 @@ WATCH_MARGIN_S = 2.0
 """Seconds past the timeout after which the thread reports a hang, if the backend has not raised an error by then."""
 
 NCCL_MARGIN_S = 8.0
-"""Seconds past the timeout of a phase after which NCCL aborts the process. NCCL does not name the culprit, so the thread must be
-first."""
+"""Seconds past the timeout of a phase after which NCCL aborts the process. The thread must report before that."""
 
 _RECORDS = "64"
 """Size of the flight recorder, in collectives, unless TORCH_FR_BUFFER_SIZE is set. It is small because it is read every second."""

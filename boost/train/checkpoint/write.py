@@ -1,5 +1,4 @@
-"""Writes a snapshot: every process writes and hashes its shard, then the main process writes state and manifest and renames the
-folder."""
+"""Writes a snapshot. Every process writes and hashes its shard; the main process adds state and manifest, then renames it."""
 
 import json
 import os
