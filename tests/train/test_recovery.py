@@ -396,7 +396,7 @@ def test_errors_reach_them_too() -> None:
                 "model": {"layers": 4},
                 "train": {"global_batch": 8, "micro_batch": 1},
             },
-            r"parallel\.schedule = 'interleaved-1f1b' does not take",
+            r"parallel\.schedule = 'interleaved-1f1b' does not support",
         ),
     ],
 )

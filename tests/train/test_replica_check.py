@@ -63,7 +63,7 @@ def test_a_flip_that_ruins_the_loss_is_found_in_the_bad_step_that_it_makes(store
 def test_of_two_replicas_both_are_named(store: Path, tmp_path: Path) -> None:
     for error, step, _ in run_distributed(2, run_with_flip, config_of(store, tmp_path, 2), 2, 1):
         assert error is not None and step == 4 and "there is no checkpoint: start over" in error
-        assert "processes 0 (host " in error and ") and 1 (host " in error and "there is no majority" in error
+        assert "processes 0 (host " in error and ") and 1 (host " in error and "without a majority" in error
 
 
 @pytest.mark.slow
