@@ -208,6 +208,8 @@ class Run:
         whole = {name for name, each in by_member.items() if len(each) == max(map(len, by_member.values()))}
         inside = [member.incarnation for member in decision.members if member.incarnation in whole]
         outside = [name for name in beats if name not in inside and name not in gone]
+        if self.spares_pairs and len(inside) < len(decision.members):
+            return []  # a kill that the others have not noticed yet counts too
         size = 2 if chance.random() < 0.2 and not self.spares_pairs else 1
         if outside and wants_outside:
             return [chance.choice(by_member[chance.choice(outside)])]
