@@ -275,7 +275,7 @@ class Recovery:
 
         Raises PutOutError if that fails, so that the replica is restarted; StoppedError if the run ends first.
         """
-        since = self.decision.number
+        since, current = self.decision.number, self.decision
         _barrier_of_replica(self.replica.size)
         if self.replica.process == 0:
             self._coordinator.announce(self.member)
@@ -283,9 +283,9 @@ class Recovery:
             if self._store.check(["done"]):
                 raise StoppedError("the end of the run")
             if (latest := self._coordinator.latest(since)) is not None:
-                since = latest.number
-                if latest.refused or all(self._coordinator.why_gone(each.incarnation) for each in latest.members):
-                    raise PutOutError("no replica with weights is left; resume with --resume auto")
+                since, current = latest.number, latest
+            if current.refused or all(self._is_lost(each) for each in current.members):
+                raise PutOutError("no replica with weights is left; resume with --resume auto")
             time.sleep(0.02)
         try:
             self._connect(decision)
@@ -298,6 +298,10 @@ class Recovery:
         self.trainer, self.operation = trainer, decision.operation
         self._complete(None)
         trainer.check_replicas(again=True)
+
+    def _is_lost(self, member: Member) -> bool:
+        """Whether a member is gone, or does not answer. Under torchrun nobody reports a loss if no member is left to notice it."""
+        return bool(self._coordinator.why_gone(member.incarnation)) or self._beats.is_silent(member)
 
     def _transfer_state(self, newcomer: "Trainer | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.

@@ -114,3 +114,13 @@ def test_of_a_split_network_no_part_goes_on_without_a_majority(nodes: tuple[Node
     for agent in agents[1:]:
         assert re.search("run's store at .* has not responded for 6 s", agent.said()), agent.said()
     assert not memberships(config)
+
+
+def test_when_no_replica_with_weights_is_left_all_torchruns_end(nodes: tuple[Node, Node], config: Path) -> None:
+    agents = start(nodes, config, "ab", max_restarts=1)
+    wait_for_step(agents, config.parent / "run", 5)
+    for agent in agents:
+        os.kill(agent.workers()[0], signal.SIGKILL)
+    for agent in agents:
+        assert agent.wait(LIMIT_S) != 0, agent.said()
+        assert "no replica with weights is left" in agent.said(), agent.said()
