@@ -1,7 +1,6 @@
 """`Model`: a language model with its tokenizer, from a preset, a checkpoint, or a Hugging Face folder."""
 
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from boost.convert.export import export, require_free
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, dtype_name
 from boost.convert.vocabulary import read_vocabulary
-from boost.data.tokenizer import load_tokenizer
+from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError, StorageError
 from boost.models.fused import fused_params
 from boost.models.interface import local_slice
@@ -92,10 +91,7 @@ class Model(nn.Module):
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`, or None: a new model has none."""
         if self._tokenizer is None and self._tokenizer_json:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "tokenizer.json"
-                path.write_text(self._tokenizer_json, encoding="utf-8")
-                self._tokenizer = load_tokenizer(path)
+            self._tokenizer = parse_tokenizer(self._tokenizer_json)
         return self._tokenizer
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:

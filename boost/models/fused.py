@@ -92,6 +92,13 @@ class FusedModule(nn.Module):
         self.slices[attribute], self.placements[attribute] = tuple(slices), placement
         self._child_index[attribute] = len(self._modules)
 
+    def describe_child(self, attribute: str, parameter: Parameter, layout: Layout) -> None:
+        """Declares the weight of a child module, such as "q_proj.A.weight", which holds one parameter, as a fused parameter."""
+        placement = layout.placement(parameter.role)
+        rows = local_shape(parameter, placement, layout.size)[0]
+        self.slices[attribute], self.placements[attribute] = (ParamSlice(parameter, 0, rows),), placement
+        self._child_index[attribute] = len(self._modules)
+
     def fused_params_at(self, child: int) -> Iterator[FusedParam]:
         """The fused parameters registered before child module `child` and after the one preceding it."""
         for attribute, slices in self.slices.items():

@@ -160,10 +160,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
             alike = itertools.groupby(shape.parameters(prefix, "W"), lambda each: layout.placement(each.role))
             self._outer = [self._store_outer("W", tuple(parameters), layout) for _, parameters in alike]
         whole = [self.placements[name].dim is None for name in self._outer for _ in self.slices[name]]
-        self.own_heads = [
-            own_head(model, layout) if slot.kv and held_whole and not layout.crosses_as_heads(slot) else None
-            for slot, held_whole in zip(shape.slots, whole, strict=True)
-        ]
+        self.own_heads = [own_head(model, layout, *each) for each in zip(shape.slots, whole, strict=True)]
         has_latent_gate = architecture.has_latent_gate(model, layer)
         self.latent_gate = LatentGate(model, shape, prefix, layout) if has_latent_gate else None
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
@@ -195,11 +192,11 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         return name
 
 
-def own_head(model: ModelConfig, layout: Layout) -> tuple[int, int] | None:
+def own_head(model: ModelConfig, layout: Layout, slot: architecture.Slot, replicated: bool) -> tuple[int, int] | None:
     """(first row, rows) of the one key/value head that this process uses of a replicated weight; None: all rows.
 
     With fewer heads K than p processes, all query heads of process i belong to head i K / p.
     """
-    if model.kv_heads >= layout.num_shards:
+    if not (slot.kv and replicated) or layout.crosses_as_heads(slot) or model.kv_heads >= layout.num_shards:
         return None
     return layout.rank * model.kv_heads // layout.num_shards * model.head_dim, model.head_dim

@@ -14,7 +14,7 @@ from boost.config import architecture
 from boost.config.architecture import IGNORED, Parameter
 from boost.config.stages import whole
 from boost.models import decoder
-from boost.models.fused import FusedModule, ParamSlice, fused_params
+from boost.models.fused import FusedModule, fused_params
 from boost.models.init import initialize
 from boost.models.interface import interleave
 from boost.nn.gradients import reduce_partial_gradients
@@ -66,12 +66,8 @@ class Decoder(decoder.Decoder):
         self._partial = reduce_partial_gradients(self, spec.tp)
 
     def _add_table(self, attribute: str, parameter: Parameter) -> None:
-        shape = self.spec.local_shape(parameter)
-        self.add_module(attribute, Table(shape))
-        name = f"{attribute}.weight"
-        self.slices[name] = (ParamSlice(parameter, 0, shape[0]),)
-        self.placements[name] = self.layout.placement(parameter.role)
-        self._child_index[name] = len(self._modules)
+        self.add_module(attribute, Table(self.spec.local_shape(parameter)))
+        self.describe_child(f"{attribute}.weight", parameter, self.layout)
 
     # What the decoder of a run has as fused parameters.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from boost.config import architecture
-from boost.models.fused import FusedModule, ParamSlice
+from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup, own_head
 from boost.models.interface import Saved
 from boost.models.latent_gate import LatentGate
@@ -30,9 +30,7 @@ class SeparateLinears(LinearGroup):
         self.feeds_next = model.has_latent_gates and layer + 1 < model.layers
         roles = [parameter.role for parameter in shape.parameters("", "B" if self.low_rank else "W")]
         self.own_heads = [
-            own_head(model, layout)
-            if slot.kv and layout.placement(role).dim is None and not layout.crosses_as_heads(slot)
-            else None
+            own_head(model, layout, slot, layout.placement(role).dim is None)
             for slot, role in zip(shape.slots, roles, strict=True)
         ]
 
@@ -106,7 +104,6 @@ def _weight(module: nn.Module) -> Tensor:
 
 def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architecture.GroupSpec) -> SeparateLinears:
     """Adds the linears of a group to `module` as q_proj, k_proj, ..., uninitialized, and returns the group."""
-    model, layout = spec.model, spec.layout
     prefix = f"layers.{layer}"
     for slot in shape.slots:
         name = child_name(slot)
@@ -117,14 +114,11 @@ def make_linears(module: FusedModule, spec: Spec, layer: int, shape: architectur
             described = {f"{name}.weight": weight}
         else:
             (a,), (b,) = (_parameters(shape, prefix, factor, slot) for factor in "AB")
-            linear = _factors(spec.local_shape(a), spec.local_shape(b), model.latent_act)
+            linear = _factors(spec.local_shape(a), spec.local_shape(b), spec.model.latent_act)
             described = {f"{name}.A.weight": a, f"{name}.B.weight": b}
         module.add_module(name, linear)
         for attribute, parameter in described.items():
-            placement = layout.placement(parameter.role)
-            module.slices[attribute] = (ParamSlice(parameter, 0, spec.local_shape(parameter)[0]),)
-            module.placements[attribute] = placement
-            module._child_index[attribute] = len(module._modules)
+            module.describe_child(attribute, parameter, spec.layout)
     return SeparateLinears(module, spec, layer, shape)
 
 

@@ -20,12 +20,11 @@ from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.recompute import POLICIES
 
-SIZES = ("vocab_size", "dim", "layers", "heads", "ffn_dim")
 FFN_MULTIPLE = 32
 
 
 class Spec:
-    """A validated description of a decoder and of how it is sharded. Frozen; modules share it.
+    """A validated description of a decoder and of how it is sharded. Modules share it: do not change it.
 
         spec = boost.nn.Spec(dim=512, heads=8, rank=128, layout="btp", mesh=mesh)
         block = boost.nn.Block(spec)

@@ -14,7 +14,7 @@ from boost.config.architecture import Parameter
 from boost.errors import ConfigError
 from boost.models.attention import Context, make_context
 from boost.models.decoder import TransformerBlock
-from boost.models.fused import FusedModule, ParamSlice
+from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup
 from boost.models.init import initialize
 from boost.models.interface import NO_RECOMPUTE, Done, Layout, Pending, Stream, interleave
@@ -65,10 +65,6 @@ class Sublayer(FusedModule):
 
     def run(self, x: Tensor, batch: int | None, start: Callable[[Layout, Stream, Context], Pending[Stream]]) -> Tensor:
         """Runs a sublayer or a block by itself on the residual stream, [B, S, D] or [T, D]."""
-        if self.model.has_latent_gates and self.model.layers > 1:
-            raise ConfigError(
-                f"family = '{self.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
-            )
         return run_alone(self.spec, x, batch, start)
 
 
@@ -83,22 +79,21 @@ def add_norm(module: FusedModule, spec: Spec, attribute: str, parameter: Paramet
     """Adds an RMSNorm weight as a child module."""
     (width,) = spec.local_shape(parameter)
     module.add_module(attribute, Norm(width))
-    name = f"{attribute}.weight"
-    module.slices[name] = (ParamSlice(parameter, 0, width),)
-    module.placements[name] = spec.layout.placement(parameter.role)
-    module._child_index[name] = len(module._modules)
+    module.describe_child(f"{attribute}.weight", parameter, spec.layout)
 
 
 def run_alone(
     spec: Spec, x: Tensor, batch: int | None, start: Callable[[Layout, Stream, Context], Pending[Stream]]
 ) -> Tensor:
-    """The residual stream after what `start` computes of it."""
+    """The residual stream after what `start` computes of it. Raises ConfigError for a family that passes latents between blocks."""
+    if spec.model.has_latent_gates and spec.model.layers > 1:
+        raise ConfigError(
+            f"family = '{spec.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
+        )
     layout, rows = spec.layout, x.reshape(-1, x.shape[-1])
     batch = batch or (x.shape[0] if x.dim() == 3 else 1)
-    whole = (
-        rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0]
-    )  # a token-sharded stream has T / p rows
-    length = whole // batch
+    # A token-sharded stream has T / p rows.
+    length = rows.shape[0] * spec.tp.size // layout.residual_shape(spec.tp.size)[0] // batch
     positions_S = torch.arange(length, device=x.device)
     context = make_context(batch, positions_S, spec.model, x.dtype)
     (after,) = interleave([start(layout, Stream(rows), context)])
@@ -171,18 +166,15 @@ class LowRankMLP(MLP, Sublayer):
 class Block(TransformerBlock):
     """A decoder block: `attn`, then `mlp`."""
 
-    def __init__(
-        self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, _index: int | None = None, **sizes: Any
-    ) -> None:
+    def __init__(self, spec: Spec | None = None, layer: int = 0, *, _alone: bool = True, **sizes: Any) -> None:
         """From a `Spec`, or from sizes: Block(dim=512, heads=8, rank=128). Raises ConfigError."""
         FusedModule.__init__(self)
         self.spec = as_spec(spec, sizes)
         self.model, self.layout = self.spec.model, self.spec.layout
-        self.layer_index = layer if _index is None else _index
+        self.layer_index = layer
         self.policy = POLICIES[self.spec.recompute]
         self.attn = LowRankAttention(self.spec, layer, _alone=False)
         self.mlp = LowRankMLP(self.spec, layer, _alone=False)
-        self.attn.layer_index = self.layer_index
         finish(self, _alone)
 
     @property
@@ -203,10 +195,6 @@ class Block(TransformerBlock):
         """
         if rest:
             return super().forward(x, *rest)
-        if self.model.has_latent_gates and self.model.layers > 1:
-            raise ConfigError(
-                f"family = '{self.model.family}' passes latents from block to block; run the blocks through boost.nn.Decoder"
-            )
         layout = self.layout.with_options(policy=self.policy if torch.is_grad_enabled() else NO_RECOMPUTE)
 
         def start(_: Layout, stream: Stream, context: Context) -> Pending[Stream]:

@@ -76,7 +76,7 @@ class GradientReducer:
         """`dtype`: the dtype of communication; None: the dtype of the gradients.
 
         `keeps`: keep this process's own gradients in addition to the sums until the next step begins, so that the sums can be
-        discarded and computed again (`again`).
+        discarded and recomputed (`again`).
         """
         trainable = [s for s in fused_params if s.parameter.requires_grad]
         replicated = [s for s in trainable if s.shard is None]

@@ -75,8 +75,8 @@ class PassTime:
     def room(self, overlap: float, shared: bool) -> tuple[float, float]:
         """(forward, backward) seconds in which DP collectives can hide: the fraction `overlap` of the device's compute time.
 
-        If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted: collectives do not hide
-        behind each other.
+        If TP or CP collectives use the same link (`shared`), the time in which those hide is subtracted: collectives on one
+        link do not overlap.
         """
         hidden = self.hidden if shared else (0.0, 0.0)
         forward = overlap * (self.forward - self.waits[0]) - hidden[0]

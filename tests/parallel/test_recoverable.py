@@ -89,7 +89,7 @@ def test_a_failed_connection_is_abandoned(tmp_path: Path) -> None:
 
 
 def taken_back(path: Path) -> list[list[float]]:
-    """Sums that are computed, discarded and computed again, in a bucket of one tensor and in one of two."""
+    """Sums that are computed, discarded and recomputed, in a bucket of one tensor and in one of two."""
     rank, membership = dist.get_rank(), Membership(0)
     axis = Axis(rank, 2, group_of(path, rank, 2, membership), recoverable=True)
     mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
