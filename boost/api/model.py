@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from boost.api.sharding import fill, spec_of
 from boost.config import Config, load
-from boost.config.architecture import Parameter, parameters
-from boost.config.families import ModelConfig
 from boost.config.load import change, from_tree, read_source
 from boost.convert.export import export, require_free
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
@@ -19,9 +18,7 @@ from boost.convert.tensors import TensorWriter, dtype_name
 from boost.convert.vocabulary import read_vocabulary
 from boost.data.tokenizer import parse_tokenizer
 from boost.errors import ConfigError, StorageError
-from boost.models.fused import fused_params
-from boost.models.interface import local_slice
-from boost.nn import Decoder, Spec
+from boost.nn import Decoder
 from boost.train.checkpoint import find_checkpoint, open_checkpoint
 from boost.train.generate import Sampling, generate
 from boost.train.weights import PREFIX, begin_weights, finish_weights, weights_state
@@ -64,7 +61,7 @@ class Model(nn.Module):
     def from_config(cls, config: Config | Mapping[str, Any] | str | Path, **options: Any) -> "Model":
         """A new model of a configuration: an object, a nested dict, or a TOML file. `options` as of `from_preset`."""
         config = as_config(config)
-        return cls(Decoder(_spec(config.model, {"seed": config.train.seed, **options})), config)
+        return cls(Decoder(spec_of(config.model, {"seed": config.train.seed, **options})), config)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> "Model":
@@ -76,9 +73,9 @@ class Model(nn.Module):
         weights = _open(Path(path))
         dtype = options.pop("dtype", None) or weights.dtype()
         dtype = torch.float32 if dtype == torch.float16 else dtype
-        spec = _spec(weights.model, {"dtype": dtype, **options})
+        spec = spec_of(weights.model, {"dtype": dtype, **options})
         decoder = Decoder(spec, initialized=False)
-        _fill(decoder, weights.read)
+        fill(decoder, weights.read)
         vocabulary = None
         if weights.tokenizer is not None:
             folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
@@ -196,25 +193,9 @@ def as_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     return from_tree(dict(source)) if isinstance(source, Mapping) else load(str(source))
 
 
-def _spec(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
-    fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
-    return Spec(family=model.family, **{**fields, **options})
-
-
 def _open(path: Path) -> CheckpointWeights | FolderWeights:
     if not path.is_dir():
         raise ConfigError(f"path = '{path}' is no folder; name a run directory, a checkpoint, or a Hugging Face folder")
     if (path / "config.json").is_file():
         return FolderWeights(path)
     return CheckpointWeights(find_checkpoint(path))
-
-
-@torch.no_grad()
-def _fill(decoder: Decoder, read: Callable[[Parameter], Tensor]) -> None:
-    """Copies whole parameters into the shards of this process, one at a time."""
-    slots: dict[str, Any] = {}
-    for fused in fused_params(decoder):
-        slots |= {each.parameter.name: (fused, each) for each in fused.slices}
-    for parameter in parameters(decoder.model):
-        fused, each = slots[parameter.name]
-        each.view(fused.parameter).copy_(local_slice(parameter, decoder.layout, read(parameter)))

@@ -1,12 +1,15 @@
 """`parallelize`: shards modules of `boost.nn` over TP ranks."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from boost.config.architecture import Parameter
+from boost.config.families import ModelConfig
 from boost.errors import ConfigError
 from boost.models.fused import fused_params
 from boost.models.interface import local_slice
@@ -39,20 +42,13 @@ def parallelize(
     spec = model.spec
     if spec.tp.size > 1:
         raise ConfigError(f"model is already sharded over {spec.tp.size} TP ranks; pass the unsharded module")
-    fields = {name: value for name, value in spec.model.model_dump(exclude_none=True).items() if name != "family"}
     options = {"recompute": spec.recompute, **options}
     first = next(model.parameters())
-    made = Spec(
-        family=spec.model.family, layout=layout, mesh=mesh, device=first.device, dtype=first.dtype,
-        compute_dtype=spec.compute_dtype, seed=spec.seed, **fields, **options,
-    )  # fmt: skip
+    given = {"layout": layout, "mesh": mesh, "device": first.device, "dtype": first.dtype}
+    made = spec_of(spec.model, {**given, "compute_dtype": spec.compute_dtype, "seed": spec.seed, **options})
     sharded = _like(model, made)
     whole = {each.parameter.name: each.view(fused.parameter) for fused in fused_params(model) for each in fused.slices}
-    with torch.no_grad():
-        for fused in fused_params(sharded):
-            for each in fused.slices:
-                own = local_slice(each.parameter, made.layout, whole[each.parameter.name])
-                each.view(fused.parameter).copy_(own)
+    fill(sharded, lambda parameter: whole[parameter.name])
     return sharded.train(model.training)
 
 
@@ -61,3 +57,17 @@ def _like(model: Any, spec: Spec) -> Any:
     if isinstance(model, Decoder):
         return Decoder(spec, initialized=False)
     return type(model)(spec, model.attn.layer if isinstance(model, Block) else model.layer)
+
+
+def spec_of(model: ModelConfig, options: Mapping[str, Any]) -> Spec:
+    """The `Spec` of a [model] section; `options` are its other arguments."""
+    fields = {name: value for name, value in model.model_dump(exclude_none=True).items() if name != "family"}
+    return Spec(family=model.family, **{**fields, **options})
+
+
+@torch.no_grad()
+def fill(module: Any, read: Callable[[Parameter], Tensor]) -> None:
+    """Copies whole parameters into this process's shards of a `boost.nn` module, one at a time."""
+    for fused in fused_params(module):
+        for each in fused.slices:
+            each.view(fused.parameter).copy_(local_slice(each.parameter, module.layout, read(each.parameter)))
