@@ -250,6 +250,8 @@ class Hosts:
 
     def __init__(self, args: argparse.Namespace, folder: Path, words: str, hosts: Sequence[Host]) -> None:
         self.args, self.folder, self.seconds = args, folder, 0.0
+        self._losses: dict[int, int] = {}
+        """Members that were killed, and how often each had been lost by then."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
         self.coordinator = subprocess.Popen(hosts[0].command(*BOOST, "coordinate"), stdout=subprocess.DEVNULL)
@@ -300,19 +302,28 @@ class Hosts:
                 time.sleep(0.1)
 
     def victims(self, chance: random.Random) -> list[int]:
-        """Replicas to kill now; none if that would leave none with weights."""
+        """Replicas to kill now; none if that would leave none with weights. Without a launcher that sees all processes, a loss is
+        noticed only once the replica is silent or starts again; until then it still counts as a member."""
         if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
             return []
         inside = dict.fromkeys(range(PROCESSES), 0)
         """Step before which each came in."""
+        losses = Counter[int]()
         for change in lines(self.folder, "membership"):
             for replica, _ in change["lost"]:
                 inside.pop(replica, None)
+                losses[replica] += 1
             inside |= dict.fromkeys(change["joined"], change["step"])
         size = 2 if chance.random() < 0.2 else 1
         chosen = chance.sample(range(PROCESSES), size)
-        safe = [each for each, step in inside.items() if steps[-1]["step"] > step and each not in chosen]
-        return chosen if any(self.worker(each) for each in safe) and all(map(self.worker, chosen)) else []
+        unnoticed = {replica for replica, before in self._losses.items() if losses[replica] == before}
+        if unnoticed & set(chosen) or not all(map(self.worker, chosen)):
+            return []
+        safe = {replica for replica, step in inside.items() if steps[-1]["step"] > step} - unnoticed - set(chosen)
+        if not any(map(self.worker, safe)):
+            return []
+        self._losses = {replica: losses[replica] for replica in (*unnoticed, *(set(chosen) & set(inside)))}
+        return chosen
 
     def finish(self) -> None:
         """Waits for its end. Raises SystemExit if it failed."""

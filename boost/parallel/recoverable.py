@@ -143,12 +143,13 @@ class RecoverableGroup(dist.ProcessGroup):
         self._membership.waiting_since = self._membership.waiting_since or time.monotonic()
         try:
             while True:
+                completed = work.is_completed()  # asked first: a wait may time out just before the collective completes
                 try:
                     # NCCL's wait returns immediately; only the stream waits.
                     work.wait(datetime.timedelta(seconds=POLL_S)) if "cuda" not in self._backends else work.wait()
                     return
                 except RuntimeError as error:
-                    if work.is_completed():
+                    if completed or "cuda" in self._backends:
                         raise self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
                 if self._membership.over.is_set():
                     self._pending.append(work)

@@ -74,6 +74,40 @@ def test_a_wait_ends_with_the_membership(tmp_path: Path) -> None:
     assert left == right == [3.0, True, 2.0] and absent == [3.0]
 
 
+class CompletesLate:
+    """A collective that completes between the end of the first wait and whatever is asked next."""
+
+    def __init__(self, error: str = "") -> None:
+        self.completed, self.error = False, error
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self.completed:
+            self.completed = True
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+
+def completes_late(path: Path) -> str:
+    membership = Membership(0)
+    group = group_of(path, 0, 1, membership)
+    group.wait(CompletesLate(), "sum")
+    assert not membership.over.is_set(), "it did not fail"
+    with pytest.raises(PeersLostError, match="sum failed: connection reset") as error:
+        group.wait(CompletesLate("connection reset"), "sum")
+    assert membership.over.is_set()
+    membership.leave()
+    return str(error.value)
+
+
+def test_a_collective_that_completes_as_a_wait_times_out_has_not_failed(tmp_path: Path) -> None:
+    assert run_distributed(1, completes_late, tmp_path / "store")
+
+
 def nobody_connects(path: Path) -> str:
     membership = Membership(0)
     threading.Timer(0.3, membership.end).start()

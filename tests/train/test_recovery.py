@@ -112,7 +112,7 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
     faults = ("--inject-fault", "kill@5:1", "--inject-fault", "kill@70:0")
     code, out, err, found = trained(tmp_path / "killed", store, *in_step, "--train.steps", "100", *faults)
     assert code == 0, out + err
-    assert [len(line["joined"]) for line in of("membership", found)] == [0, 1, 0, 1]
+    assert [len(line["joined"]) for line in of("membership", found)] == [0, 1, 0, 1], of("membership", found)
     plain = (*words, *QUIET, "--parallel.dp", "2", "--parallel.shard", "none")
     _, _, _, expected = trained(tmp_path / "whole", store, *plain, "--train.steps", "110")
     assert_same_steps(found, [line for line in expected if line["step"] <= 100], 100)

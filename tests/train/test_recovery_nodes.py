@@ -94,7 +94,7 @@ def test_of_a_split_network_the_half_that_reaches_the_store_goes_on_and_the_othe
     nodes[1].connect(False)
     wait_for(agents, lambda: memberships(config))
     (change,) = memberships(config)
-    assert change["replicas"] == 1 and "does not answer" in change["lost"][0][1]
+    assert change["replicas"] == 1 and "does not answer" in change["lost"][0][1], change
     wait_for_step(agents, run, change["step"] + 20)
     wait_for(agents, lambda: "others continue, so it stops" in agents[1].said())
     nodes[1].connect(True)
