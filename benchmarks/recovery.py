@@ -430,7 +430,7 @@ def membership(launch: Path) -> tuple[Decision, set[str]] | None:
     if latest is None:
         return None
     names = {beat.incarnation for beat in read_beats(launch)} | {each.incarnation for each in latest.members}
-    return latest, {name for name in names if coordinator.why_gone(name)}
+    return latest, {name for name in names if coordinator.lost_reason(name)}
 
 
 def alive(pid: int) -> bool:

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from boost.config import Config
 from boost.measure import exactness
-from boost.measure.exactness import Seen, TrainedModel, keeps_table, made_up_batches
+from boost.measure.exactness import Observed, TrainedModel, made_up_batches, matches_table
 from tests import toy
 
-__all__ = ["Trained", "compare", "errors_of", "keeps_table", "made_up_batches", "reference"]
+__all__ = ["Trained", "compare", "relative_errors", "matches_table", "made_up_batches", "reference"]
 
 
 class Trained(TrainedModel):
@@ -19,10 +19,10 @@ class Trained(TrainedModel):
         super().__init__(config, toy.toy_mesh(config), steps, seed)
 
 
-_known: dict[tuple[str, int], Seen] = {}
+_known: dict[tuple[str, int], Observed] = {}
 
 
-def reference(config: Config, steps: int) -> Seen:
+def reference(config: Config, steps: int) -> Observed:
     """The same model on one process; made once in a pool, whose other processes hear of it. All of them must ask."""
     key = toy.single(config).model_dump_json(), steps
     if key not in _known:
@@ -42,9 +42,9 @@ def reference(config: Config, steps: int) -> Seen:
 
 def compare(config: Config, steps: int = 2) -> dict[str, float]:
     """Relative errors of what this process has against the whole model in one process."""
-    return errors_of(Trained(config, steps), steps)
+    return relative_errors(Trained(config, steps), steps)
 
 
-def errors_of(actual: TrainedModel, steps: int) -> dict[str, float]:
+def relative_errors(actual: TrainedModel, steps: int) -> dict[str, float]:
     """The same of a model that has made its steps."""
-    return exactness.errors_of(actual, reference(actual.config, steps))
+    return exactness.relative_errors(actual, reference(actual.config, steps))

@@ -36,9 +36,9 @@ class PeersLostError(Exception):
 class Membership:
     """The replicas that train together, until one is lost or another one joins. Each change creates a new, numbered membership."""
 
-    def __init__(self, number: int, give_up: Callable[[str], None] = lambda reason: None) -> None:
-        """`give_up` tells the other processes that this membership has ended, and why."""
-        self.number, self._give_up = number, give_up
+    def __init__(self, number: int, end_membership: Callable[[str], None] = lambda reason: None) -> None:
+        """`end_membership` tells the other processes that this membership has ended, and why."""
+        self.number, self._end_membership = number, end_membership
         self.over = threading.Event()
         """Set as soon as this process knows that the membership has ended."""
         self.groups: list[RecoverableGroup] = []
@@ -50,7 +50,7 @@ class Membership:
         if not self.over.is_set():
             self.end()
             with contextlib.suppress(OSError, RuntimeError):  # unreachable store: the others find out by themselves
-                self._give_up(reason)
+                self._end_membership(reason)
         return PeersLostError(reason)
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from boost.config.schema import ParallelConfig
 from boost.models.fused import FusedParam, fused_params
 from boost.parallel.collectives import all_reduce
 from boost.parallel.gradients import GradientReducer
-from boost.parallel.members import place_of, replica_size
+from boost.parallel.members import replica_of_rank, replica_size
 from boost.parallel.mesh import Axis, Mesh
 from boost.parallel.recoverable import Membership, PeersLostError, RecoverableGroup, has_abandoned
 from tests import toy
@@ -129,20 +129,20 @@ def taken_back(path: Path) -> list[list[float]]:
     mesh = Mesh(toy.CPU, {"dp": axis}, axis, rank, 2, world=axis)
     model, _ = toy.toy_decoder(toy.toy_config())
     params = list(fused_params(model))
-    reducer = GradientReducer(params, mesh, torch.float64, keeps=True)
+    reducer = GradientReducer(params, mesh, torch.float64, keep_local=True)
     found = []
     for _ in range(2):
         reducer.begin()
         _own_gradients(params, rank)
         reducer.finish()
-        reducer.again()
+        reducer.restore_local()
         mine = [float(each.parameter.grad.sum()) for each in params if each.parameter.grad is not None]
         _add(params, 1.0)
         reducer.finish()
         sums = [float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None]
         found.append([min(sums), max(sums), min(mine) / max(mine) if rank else 1.0])
     alone = Mesh(toy.CPU)
-    reducer.again()
+    reducer.restore_local()
     reducer.rejoin(alone)
     reducer.finish()
     found.append([float(each.tensor.grad.flatten()[0]) for each in params if each.tensor.grad is not None][:1])
@@ -173,7 +173,7 @@ def test_sums_are_discarded_and_recomputed(tmp_path: Path) -> None:
 )
 def test_every_process_has_one_place_in_one_replica(sizes: dict[str, int]) -> None:
     parallel = ParallelConfig.model_validate({"tp": 1, **sizes})
-    places = [place_of(parallel, rank) for rank in range(parallel.world_size)]
+    places = [replica_of_rank(parallel, rank) for rank in range(parallel.world_size)]
     assert sorted(places) == [(r, p) for r in range(parallel.dp) for p in range(replica_size(parallel))]
     if parallel.pp == 1:
         assert places == sorted(places), "processes of a replica are neighbors"

@@ -11,7 +11,7 @@ import pytest
 from boost.config import Config
 from boost.errors import BoostError, ConfigError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
-from boost.parallel.members import place_of
+from boost.parallel.members import replica_of_rank
 from boost.parallel.membership import Member
 from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
@@ -269,7 +269,16 @@ def test_without_a_fault_it_issues_no_other_collectives(store: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_process_that_stops_is_left_out_and_ended(store: Path, tmp_path: Path) -> None:
-    words = (*MESHES["dp4"], *QUIET, "--train.steps", "100", "--run.recovery", "in-step", "--run.silence_s", "3")
+    words = (
+        *MESHES["dp4"],
+        *QUIET,
+        "--train.steps",
+        "100",
+        "--run.recovery",
+        "in-step",
+        "--run.heartbeat_timeout_s",
+        "3",
+    )
     code, out, err, found = trained(tmp_path / "hung", store, *words, "--inject-fault", "hang@6:2")
     assert code == 0, out + err
     assert [line["step"] for line in of("step", found)] == list(range(1, 101))
@@ -307,7 +316,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
     """Trains; during the first state transfer, the donor or the newcomer is killed."""
     usual = Recovery._transfer_state
 
-    def hand_over(self: Recovery, newcomer: Any = None) -> None:
+    def transfer(self: Recovery, newcomer: Any = None) -> None:
         is_donor = newcomer is None and self.mesh.dp.rank == 0
         if self.decision.joined and {"donor": is_donor, "newcomer": newcomer is not None}[victim]:
             try:
@@ -318,7 +327,7 @@ def dies_handing_over(marker: str, victim: str, config: Config, *rest: Any) -> i
                 os.kill(os.getpid(), signal.SIGKILL)
         usual(self, newcomer)
 
-    Recovery._transfer_state = hand_over  # type: ignore[method-assign]
+    Recovery._transfer_state = transfer  # type: ignore[method-assign]
     return train_process(config, *rest)
 
 
@@ -408,6 +417,6 @@ def test_what_it_does_not_carry_is_refused_with_one_line(sections: dict[str, Any
 
 def test_ranks_of_a_replica_are_those_of_the_mesh() -> None:
     config = toy.toy_config(parallel={"tp": 2, "dp": 2, "pp": 2}, train={"global_batch": 8})
-    assert [place_of(config.parallel, rank) for rank in range(8)] == [
+    assert [replica_of_rank(config.parallel, rank) for rank in range(8)] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3),
     ]  # fmt: skip

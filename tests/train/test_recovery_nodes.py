@@ -52,7 +52,7 @@ def start(nodes: tuple[Node, Node], config: Path, places: str, *words: str, **op
     coordinator = nodes[0].coordinate()
     wait_for([coordinator], lambda: "listening on" in coordinator.said())
     train = ["train", str(config), "--run.dir", str(config.parent / "run"), "--parallel.dp", str(len(places))]
-    train += ["--run.recovery", "in-step", "--run.silence_s", "3", *ENDLESS, *words]
+    train += ["--run.recovery", "in-step", "--run.heartbeat_timeout_s", "3", *ENDLESS, *words]
     return [nodes["ab".index(p)].replica(i, nodes[0], train, **options) for i, p in enumerate(places)]
 
 

@@ -14,7 +14,7 @@ from boost.parallel.gradients import GradientReducer
 from boost.train.model import backward, to_device
 from tests import toy
 from tests.distributed import run_distributed
-from tests.trained import Trained, compare, keeps_table, made_up_batches
+from tests.trained import Trained, compare, made_up_batches, matches_table
 
 pytestmark = pytest.mark.slow
 
@@ -259,7 +259,7 @@ def test_evaluation_and_generation_through_any_mesh(parallel: dict[str, Any]) ->
 
 def keeps_its_table(config: Config) -> bool:
     trained = Trained(config, 1)  # the first step also makes connections
-    return keeps_table(config, trained.collectives(), trained.mesh.pp.rank)
+    return matches_table(config, trained.collectives(), trained.mesh.pp.rank)
 
 
 COUNTED = [
