@@ -26,8 +26,9 @@ settings.load_profile("boost")
 
 
 LONGEST_FIRST = (
-    "train/test_nodes.py", "train/test_rehearsal.py", "benchmarks/experiments/test_wire.py", "parallel/test_overlap.py",
-    "parallel/test_layouts.py", "parallel/test_late.py",
+    "train/test_recovery.py", "train/test_recovery_nodes.py", "train/test_nodes.py", "train/test_rehearsal.py",
+    "benchmarks/experiments/test_wire.py", "parallel/test_overlap.py",
+    "parallel/test_layouts.py", "parallel/test_late.py", "api/test_examples.py", "train/test_launch.py",
     "parallel/test_compile.py", "parallel/test_context_axis.py", "train/test_three_dimensions.py",
     "optim/test_factors.py", "parallel/test_working.py", "train/test_checkpoint.py", "benchmarks/experiments/test_recompute.py",
     "benchmarks/experiments/test_curves.py",
