@@ -291,8 +291,9 @@ class Hosts:
         """As that of `Run`."""
         for _ in progress(self.args.kills, "kills on two hosts"):
             time.sleep(min(chance.expovariate(1 / self.args.every), 3 * self.args.every))
+            wants_outside = chance.random() < 0.3
             while all(agent.poll() is None for agent in self.agents):
-                if victims := self.victims(chance):
+                if victims := self.victims(chance, wants_outside):
                     pids = [pid for pid in map(self.worker, victims) if pid is not None]
                     for pid in pids:
                         with contextlib.suppress(ProcessLookupError):
@@ -301,9 +302,10 @@ class Hosts:
                     break
                 time.sleep(0.1)
 
-    def victims(self, chance: random.Random) -> list[int]:
-        """Replicas to kill now; none if that would leave none with weights. Without a launcher that sees all processes, a loss is
-        noticed only once the replica is silent or starts again; until then it still counts as a member."""
+    def victims(self, chance: random.Random, wants_outside: bool) -> list[int]:
+        """Replicas to kill now: with `wants_outside` one that is starting, if there is one. None if that would leave no replica with
+        weights. Without a launcher that sees all processes, a loss is noticed only once the replica is silent or starts again; until
+        then it still counts as a member."""
         if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
             return []
         inside = dict.fromkeys(range(PROCESSES), 0)
@@ -314,8 +316,9 @@ class Hosts:
                 inside.pop(replica, None)
                 losses[replica] += 1
             inside |= dict.fromkeys(change["joined"], change["step"])
-        size = 2 if chance.random() < 0.2 else 1
-        chosen = chance.sample(range(PROCESSES), size)
+        outside = [replica for replica in range(PROCESSES) if replica not in inside]
+        among, size = (outside, 1) if outside and wants_outside else (list(inside), 2 if chance.random() < 0.2 else 1)
+        chosen = chance.sample(among, min(size, len(among)))
         unnoticed = {replica for replica, before in self._losses.items() if losses[replica] == before}
         if unnoticed & set(chosen) or not all(map(self.worker, chosen)):
             return []
@@ -453,7 +456,11 @@ def compare(
         raise SystemExit(f"recovery: {killed.folder}/metrics.jsonl does not have every step once")
     losses = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(actual, expected, strict=True))
     weights = difference(whole.folder, killed.folder)
-    changes = lines(killed.folder, "membership")
+    changes, replicas = lines(killed.folder, "membership"), None
+    for change in changes:
+        replicas = (replicas or change["of"]) + len(change["joined"]) - len(change["lost"])
+        if replicas != change["replicas"]:
+            raise SystemExit(f"recovery: {killed.folder} does not record every change of its replicas")
     lost = [each for each in changes if each["lost"]]
     if (count := sum(len(each["victims"]) for each in kills)) < args.kills:
         raise SystemExit(f"recovery: {killed.folder} was over after {count} kills of {args.kills}; take more --steps")

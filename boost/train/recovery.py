@@ -37,7 +37,7 @@ from boost.parallel.membership import (
     share,
 )
 from boost.parallel.mesh import choose_device
-from boost.parallel.recoverable import Membership, PeersLostError, has_abandoned
+from boost.parallel.recoverable import Membership, PeersLostError, disconnect_abandoned, has_abandoned
 from boost.parallel.rendezvous import Stopped, launch_dir, meet
 from boost.parallel.replicas import digest
 from boost.train.failures import is_lost_connection
@@ -104,7 +104,8 @@ class Recovery:
 
         founded = self._coordinator.form_first(self.member, process, run.startup_timeout_s, stop)
         self.is_restart = founded is None
-        self.decision = founded or self._latest()
+        self.decision = self._connected = founded or self._latest()
+        self._lost_reasons: dict[str, str] = {}
         self.mesh = dataclasses.replace(waiting_mesh(self.replica), run_recoverable=self.run)
         if founded is not None:
             try:
@@ -212,18 +213,20 @@ class Recovery:
             return self.decision.result if self.operation < self.decision.operation else _REPEAT
 
     def _adopt(self, decision: Decision, begun: float) -> None:
-        before = self.decision
+        # A membership may end before it is connected: what is reported are the changes since the last one that was.
+        self._lost_reasons |= decision.lost
         self._connect(decision)
         assert self.trainer is not None, "memberships only change during training"
-        names = {member.incarnation: member.replica for member in (*before.members, *decision.members)}
+        before, after = set(self._connected.members), set(decision.members)
         event = MembershipChange(
             step=self.trainer.position.step + 1,
-            replicas=len(decision.members),
+            replicas=len(after),
             of=self.trainer.config.parallel.dp,
-            lost=tuple((names[incarnation], why) for incarnation, why in decision.lost.items()),
-            joined=tuple(names[incarnation] for incarnation in decision.joined),
+            lost=tuple((each.replica, self._lost_reasons[each.incarnation]) for each in sorted(before - after)),
+            joined=tuple(each.replica for each in sorted(after - before)),
             seconds=time.monotonic() - begun,
         )
+        self._connected, self._lost_reasons = decision, {}
         self.trainer.adopt(event)
 
     def _connect(self, decision: Decision) -> None:
@@ -295,7 +298,7 @@ class Recovery:
             self._coordinator.exclude(self.member.incarnation, DEAD, "had not joined yet")
             raise ExcludedError(f"the membership ended before this replica had joined ({error})") from error
         trainer.optimizer.commit_transfer()
-        self.trainer, self.operation = trainer, decision.operation
+        self.trainer, self.operation, self._connected = trainer, decision.operation, decision
         self._complete(None)
         trainer.check_replicas(again=True)
 
@@ -352,6 +355,7 @@ class Recovery:
         coordinator = Coordinator(store, self.slots, 1, self._beats.is_silent)
         excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):
+            disconnect_abandoned()
             try:
                 excluded_at = self._check_membership(coordinator, excluded_at)
                 if self._guard is not None:

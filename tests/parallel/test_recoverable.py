@@ -1,6 +1,8 @@
 """Groups across replicas that can be abandoned: no process waits for a lost one."""
 
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,38 @@ def one_stays_away(path: Path) -> list[Any]:
 def test_a_wait_ends_with_the_membership(tmp_path: Path) -> None:
     left, absent, right = run_distributed(3, one_stays_away, tmp_path / "store")
     assert left == right == [3.0, True, 2.0] and absent == [3.0]
+
+
+def gloo_threads() -> int:
+    """Number of gloo's event loops in this process."""
+    return sum(path.read_text().startswith("gloo_tcp_loop") for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def one_leaves(path: Path) -> tuple[int, int]:
+    """Rank 0 waits for a sum that rank 1 never enters, and abandons it; then rank 1 leaves."""
+    rank, membership = dist.get_rank(), Membership(0)
+    before = gloo_threads()
+    group = group_of(path, rank, 2, membership)
+    connected = gloo_threads()
+    if rank == 0:
+        threading.Timer(0.5, membership.end).start()
+        with pytest.raises(PeersLostError):
+            all_reduce(torch.ones(1000), Axis(rank, 2, group, recoverable=True))
+    else:
+        membership.over.wait(1.5)
+    membership.leave()
+    deadline = time.monotonic() + 60
+    while has_abandoned() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(PeersLostError):
+        group.allreduce([torch.ones(1)]).wait()
+    return connected - before, gloo_threads() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_group_that_is_left_is_disconnected(tmp_path: Path) -> None:
+    """An open connection would cost a thread that spins, and the others would wait for their timeout."""
+    assert run_distributed(2, one_leaves, tmp_path / "store") == [(1, 0)] * 2
 
 
 class CompletesLate:

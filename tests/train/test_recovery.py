@@ -61,6 +61,14 @@ def assert_same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]
         assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-10), a["step"]
 
 
+def assert_complete(changes: list[dict[str, Any]]) -> None:
+    """Each record of a change says all that has changed since the one before."""
+    replicas = changes[0]["of"]
+    for change in changes:
+        replicas += len(change["joined"]) - len(change["lost"])
+        assert change["replicas"] == replicas, changes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "victims"),
@@ -83,6 +91,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     assert_same_steps(found, expected, steps)
     assert [line["step"] for line in of("eval", found)] == [line["step"] for line in of("eval", expected)]
     changes = of("membership", found)
+    assert_complete(changes)
     assert sum(len(line["lost"]) for line in changes) == len(victims)
     assert any("was killed by SIGKILL" in why for line in changes for _, why in line["lost"])
     assert sum(len(line["joined"]) for line in changes) == len(victims), "they came back before the end"
@@ -350,6 +359,7 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     assert launch(train_process, (whole, None), 3, tmp_path / "logs", holds_signals=True) == 0
     found, expected = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "whole"))
     assert_same_steps(found, expected, 150)
+    assert_complete(of("membership", found))
     # With the donor, a newcomer that has not got everything is out too.
     assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
 
