@@ -303,9 +303,9 @@ class Hosts:
                 time.sleep(0.1)
 
     def victims(self, chance: random.Random, wants_outside: bool) -> list[int]:
-        """Replicas to kill now: with `wants_outside` one that is starting, if there is one. None if that would leave no replica with
-        weights. Without a launcher that sees all processes, a loss is noticed only once the replica is silent or starts again; until
-        then it still counts as a member."""
+        """Replicas to kill now: with `wants_outside` one that is starting, if there is one. None if no replica with weights would
+        remain. Without a launcher that sees all processes, a loss is noticed only once the replica is silent or starts again;
+        until then it still counts as a member."""
         if not (self.folder / "metrics.jsonl").exists() or not (steps := lines(self.folder, "step")):
             return []
         inside = dict.fromkeys(range(PROCESSES), 0)
