@@ -51,7 +51,7 @@ MODEL = (
 MODEL += "--model.rank 32 --train.seq_len 128 --train.global_batch 32 --train.micro_batch 1 --train.log_every 50"
 MESHES = {
     "dp 4": "--parallel.tp 1 --parallel.dp 4",
-    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 64",  # longer: only one replica may be lost at a time
+    "dp 2 x tp 2": "--parallel.tp 2 --parallel.dp 2 --train.global_batch 64",  # longer: only one replica may be killed at a time
     "dp 4, ZeRO-1": "--parallel.tp 1 --parallel.dp 4 --parallel.shard optimizer",
 }
 DTYPES = {

@@ -67,7 +67,7 @@ def test_what_makes_a_change_unclear_is_one_line(tmp_path: Path) -> None:
     new = write(tmp_path / "new.json", dirty=True, rows=times(1, 1, 1)[:2])
     lines = compare(old, new).splitlines()
     (warning,) = [line for line in lines if line.startswith("Warning")]
-    assert "both are of commit aaaaaaaaaa" in warning and "tree of new had changes" in warning
+    assert "both are from commit aaaaaaaaaa" in warning and "tree of new had uncommitted changes" in warning
     assert "tree of old" not in warning
     assert any(line.startswith("Also different: torch 2.0, then") for line in lines)
     assert "Only in old: vanilla, batch 4." in lines
@@ -89,7 +89,7 @@ SHAPE = FACTS["config"] | {"model": FACTS["config"]["model"] | {"dim": 1024}}
         ({"rows": other_batch(SAME)}, "btp-sp, batch 4: batch is 4 in the old result and 8 in the new one"),
         ({"rows": [{"name": "mine", "seconds": EIGHT}]}, "no row in common"),
         ({"rows": [{"name": "mine", "seconds": 3.0}]}, "new.json holds no seconds of rounds"),
-        ({"rows": [*SAME, SAME[0]]}, "new.json: two rows are called 'btp, batch 4'"),
+        ({"rows": [*SAME, SAME[0]]}, "new.json: two rows are named 'btp, batch 4'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, facts: Facts, said: str) -> None:
