@@ -1,6 +1,6 @@
-"""Grouping on and off in one block: linears with the same input share one GEMM and one collective, or run separately.
+"""Linear grouping in one block: linears with the same input share one GEMM and one collective, or run separately.
 
-Both forms of a layout compute the same function; they are interleaved in one run.
+Grouped and ungrouped forms compute the same function and are interleaved in one run.
 """
 
 from collections.abc import Sequence
@@ -66,26 +66,26 @@ def measure(config: Config, mesh: Mesh, batches: Sequence[int], rounds: int) -> 
 
 
 def goals(facts: Facts) -> list[Goal]:
-    """None of the Performance table: an ablation."""
+    """None: this is an ablation."""
     return []
 
 
 def section(facts: Facts) -> Section:
-    """Both forms by layout and batch, the paper's numbers."""
+    """Both forms by layout and batch, and the paper's numbers."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}. One block, the same function with linears of the same input grouped (q, k, v; "
-        f"gate, up: one GEMM with A, one collective) and ungrouped. Times are {turns_words(facts)}; GEMMs and collectives "
-        "are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla: ungrouped, it all-reduces "
-        "the input gradient once per linear."
+        f"{shape_words(facts)}, TP {facts['tp']}. One block with same-input linears (q, k, v; gate, up) grouped into one GEMM with A "
+        f"and one collective, and ungrouped. Both compute the same function. Times are {turns_words(facts)}. GEMMs and collectives "
+        "are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla, which all-reduces the input "
+        "gradient once per ungrouped linear."
     )
     parts: list[str | Table | Figure] = [lead, *(_table(facts, words) for words in PASSES), _against_paper(facts)]
     parts.append(
         compared_table(
-            "The paper's 7B block, TP 4, forward, next to our prediction (nothing ran here).",
+            "The paper's 7B block, TP 4, forward, next to our predictions (nothing ran here).",
             facts["modeled"],
         )
     )
-    caption = "One block, grouped and ungrouped (measured; quartiles)"
+    caption = "One block, grouped and ungrouped (measured; whiskers are quartiles)"
     parts.append(Figure("grouping", caption, lambda path: draw_bars(path, _panels(facts), "ms")))
     return Section("Linear layer grouping", tuple(parts))
 
@@ -117,8 +117,10 @@ def _table(facts: Facts, words: str) -> Table:
             cells.append((*cell, _gain(facts, layout, batch, words)))
     headings = ["layout", "batch:"]
     for form in ("ungrouped", "grouped"):
-        headings += [f"{form} products:", "collectives:", "MB sent:", "ms:"]
-    caption = f"{words.capitalize()} of one block (GEMMs, collectives and bytes counted, MB = 2^20; times measured)."
+        headings += [f"{form} GEMMs:", "collectives:", "MB sent:", "ms:"]
+    caption = (
+        f"{words.capitalize()} pass of one block (GEMMs, collectives and bytes counted; MB = 2^20; times measured)."
+    )
     return Table(caption, (*headings, "ungrouped / grouped:"), tuple(cells))
 
 
@@ -130,7 +132,7 @@ def _against_paper(facts: Facts) -> Table:
             ours = _gain(facts, "btp", batch, "forward")
             cells.append((str(batch), ours, f"{ungrouped / grouped:.2f}x", f"{ungrouped} / {grouped} us"))
     caption = (
-        "btp, forward, ungrouped over grouped: our block, measured here, next to the paper's 7B block on A100s at TP 4."
+        "btp, forward, ungrouped / grouped: our block, measured here, next to the paper's 7B block at TP 4 on A100s."
     )
     return Table(caption, ("batch:", "ours:", "paper:", "paper, times:"), tuple(cells))
 

@@ -88,7 +88,7 @@ SHAPE = FACTS["config"] | {"model": FACTS["config"]["model"] | {"dim": 1024}}
         ({"config": SHAPE}, r"model.dim is \d+ in the old result and 1024 in the new one"),
         ({"rows": other_batch(SAME)}, "btp-sp, batch 4: batch is 4 in the old result and 8 in the new one"),
         ({"rows": [{"name": "mine", "seconds": EIGHT}]}, "no row in common"),
-        ({"rows": [{"name": "mine", "seconds": 3.0}]}, "new.json holds no seconds of rounds"),
+        ({"rows": [{"name": "mine", "seconds": 3.0}]}, "new.json has no timings"),
         ({"rows": [*SAME, SAME[0]]}, "new.json: two rows are named 'btp, batch 4'"),
     ],
 )

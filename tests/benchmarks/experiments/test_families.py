@@ -219,7 +219,7 @@ def test_loro_is_svd_with_its_own_optimizer_and_its_exact_steps(config: Config) 
         svd.optim.warmup_steps,
     )
     assert families.configuration(config, "loro", 1, 0.5, 24).optim.restart_warmup_steps == 3, "no longer than K"
-    with pytest.raises(ConfigError, match="optim.name = 'loro' is a contender by itself"):
+    with pytest.raises(ConfigError, match="optim.name = 'loro' is one of the contenders"):
         families.configuration(loro, "svd", 1, 0.5, 1000)
 
 

@@ -32,7 +32,7 @@ def test_small_differences_of_wording_do_not_matter(said: str, what: str) -> Non
 
 @pytest.mark.parametrize(
     ("said", "answer"),
-    [("speed", "none of the project's figures"), ("btp-sp against btp", "could be .*time or .*bytes"), ("", "none")],
+    [("speed", "none of the project's goals"), ("btp-sp against btp", "could be .*time or .*bytes"), ("", "none")],
 )
 def test_a_goal_that_is_none_or_two_is_refused(said: str, answer: str) -> None:
     with pytest.raises(MeasurementError, match=answer):
