@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.experiments.contest import Ratio, ratio, spread
 from boost.measure import drawing
@@ -26,6 +27,23 @@ class RangeBar:
     value: float
     low: float
     high: float
+
+
+def find_row(facts: Facts, **wanted: Any) -> Facts | None:
+    """The first row of a result with these values; None if there is none."""
+    return next((row for row in facts["rows"] if wanted.items() <= row.items()), None)
+
+
+def row_of(facts: Facts, **wanted: Any) -> Facts:
+    """Same as `find_row`, for a row that exists."""
+    row = find_row(facts, **wanted)
+    assert row is not None, f"no row with {wanted}"
+    return row
+
+
+def batches_of(facts: Facts) -> list[int]:
+    """The batch sizes of a result, ascending."""
+    return sorted({row["batch"] for row in facts["rows"]})
 
 
 def comparison() -> Comparison:

@@ -32,9 +32,11 @@ from benchmarks.experiments.blocks_report import (
     compared_table,
     comparison,
     draw_bars,
+    find_row,
     middle,
     milliseconds,
     percent,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -211,11 +213,6 @@ def section(facts: Facts) -> Section:
     return Section("GEMMs: time and utilization by layout", tuple(parts))
 
 
-def _find(facts: Facts, layout: str, tp: int, what: str, phase: str = "forward") -> Facts | None:
-    wanted = {"layout": layout, "tp": tp, "what": what, "phase": phase}
-    return next((row for row in facts["rows"] if wanted.items() <= row.items()), None)
-
-
 def _layouts(facts: Facts) -> list[tuple[int, str]]:
     return list(dict.fromkeys((row["tp"], row["layout"]) for row in facts["rows"]))
 
@@ -225,8 +222,7 @@ def _halves_table(facts: Facts, phase: str) -> Table:
     for tp, layout in _layouts(facts):
         cell = [str(tp), layout]
         for half in ("attention", "MLP"):
-            row = _find(facts, layout, tp, half, phase)
-            assert row is not None
+            row = row_of(facts, layout=layout, tp=tp, what=half, phase=phase)
             cell += [f"{row['flops'] / 1e9:.2f}", milliseconds(seconds[row["name"]]), percent(utilization(facts, row))]
             if peak:
                 cell.append(f"{100 * row['flops'] / middle(seconds[row['name']]) / peak:.0f}")
@@ -259,13 +255,15 @@ def _factors_table(facts: Facts) -> Table:
 
 def _against_paper(facts: Facts) -> Iterator[Table]:
     """Ratios at the paper's TP, if that was measured."""
-    if _find(facts, BTP.name, PAPER_TP, "MLP") is None:
+    if find_row(facts, layout=BTP.name, tp=PAPER_TP, what="MLP", phase="forward") is None:
         return
     cells, seconds = [], facts["turns"]["seconds"]
     for contender in (MEGATRON, VANILLA):
         for place, half in enumerate(("attention", "MLP")):
-            theirs, ours = (_find(facts, name, PAPER_TP, half) for name in (contender.name, "btp"))
-            assert theirs is not None and ours is not None and contender.way is not None
+            theirs, ours = (
+                row_of(facts, layout=name, tp=PAPER_TP, what=half, phase="forward") for name in (contender.name, "btp")
+            )
+            assert contender.way is not None
             paper = GEMM_MS[contender.way][place] / GEMM_MS["BOOST"][place]
             cells.append(
                 (
@@ -276,8 +274,8 @@ def _against_paper(facts: Facts) -> Iterator[Table]:
             )
     for place, half in enumerate(("attention", "MLP")):
         for contender in (VANILLA, BTP):
-            row = _find(facts, contender.name, PAPER_TP, half)
-            assert row is not None and contender.way is not None
+            row = row_of(facts, layout=contender.name, tp=PAPER_TP, what=half, phase="forward")
+            assert contender.way is not None
             paper_share = f"{100 * UTILIZATION[contender.way][place]:.0f}"
             cells.append((f"utilization %, {contender.name}, {half}", percent(utilization(facts, row)), paper_share))
     caption = (

@@ -5,17 +5,19 @@ Grouped and ungrouped forms compute the same function and are interleaved in one
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from benchmarks.experiments.blocks import BTP, BTP_SP, VANILLA, BlockRun, block_config
 from benchmarks.experiments.blocks_report import (
     RangeBar,
     as_facts,
+    batches_of,
     compared_table,
     comparison,
     draw_bars,
     milliseconds,
     ms_bar,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -73,10 +75,10 @@ def goals(facts: Facts) -> list[Goal]:
 def section(facts: Facts) -> Section:
     """Both forms by layout and batch, and the paper's numbers."""
     lead = (
-        f"{shape_words(facts)}, TP {facts['tp']}. One block with same-input linears (q, k, v; gate, up) grouped into one GEMM with A "
-        f"and one collective, and ungrouped. Both compute the same function. Times are {turns_words(facts)}. GEMMs and collectives "
-        "are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla, which all-reduces the input "
-        "gradient once per ungrouped linear."
+        f"{shape_words(facts)}, TP {facts['tp']}. One block with same-input linears (q, k, v; gate, up) grouped into one GEMM "
+        f"with A and one collective, and ungrouped. Both compute the same function. Times are {turns_words(facts)}. GEMMs and "
+        "collectives are counted at the dispatcher. Bytes are equal, except in the backward pass of vanilla, which all-reduces "
+        "the input gradient once per ungrouped linear."
     )
     parts: list[str | Table | Figure] = [lead, *(_table(facts, words) for words in PASSES), _against_paper(facts)]
     parts.append(
@@ -90,15 +92,12 @@ def section(facts: Facts) -> Section:
     return Section("Linear layer grouping", tuple(parts))
 
 
-def _batches(facts: Facts) -> list[int]:
-    return sorted({row["batch"] for row in facts["rows"]})
-
-
 def _pair(facts: Facts, layout: str, batch: int, words: str) -> tuple[Facts, Facts]:
     """(ungrouped, grouped)"""
-    wanted = {"layout": layout, "batch": batch, "passes": words}
-    found = {row["grouped"]: row for row in facts["rows"] if wanted.items() <= row.items()}
-    return cast(Facts, found[False]), cast(Facts, found[True])
+    ungrouped, grouped = (
+        row_of(facts, layout=layout, batch=batch, passes=words, grouped=grouped) for grouped in (False, True)
+    )
+    return ungrouped, grouped
 
 
 def _gain(facts: Facts, layout: str, batch: int, words: str) -> str:
@@ -109,7 +108,7 @@ def _gain(facts: Facts, layout: str, batch: int, words: str) -> str:
 def _table(facts: Facts, words: str) -> Table:
     cells, seconds = [], facts["turns"]["seconds"]
     for layout in dict.fromkeys(row["layout"] for row in facts["rows"]):
-        for batch in _batches(facts):
+        for batch in batches_of(facts):
             cell = [layout, str(batch)]
             for row in _pair(facts, layout, batch, words):
                 sent = f"{row['sent_bytes'] / 2**20:.2f}"
@@ -126,7 +125,7 @@ def _table(facts: Facts, words: str) -> Table:
 
 def _against_paper(facts: Facts) -> Table:
     cells = []
-    for batch in _batches(facts):
+    for batch in batches_of(facts):
         if batch in GROUPING_US:
             ungrouped, grouped = GROUPING_US[batch]
             ours = _gain(facts, "btp", batch, "forward")

@@ -18,6 +18,7 @@ from benchmarks.experiments.blocks import BTP, BlockRun, BlockVariant, block_con
 from benchmarks.experiments.blocks_report import (
     RangeBar,
     as_facts,
+    batches_of,
     compared_table,
     comparison,
     differences,
@@ -25,6 +26,7 @@ from benchmarks.experiments.blocks_report import (
     middle,
     milliseconds,
     ms_bar,
+    row_of,
     shape_words,
     times,
     turns_words,
@@ -209,7 +211,7 @@ def goals(facts: Facts) -> list[Goal]:
     """Goal: online is never slower than sync for a whole block. The section and a test cover the precision goal."""
     found = {
         f"batch {batch}, {words}": ratio(*(_seconds(facts, "block", norm, batch, words) for norm in NORMS))
-        for batch in _batches(facts)
+        for batch in batches_of(facts)
         for words in PASSES
     }
     worst = min(found, key=lambda name: found[name].low)
@@ -241,26 +243,18 @@ def section(facts: Facts) -> Section:
     return Section("RMSNorm across processes: sync against online", tuple(parts))
 
 
-def _row(facts: Facts, what: str, form: str, batch: int, words: str) -> Facts:
-    wanted = {"what": what, "form": form, "batch": batch, "passes": words}
-    return cast(Facts, next(row for row in facts["rows"] if wanted.items() <= row.items()))
-
-
 def _seconds(facts: Facts, what: str, form: str, batch: int, words: str) -> list[float]:
-    return cast(list[float], facts["turns"]["seconds"][_row(facts, what, form, batch, words)["name"]])
-
-
-def _batches(facts: Facts) -> list[int]:
-    return sorted({row["batch"] for row in facts["rows"]})
+    row = row_of(facts, what=what, form=form, batch=batch, passes=words)
+    return cast(list[float], facts["turns"]["seconds"][row["name"]])
 
 
 def _block_table(facts: Facts) -> Table:
     cells = []
-    for batch in _batches(facts):
+    for batch in batches_of(facts):
         for words in PASSES:
             cell = [str(batch), words]
             for norm in NORMS:
-                row = _row(facts, "block", norm, batch, words)
+                row = row_of(facts, what="block", form=norm, batch=batch, passes=words)
                 taken = milliseconds(_seconds(facts, "block", norm, batch, words))
                 cell += [str(row["collectives"]), f"{row['sent_bytes'] / 2**20:.3f}", taken]
             cells.append((*cell, times(*(_seconds(facts, "block", norm, batch, words) for norm in NORMS))))
@@ -273,7 +267,7 @@ def _block_table(facts: Facts) -> Table:
 
 def _norm_table(facts: Facts) -> Table:
     cells = []
-    for batch in _batches(facts):
+    for batch in batches_of(facts):
         for words in PASSES:
             bare, sync, online = (_seconds(facts, "norm", form, batch, words) for form in (BARE, *NORMS))
             added = [milliseconds(differences(taken, bare)) for taken in (sync, online)]
@@ -315,7 +309,7 @@ def _precision_table(facts: Facts) -> Table:
 def _panels(facts: Facts) -> dict[str, dict[str, dict[str, RangeBar]]]:
     return {
         words: {
-            form: {f"batch {batch}": ms_bar(_seconds(facts, "norm", form, batch, words)) for batch in _batches(facts)}
+            form: {f"batch {batch}": ms_bar(_seconds(facts, "norm", form, batch, words)) for batch in batches_of(facts)}
             for form in (BARE, *NORMS)
         }
         for words in PASSES
