@@ -130,8 +130,8 @@ def section(facts: Facts) -> Section:
     """A table and a figure per group."""
     intro = (
         "Whole optimizer steps. Every row adds one optimization to the previous row; the rows of a table are interleaved in one "
-        f"run of {facts['rounds']} rounds. Times are medians with quartiles. Ratios are medians of the ratio within a round, with 95 % "
-        "bootstrap intervals; above 1, the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
+        f"run of {facts['rounds']} rounds. Times are medians with quartiles. Ratios are medians of the ratio within a round, with "
+        "95 % bootstrap intervals; above 1, the row is faster. Recomputation trades time for memory. MB = 10^6 bytes."
     )
     left_out = [f"Not measured: {'; '.join(facts['left_out'])}."] if facts["left_out"] else []
     shown: list[Table | Figure] = []
