@@ -1,9 +1,9 @@
-"""Takes the guards of docs/reliability.md out, one at a time, and runs the tests that must then fail: `make guards`.
+"""Removes the guards of docs/reliability.md, one at a time, and runs the tests that must then fail: `make guards`.
 
     python -m tests.guards [NAME ...]
 
-The guards are in guards.toml: functions or lines of `boost`, which do the careless thing in a copy of the tree. A guard
-whose tests still pass is not tested: exit code 1.
+guards.toml lists the guards: functions or lines of `boost` that are replaced by careless versions in a copy of the tree. If the
+tests still pass, the guard is untested, and the exit code is 1.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FILE = Path(__file__).with_suffix(".toml")
 
 @dataclass(frozen=True)
 class Guard:
-    """What a guard is for, where it is, what stands there without it, and what notices."""
+    """What a guard is for, where it is, what replaces it, and the tests that must fail."""
 
     name: str
     file: str

@@ -1,5 +1,5 @@
-"""Every family written by hand from the papers, in plain PyTorch: what the decoder of boost/ is held to. It shares no code with
-it, holds everything whole, and spells each linear, head and latent out. Weights come by mathematical name.
+"""Hand-written references of every family from the papers, in plain PyTorch, which boost's decoder must match. They share no code
+with it, shard nothing, and write out each linear, head and latent. Weights are passed by mathematical name.
 
     dense, svd, cola, lax(over, gate):  (weights, shape, tokens, documents) -> logits
 

@@ -1,4 +1,4 @@
-"""The codebase follows docs/design.md: imports point downwards, models know no process group, files stay readable."""
+"""The codebase follows docs/design.md: imports point downward, models use no process groups, and files stay readable."""
 
 import ast
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ def test_tests_mirror_the_tree() -> None:
 
 
 def test_tests_import_no_test_file() -> None:
-    """What several of them use stands in a helper module beside them."""
+    """Code that several tests share is in a helper module next to them."""
     here = Path(__file__).parent
     found = {}
     for file in sorted(here.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""A toy model in training on any mesh, for tests: steps as the trainer makes them, on data made up."""
+"""Trains a toy model on any mesh for tests: the trainer's steps on synthetic data."""
 
 from typing import Any
 

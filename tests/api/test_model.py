@@ -1,4 +1,4 @@
-"""`boost.Model` and `boost.Trainer`: a run from Python, and what comes of it."""
+"""`boost.Model` and `boost.Trainer`: training from Python, and the results."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` answers mistakes before anything starts."""
+"""`python -m benchmarks` reports invalid arguments before it starts any process."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What `boost plan` says beside the best configuration: intervals, stacks, families, files that can be run."""
+"""What `boost plan` reports besides the best configuration: intervals, stacks, families, runnable files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command line of `boost prepare`: what a user types, sees, and gets as an exit code."""
+"""The command line of `boost prepare`: arguments, output and exit codes."""
 
 import argparse
 import json

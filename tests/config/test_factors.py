@@ -1,4 +1,4 @@
-"""Problems dealt out to processes: each has one owner, the busiest has little more than its share, and little is padding."""
+"""Problems distributed to processes: each has one owner, load is balanced, and padding is small."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Sections of which one key selects the class: what is registered, what is listed, what another package can add."""
+"""Sections whose class is selected by one key: registration, listing, and additions by other packages."""
 
 import copy
 import pickle

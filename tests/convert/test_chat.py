@@ -1,4 +1,4 @@
-"""A chat model's tokenizer settings survive import, training and export; so does a tokenizer that transformers saved again."""
+"""A chat model's tokenizer settings survive import, training and export; so does a tokenizer re-saved by transformers."""
 
 import json
 from pathlib import Path

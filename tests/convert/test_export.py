@@ -1,4 +1,4 @@
-"""What `boost export` writes is read by transformers, and is the same function."""
+"""transformers loads what `boost export` writes and computes the same function."""
 
 import copy
 import json
@@ -177,7 +177,7 @@ def _save_on_mesh(folder: Path, tokenizer: Path) -> str:
 
 
 def test_a_checkpoint_of_two_processes_in_several_files(tmp_path: Path, store: Path) -> None:
-    """The parts of two processes become whole tensors, in files that are no larger than asked for."""
+    """Shards of two processes become whole tensors, in files no larger than requested."""
     tokenizer = store / "tokenizer.json"
     two = Path(run_distributed(2, _save_on_mesh, tmp_path / "two", tokenizer)[0])
     assert len(list((two / "tensors").glob("*.safetensors"))) == 2

@@ -1,4 +1,4 @@
-"""What `boost import` takes: the same function, the same bytes, and one line for what it refuses."""
+"""`boost import`: the same function, the same bytes, and one-line errors."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Weights go through in a stream: a process never holds a model whole, only one output file of it and a tensor or two."""
+"""Import and export stream: a process never holds a whole model, only one output file and a tensor or two."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A low-rank start from dense weights: full rank is the dense model, and what less loses is what the report says."""
+"""Low-rank factors from dense weights: full rank equals the dense model, and the report gives the error of lower ranks."""
 
 import json
 from pathlib import Path

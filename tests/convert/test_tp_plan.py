@@ -1,4 +1,4 @@
-"""transformers' own tensor parallelism shards what `boost export` writes: the same function in two processes, half the weights."""
+"""transformers' tensor parallelism shards what `boost export` writes: the same function on two processes, half the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and folders for tests of what goes in and out."""
+"""Tiny checkpoints and folders for tests of import and export."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sources: what is taken, and that everything which is not taken is in the report with its place and reason."""
+"""Sources: what is read; the report lists everything else with its location and reason."""
 
 import gzip
 import json

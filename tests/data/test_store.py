@@ -1,4 +1,4 @@
-"""The token store: what is written is what is read, and whatever is damaged says how to mend it."""
+"""The token store: data round-trips, and errors about damage say how to repair it."""
 
 import json
 import math

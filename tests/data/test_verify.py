@@ -1,4 +1,4 @@
-"""Damage of a token store is found before training, in whichever byte it is, and the file is named."""
+"""Damage to any byte of a token store is detected before training, and the file is named."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(made: Path, tmp_path: Path) -> TokenStore:
-    """A copy of its own, in blocks of which a file has several."""
+    """A separate copy with blocks small enough that a file has several."""
     path = shutil.copytree(made, tmp_path / "store")
     for file in path.iterdir():  # a file that is seconds old is not remembered
         os.utime(file, ns=(LONG_AGO, LONG_AGO))

@@ -1,4 +1,4 @@
-"""How a store appears under its name: whole, or the one before it, whenever the process is killed."""
+"""A store appears under its name complete, or the previous one stays, whenever the process is killed."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""`boost train` as a whole command in the background, with what its processes say of themselves in sight."""
+"""Runs `boost train` as a background command and reads its processes' heartbeats."""
 
 import json
 import os

@@ -1,10 +1,10 @@
-"""Two network namespaces as two hosts: own addresses, own loopback, and one wire between them that counts its bytes.
+"""Two network namespaces as two hosts: separate addresses and loopbacks, and one wire between them that counts bytes.
 
     with two_nodes() as nodes:
         agents = [node.torchrun(nodes[0], words, nproc=2) for node in nodes]
 
-Each node runs a real torchrun in its own session, so that it can be ended with all that it started; leaving the block
-ends everything and takes the namespaces away, whatever happened in between. The file system is shared, as it has to be.
+Each node runs a real torchrun in its own session, which can be killed with all its children. On exit, the context manager kills
+all processes and deletes the namespaces. The nodes share the file system, as training requires.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from benchmarks.experiments.hosts import Host, two_hosts
 from boost.train.metrics import read_metrics
 
 PORT = 29400
-"""Free in a namespace that nobody else uses."""
+"""Always free in a new namespace."""
 FLOAT64 = {"param_dtype": "float64", "compute_dtype": "float64"}
 LIMIT_S = 900
 """Only against hanging for ever: beside other work a start of four processes takes a minute and more."""
@@ -37,7 +37,7 @@ class Agent:
     output: Path
 
     def wait(self, timeout: float) -> int:
-        """Its exit code. Fails with what it has said if it does not end within `timeout` seconds."""
+        """Returns the exit code. Fails with the output if the process does not exit within `timeout` seconds."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:

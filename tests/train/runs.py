@@ -1,4 +1,4 @@
-"""A toy run on the corpus of the tests, without a command around it."""
+"""A toy run on the test corpus, without the command line."""
 
 from pathlib import Path
 from typing import Any

@@ -135,7 +135,7 @@ def optimizer_config(name: str, parallel: dict[str, Any], dtype: str = "float32"
 
 @pytest.mark.parametrize("name", [pytest.param("loro", marks=pytest.mark.slow), "muon"])
 def test_every_optimizer_goes_on_bitwise_and_on_another_mesh(tmp_path: Path, name: str) -> None:
-    """Saved in the midst of a cycle of LORO's exact steps, of which the next ones follow."""
+    """Saved in the middle of a cycle of LORO's exact steps, which continues after the resume."""
     config = optimizer_config(name, {"tp": 2, "layout": "btp"})
     expected = on_mesh(save_and_continue, tmp_path / "one", 3, config)
     actual = on_mesh(load_and_continue, tmp_path / "one", 3, config)

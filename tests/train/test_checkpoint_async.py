@@ -1,4 +1,4 @@
-"""Saves in the background: the same files as a save here and now, one in flight, failures told between two steps."""
+"""Background saves: the same files as foreground saves, one in flight, failures reported between steps."""
 
 import threading
 from pathlib import Path
@@ -47,8 +47,8 @@ class HeldDisk:
 
 
 def save_both_ways(folder: Path, config: Config) -> None:
-    """In the background, on a disk that waits until training has changed the weights, and here and now; twice, so that the buffer
-    is used again."""
+    """A background save to a disk that blocks until training has changed the weights, and a foreground save; twice, to reuse the
+    buffer."""
     trained = Trained(config, 1)
     background = ckpt.CheckpointSaver(trained.model, trained.optimizer, config, TOKENIZER, DATA, trained.mesh)
     for step in (1, 2):

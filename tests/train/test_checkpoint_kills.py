@@ -1,4 +1,4 @@
-"""A process killed at any file-system event of a save, here and now or in the background, loses at most that save."""
+"""A process killed at any file-system event of a foreground or background save loses at most that save."""
 
 import functools
 import multiprocessing

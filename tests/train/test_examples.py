@@ -1,4 +1,4 @@
-"""examples/: what the scripts start, seen by programs that take the place of Slurm's and torchrun and say what they were told."""
+"""examples/: the commands that the scripts start, recorded by stand-ins for Slurm's programs and torchrun."""
 
 import contextlib
 import os
@@ -167,7 +167,7 @@ def test_slurm_hands_the_signal_on_waits_and_goes_back_to_the_queue(stage: dict[
 
 @pytest.mark.slow
 def test_slurm_time_limit_saves_through_a_real_torchrun(stage: dict[str, str], store: Path, tmp_path: Path) -> None:
-    """srun hands SIGUSR1 to torchrun, torchrun to its process, which saves: one node, without Slurm."""
+    """srun forwards SIGUSR1 to torchrun, and torchrun to its process, which saves; one node, without Slurm."""
     put(tmp_path / "bin" / "scontrol", SCONTROL.replace("node-7 node-8", "localhost"))
     put(tmp_path / "bin" / "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     environment = os.environ | stage | {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "1"}

@@ -1,4 +1,4 @@
-"""Which kind of failure an exception is: a table of messages as torch, gloo, NCCL and the allocators write them."""
+"""Classification of exceptions: a table of messages from torch, gloo, NCCL and the allocators."""
 
 import errno
 

@@ -1,4 +1,4 @@
-"""Trouble: what counts as it, that it costs no good checkpoint, and the way back."""
+"""Training trouble: detection, keeping healthy checkpoints, and rollback."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Heartbeats: who is to blame when a collective hangs, and what of it the user sees."""
+"""Heartbeats: which process is blamed when a collective hangs, and what the user sees."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Hooks: the order of events, what a hook may ask for on any process, and what its errors cost."""
+"""Hooks: order of events, requests from any process, and the effect of errors in hooks."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The launcher with real processes: what they do to themselves and each other, and what the user sees of it."""
+"""The launcher with real processes: failures, signals, and what the user sees."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def train_until_told(folder: Path) -> int:
 
 
 def finish_apart(folder: Path) -> int:
-    """Rank 1 is done at once; rank 0 goes on until it is told to stop."""
+    """Rank 1 finishes immediately; rank 0 runs until it is told to stop."""
     with StopRequest() as request:
         (folder / f"pid{rank()}").write_text(str(os.getpid()))
         while rank() == 0 and not request.requested:
@@ -118,7 +118,7 @@ def say_whether_terminal(folder: Path) -> int:
 
 
 def main(entry: str, folder: str, nproc: str, grace: str) -> int:
-    """The launcher in a process of its own, for tests that send it signals."""
+    """The launcher in a separate process, for tests that send it signals."""
     path = Path(folder)
     return launch(globals()[entry], (path,), int(nproc), path / "logs", float(grace), forks=can_fork())
 
@@ -222,7 +222,7 @@ def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
 
 
 def check_error(error: BaseException, capfd: pytest.CaptureFixture[str]) -> str:
-    """The error is one line, and nothing of torch's or of other processes is printed beside it."""
+    """The error is one line, without output from torch or other processes."""
     assert "\n" not in str(error)
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err + printed.out
@@ -285,7 +285,7 @@ def test_a_stop_signal_to_the_launcher_reaches_the_processes_and_it_waits(tmp_pa
 
 @pytest.mark.slow
 def test_interrupting_the_whole_terminal_counts_once(tmp_path: Path) -> None:
-    """A Ctrl-C comes to every process by itself, and once more from the launcher."""
+    """Every process receives Ctrl-C from the terminal and again from the launcher."""
     with launched(train_until_told, tmp_path, start_new_session=True) as process:
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -373,7 +373,7 @@ def call_of(tmp_path: Path) -> LaunchSpec:
 
 
 class EndsUnseen:
-    """A process that has failed, but was still running when its exit code was first asked for, twice."""
+    """A failed process that still appears to run the first two times its exit code is polled."""
 
     sentinel = 0
 

@@ -1,4 +1,4 @@
-"""The loop: replicas and micro-batches are one batch, resuming repeats to the bit, bad numbers change nothing."""
+"""The training loop: replicas and micro-batches form one batch, resuming is bitwise, and bad numbers change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_gradients_are_sent_before_the_backward_pass_is_over(store: Path, tmp_pa
 def test_gradients_are_sent_when_their_last_micro_batch_has_been_added(
     store: Path, tmp_path: Path, schedule: str, order: list[str]
 ) -> None:
-    """Zero bubble makes them in a pass of its own, which calls no hooks: they wait for its end."""
+    """Zero bubble computes them in a separate pass that calls no hooks: they wait for its end."""
     parallel = {"pp": 2, "dp": 2, "schedule": schedule}
     config = make_config(store, tmp_path, 1, parallel=parallel, train={"micro_batch": 1, "global_batch": 8})
     toy.skip_what_torch_cannot(config)

@@ -1,4 +1,4 @@
-"""Training across two hosts, which are network namespaces: the same losses, over the wire, and what a loss of one costs."""
+"""Training across two hosts (network namespaces): same losses, traffic over the wire, and the cost of losing a host."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def command(config: Path, run: Path, *words: str, tp: int = 1) -> list[str]:
 
 
 def wait_for_checkpoint(agents: list[Agent], run: Path) -> None:
-    """Until one is complete: the write goes on in the background after its step."""
+    """Waits until one is complete: the write continues in the background after its step."""
     wait_for(agents, lambda: complete_checkpoints(run / "checkpoints"))
 
 

@@ -1,4 +1,4 @@
-"""Batches read ahead: the same for every step as read when it runs, errors where the batch is used, and a thread that ends."""
+"""Prefetched batches: same data as without prefetching, errors raised where the batch is used, and a thread that ends."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -68,7 +68,7 @@ def test_a_pipeline_gets_one_batch() -> None:
 
 
 def test_processes_of_a_context_axis_share_every_sequence() -> None:
-    """Each has the chunks that mirror each other; targets are those of its own tokens."""
+    """Each process has two mirrored chunks; targets belong to its own tokens."""
     tokens = np.arange(16).reshape(2, 8)
     batch = Batch(tokens, np.where(tokens < 2, -100, tokens), np.zeros((2, 8), np.int32))
     batches: Any = SimpleNamespace(numbered=lambda *_: iter([batch]))

@@ -1,4 +1,4 @@
-"""In-step recovery on whole runs: processes die, and losses are those of a run that nobody disturbed."""
+"""In-step recovery on whole runs: processes die, and losses match an undisturbed run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""In-step recovery across two hosts, which are network namespaces: processes die, the wire breaks, and there is one history."""
+"""In-step recovery across two hosts (network namespaces): processes die, the wire breaks, and there is one history."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Faults on whole runs: what hangs is named, with and without our launcher, and nobody waits for the whole timeout."""
+"""Faults on whole runs: the hanging process is named, with and without our launcher, before the whole timeout has passed."""
 
 import os
 import pty
@@ -84,7 +84,7 @@ def catches(pid: int, number: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_signal_in_start_up_without_an_agent_reaches_who_waits(store: Path, tmp_path: Path, alone: bool) -> None:
-    """The first process waits for the second one, which is missing, or is told in its own start-up."""
+    """The first process waits for a missing second one, or is stopped during its own startup."""
     port = free_port()
     with without_agent(tmp_path, store, 0, port) as first:
         if alone:

@@ -1,4 +1,4 @@
-"""A replica that goes astray is found within train.check_replicas_every steps, and named; nothing of it is saved."""
+"""A diverging replica is detected within train.check_replicas_every steps and named; its weights are never saved."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two runs in one directory: the second is refused, a dead owner's lock is taken over."""
+"""Two runs in one directory: the second is rejected, and a dead owner's lock is taken over."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Steps whose passes are launched ahead, and updates that are launched without their numbers: the same run to the bit."""
+"""Passes launched ahead, and updates launched before their statistics arrive: bitwise the same run."""
 
 import hashlib
 import os
@@ -116,7 +116,7 @@ def config_of(store: Path, run: Path, clip: float = 0.0, tp: int = 1, **sections
 
 
 def moved(config: Config, name: str) -> Config:
-    """The same run in a folder of its own."""
+    """The same run in a separate folder."""
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": f"{config.run.dir}/{name}"})})
 
 

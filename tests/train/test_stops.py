@@ -1,4 +1,4 @@
-"""Signals at any moment: start-up, step, evaluation, save. One consistent save, then a clean end."""
+"""Signals at any time (startup, step, evaluation, save): one consistent save, then a clean exit."""
 
 import os
 import random

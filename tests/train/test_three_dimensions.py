@@ -1,4 +1,4 @@
-"""The whole mesh, pipeline x data x tensor: every mesh, schedule and sharding against one process."""
+"""Three-dimensional meshes (PP x DP x TP): every mesh, schedule and sharding against one process."""
 
 import itertools
 from typing import Any

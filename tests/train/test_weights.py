@@ -1,4 +1,4 @@
-"""Weights without a model: read whole from what any mesh saved, and loaded on any mesh from what one process wrote."""
+"""Weights without a model: read whole from a checkpoint of any mesh, and loaded on any mesh from one process's checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two results are compared row by row, and only if they are of the same thing on the same machine."""
+"""Two results are compared row by row, and only if experiment, dimensions and machine match."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Contenders are timed in turns; ratios are of the same round; zeros and too few rounds are refused."""
+"""Contenders are interleaved; ratios are within a round; zeros and too few rounds are rejected."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Every layout follows one process over 200 steps; the experiment says so, or says which does not."""
+"""Every layout matches one process over 200 steps; the experiment reports any that does not."""
 
 import json
 from pathlib import Path

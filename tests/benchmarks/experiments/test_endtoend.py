@@ -1,4 +1,4 @@
-"""Whole steps under every layout are timed in one run, counted, and shown beside the paper's."""
+"""Whole steps under every layout are timed in one run, counted, and shown next to the paper's."""
 
 from functools import cache
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_goals_are_met_where_the_numbers_say_so() -> None:
 
 
 def test_a_share_computes_on_numbers_and_is_priced(tmp_path: Path) -> None:
-    """In a process of its own: the fake process group is the process's only one."""
+    """Runs in a separate process, because the fake process group must be the only one."""
     found = {name: layout(name, tp=4) for name in (MEGATRON_SP, VANILLA, BTP, BTP_SP)}
     group, out = TimingGroup("share", endtoend.SHARES, found, share=True), tmp_path / "group.json"
     hardware = load_hardware("a100-80g")

@@ -1,4 +1,4 @@
-"""The comparison of families: the same tokens for all, a rate for each, and results that are never mixed or made twice."""
+"""The families experiment: same tokens for all, a learning rate for each, and results that are never mixed or repeated."""
 
 import dataclasses
 import json

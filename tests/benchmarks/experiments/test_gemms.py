@@ -1,4 +1,4 @@
-"""Every layout's products are timed at every TP, and utilization is FLOPs over time over the ceiling of the same round."""
+"""The GEMMs of every layout are timed at every TP, and utilization is FLOP/s relative to the ceiling of the same round."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The project's figures: every experiment's finding meets its own, and only measurements decide."""
+"""The project's goals: every finding is matched to its target, and only measurements decide."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""TP against the ideal: what is replayed is what a step sends, and the efficiency is of the same round."""
+"""TP against the ideal: the replayed collectives are those of a step, and ratios are within a round."""
 
 from pathlib import Path
 

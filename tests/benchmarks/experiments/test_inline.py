@@ -1,4 +1,4 @@
-"""Pictures inside a page: names do not clash, black and white are the page's, nothing is fetched."""
+"""Inline SVG: IDs do not clash, black and white become theme colors, and nothing is fetched."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Both norms are timed in the block and by themselves; the norms' part by itself is what the layout computes."""
+"""Both norms are timed in the block and alone; the norms alone compute what the layout computes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every peer is a correct contender: from the same weights it has the loss of our model, its gradient's norm, and its steps."""
+"""Every peer is a correct contender: from the same weights, its loss, gradient norm and steps match our model."""
 
 import sys
 from typing import Any

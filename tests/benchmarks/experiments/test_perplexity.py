@@ -1,4 +1,4 @@
-"""The experiment trains every layout alike, and says if one of them matters as much as a seed does."""
+"""The experiment trains all layouts alike and reports a layout that matters as much as the seed."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The plain modules are the function that ours is: same weights, same loss, same gradients."""
+"""The plain modules match our model: same weights, same loss, same gradients."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The experiment times every policy of every layout in one run, and its table says what was measured."""
+"""The experiment times every policy of every layout in one run and reports the measurements."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The page of all results: what it says, that it is the same each time, and how it looks in a real browser."""
+"""The report page: its content, its reproducibility, and its rendering in a real browser."""
 
 import base64
 import contextlib
@@ -99,7 +99,7 @@ def test_goals_come_first_with_what_was_found_or_why_not(results: Path) -> None:
 
 
 def test_machines_stand_one_under_the_other(results: Path) -> None:
-    """Each in a block of its own with its numbers, and no number of both."""
+    """Each has its own block and numbers, and no number combines both."""
     blocks = re.findall(r"<article>.*?</article>", page_of(results), re.DOTALL)
     assert len(blocks) == 2
     assert ["<h3>Slow CPU" in block for block in blocks] == [True, False]

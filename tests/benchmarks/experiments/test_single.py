@@ -1,4 +1,4 @@
-"""The experiment of one process: contenders that are the same work, and goals that follow from the numbers."""
+"""The single-process experiment: contenders do the same work, and goals follow from the numbers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Bytes are those of the collective table, times those of the same collectives, and btp-sp sends half of what btp does."""
+"""Bytes match the collective table, times are of the same collectives, and btp-sp sends half the bytes of btp."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Steps over two hosts with a limited wire: bytes pass over it, no faster than its rate, and the marked rates are what they say."""
+"""Steps over two hosts with a rate-limited wire: bytes pass over it no faster than its rate, and the marked rates are correct."""
 
 from pathlib import Path
 
