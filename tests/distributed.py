@@ -112,8 +112,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
 
 
 def _leave_groups() -> None:
-    """Ends all groups but the default one. gloo has threads for each, which wake a hundred times a second: of hundreds of groups
-    they take more time than the tests."""
+    """Destroys all groups but the default one. gloo has threads for each group, which wake a hundred times a second: with
+    hundreds of groups, they take more time than the tests."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def is_noticed(guard: Guard) -> str | None:
-    """The first test that fails without the guard, or what ended the tests; None if all pass."""
+    """The first test that fails without the guard, or the error that stopped the tests; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="boost-guards-") as folder:
         for name in ("boost", "benchmarks", "tests", "examples", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -91,7 +91,7 @@ def is_noticed(guard: Guard) -> str | None:
 
 
 def without(guard: Guard, text: str) -> str:
-    """The file without the guard."""
+    """The source file without the guard."""
     if not guard.place.replace(".", "").isidentifier():
         if text.count(f"{guard.place}\n") != 1:
             raise SystemExit(f"{guard.name}: {guard.file} does not have this line once: {guard.place}")

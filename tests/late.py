@@ -72,7 +72,7 @@ class LateWork(Work):
 
 
 class LateGroup(dist.ProcessGroup):
-    """A process group around one of gloo."""
+    """A process group that wraps a gloo group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -172,7 +172,7 @@ if BACKEND.upper() not in dist.Backend._plugins:
 
 @contextmanager
 def late_groups() -> Iterator[None]:
-    """Meshes that are made in here have late groups, and collectives take the path of GPUs."""
+    """Meshes created in this context have late groups, and collectives take the GPU code path."""
     toy.mesh.cache_clear()
     orders.clear()
     in_flight.clear()

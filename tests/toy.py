@@ -61,7 +61,7 @@ def toy_decoder(config: Config, seed: int = 0) -> tuple[Decoder, Mesh]:
 
 
 def toy_model(config: Config, seed: int = 0) -> tuple[Model, Mesh]:
-    """The same as it is trained: in pipeline stages and shared among replicas, if that is what `config` says."""
+    """The same model as trained: split into pipeline stages and sharded over replicas, if `config` says so."""
     place = toy_mesh(config)
     model = build_model(config, place)
     initialize_model(model, seed)
@@ -76,7 +76,7 @@ def toy_mesh(config: Config) -> Mesh:
 
 @functools.cache
 def mesh(tp: int, dp: int = 1, pp: int = 1, cp: int = 1) -> Mesh:
-    """Process groups are made once for each mesh and call of a pool (`tests/distributed.py`)."""
+    """Creates process groups once per mesh and pool call (`tests/distributed.py`)."""
     return mesh_of(ParallelConfig(tp=tp, dp=dp, pp=pp, cp=cp), CPU)
 
 

@@ -23,7 +23,7 @@ _known: dict[tuple[str, int], Seen] = {}
 
 
 def reference(config: Config, steps: int) -> Seen:
-    """The same model on one process; made once in a pool, whose other processes hear of it. All of them must ask."""
+    """The same model on one process; built once per pool, on one process that broadcasts it. All processes must call this."""
     key = toy.single(config).model_dump_json(), steps
     if key not in _known:
         outcome: list[Any] = [None]
@@ -41,10 +41,10 @@ def reference(config: Config, steps: int) -> Seen:
 
 
 def compare(config: Config, steps: int = 2) -> dict[str, float]:
-    """Relative errors of what this process has against the whole model in one process."""
+    """Relative errors of this process's results against the whole model on one process."""
     return errors_of(Trained(config, steps), steps)
 
 
 def errors_of(actual: TrainedModel, steps: int) -> dict[str, float]:
-    """The same of a model that has made its steps."""
+    """The same for a model that has already taken its steps."""
     return exactness.errors_of(actual, reference(actual.config, steps))

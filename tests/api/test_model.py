@@ -28,7 +28,7 @@ def tree(store: Path, folder: Path, **model: Any) -> dict[str, Any]:
 
 
 class Watch(boost.Hook):
-    """Keeps the losses."""
+    """Records the losses."""
 
     def __init__(self, stop_at: int = 0) -> None:
         self.losses: list[float] = []

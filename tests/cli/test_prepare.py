@@ -12,7 +12,7 @@ from boost.errors import BoostError
 
 
 def boost(*argv):
-    """The exit code of `boost prepare ...`, through the command's own parser and the error line of `main`."""
+    """Exit code of `boost prepare ...`, including the command's own parser and error line."""
     parser = argparse.ArgumentParser(prog="boost")
     command.add_parser(parser.add_subparsers(required=True))
     try:

@@ -22,7 +22,7 @@ from tests import toy
 
 
 class Layout(Tagged):
-    """A section like [parallel] with options of its layouts."""
+    """A section like [parallel], with layout-specific options."""
 
     key: ClassVar[str] = "parallel.layout"
     layout: str = "whole"
@@ -47,7 +47,7 @@ class Halves(Layout):
 
 
 class Holder(Section):
-    """A configuration with such a section."""
+    """A configuration that contains the section."""
 
     parallel: SerializeAsAny[Layout]
 
@@ -143,7 +143,7 @@ def test_every_key_says_which_choices_have_it() -> None:
 
 @pytest.fixture
 def outside() -> Iterator[None]:
-    """An optimizer and a family of another package, while a test runs."""
+    """Registers an optimizer and a family of another package during a test."""
 
     class Lion(OptimConfig):
         """The sign of the momentum."""

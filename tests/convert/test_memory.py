@@ -43,7 +43,7 @@ print(done.bytes, added, peak() - before)
 
 
 def added(way: str, small: Path, large: Path, folder: Path) -> tuple[int, int, int]:
-    """Bytes of the weights; bytes that their conversion added to a process's peak, in small files and in one."""
+    """Bytes of the weights, and bytes that conversion adds to a process's peak with small files and with one file."""
     words = [sys.executable, "-c", SCRIPT, small, large, way, folder, str(FILE_BYTES)]
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The four calls of an upload; every file is small enough to be part of the commit."""
+    """The four requests of an upload; every file is small enough to be part of the commit."""
 
     created: list[dict[str, object]]
     files: dict[str, bytes]

@@ -31,7 +31,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 class HeldDisk:
-    """A disk on which saves wait until it is released."""
+    """A disk that blocks saves until it is released."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fails: bool = False) -> None:
         self.release, self.started, self.fails = threading.Event(), list[int](), fails
@@ -81,7 +81,7 @@ def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, parallel
 
 
 class Recorder(Hook):
-    """What happens after steps and around saves, in order."""
+    """Records events after steps and around saves, in order."""
 
     def __init__(self, disk: HeldDisk, release_before_save: int | None, release_after_step: int | None = None) -> None:
         self.seen: list[str] = []

@@ -198,7 +198,7 @@ def test_the_process_whose_values_are_not_finite_is_named_on_all(tmp_path: Path)
 
 
 class Disk:
-    """Saves that fail a number of times in each folder."""
+    """Makes saves fail a given number of times in each folder."""
 
     def __init__(self, **failures: int) -> None:
         self.failures, self.said, self.slept = failures, list[str](), list[float]()
@@ -232,7 +232,7 @@ def test_the_retries_of_the_last_save_are_bounded() -> None:
 
 @pytest.mark.parametrize("urgent", [False, True])
 def test_the_last_save_goes_elsewhere(urgent: bool) -> None:
-    """At once where a signal stops the run and the process may be killed soon, else after the retries."""
+    """Immediately if a signal stops the run, because the process may be killed soon; otherwise after the retries."""
     disk = Disk(run=99)
     assert disk.last_save(minutes=1, urgent=urgent, fallback=Path("elsewhere")) == Path("elsewhere")
     assert bool(disk.slept) != urgent

@@ -22,7 +22,7 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def sign(path: Path) -> None:
-    """Repairs the digests by hand, as somebody would who edits a checkpoint."""
+    """Recomputes the digests, as someone who edits a checkpoint would."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"]
     manifest = {f.relative_to(path).as_posix(): entry_of(f).model_dump(exclude_none=True) for f in files}
     (path / "manifest.json").write_text(json.dumps(manifest))

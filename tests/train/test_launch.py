@@ -77,7 +77,7 @@ def fail_before_the_group_exists() -> int:
 
 
 def train_until_told(folder: Path) -> int:
-    """A loop like the trainer's: all agree to stop as soon as one process has been told to."""
+    """A loop like the trainer's: all processes stop once one has been told to."""
     join()
     with StopRequest() as request:
         (folder / f"pid{rank()}").write_text(str(os.getpid()))
@@ -102,7 +102,7 @@ def finish_apart(folder: Path) -> int:
 
 
 def wait_in_a_collective(folder: Path) -> int:
-    """Rank 0 waits where no Python handler runs, for an answer that rank 1 never gives."""
+    """Rank 0 blocks, where no Python signal handler runs, on a result that rank 1 never sends."""
     join()
     with StopRequest():
         (folder / f"pid{rank()}").write_text(str(os.getpid()))
@@ -141,7 +141,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent does not."""
+    """Whether the process runs; False for a zombie."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -157,7 +157,7 @@ def pids(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def launched(entry: Callable[..., int], folder: Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A launcher whose two processes are in the middle of their work. Nothing of it outlives the test."""
+    """A launcher whose two processes are at work. No process outlives the test."""
     with run_launcher(entry, folder, **options) as process:
         try:
             wait_for(lambda: len(pids(folder)) == 2 or process.poll() is not None, "the processes did not start")
@@ -205,7 +205,7 @@ def test_zero_processes_are_refused() -> None:
 def test_rank_0_has_the_terminal_itself_and_a_code_that_is_not_0_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of threads, which makes the code, is the user's if there is one."""
+    """The exit code shows the number of threads, which is the user's if set."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     ours, theirs = pty.openpty()
     try:

@@ -22,7 +22,7 @@ from tests.train.runs import RATE, make_config, make_trainer
 
 
 class Counted:
-    """Batches that name their step in every token; some steps cannot be read."""
+    """Batches whose tokens all contain their step; some steps cannot be read."""
 
     def __init__(self, broken: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.broken, self.read = broken, list[int]()
@@ -47,7 +47,7 @@ def threads() -> list[threading.Thread]:
 
 
 def test_a_step_gets_its_own_data_whatever_was_read_ahead() -> None:
-    """In order, after a jump (a rollback) and without anything read ahead."""
+    """In order, after a jump (rollback), and without prefetching."""
     batches = Counted()
     data = prefetcher(batches)
     for step, following in ((0, 1), (1, 2), (7, 8), (8, None), (3, 4)):

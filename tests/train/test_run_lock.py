@@ -35,7 +35,7 @@ def owner(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def elsewhere(folder: Path) -> None:
-    """The lock as a process of another host would have written it."""
+    """Makes the lock look as if written on another host."""
     path = folder / LOCK_FILE
     values = json.loads(path.read_text()) if path.exists() else {"token": "t", "pid": 1}
     path.write_text(json.dumps(values | {"host": "another-host"}))

@@ -27,6 +27,6 @@ def _measured(found: list[TimingGroup]) -> list[Facts]:
 
 
 def measured(found: list[TimingGroup]) -> list[Facts]:
-    """The same on two processes of the tests' pool; of the main one."""
+    """Measures on two processes of the test pool; returns the main one's result."""
     facts: list[Facts] = run_distributed(2, _measured, found)[0]
     return facts

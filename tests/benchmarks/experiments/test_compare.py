@@ -25,7 +25,7 @@ def write(
 
 
 def times(*factors: float) -> list[Facts]:
-    """Rows of three contenders, each so many times slower."""
+    """Rows of three contenders, slowed down by these factors."""
     names = ("btp", "btp-sp", "vanilla")
     return [
         {"name": name, "batch": 4, "kept_bytes": int(9 * factor), "seconds": [factor * s for s in EIGHT]}

@@ -91,7 +91,7 @@ def test_the_section_has_a_table_a_group_and_the_papers_numbers(tmp_path: Path) 
 
 
 def test_goals_are_met_where_the_numbers_say_so() -> None:
-    """Seconds as if they had been measured: btp-sp takes 1, btp 1.2; then as much."""
+    """Synthetic seconds: btp-sp takes 1 and btp 1.2; then both take the same."""
     taken = {BTP_SP: 1.0, BTP: 1.2, VANILLA: 2.2, MEGATRON_SP: 2.0}
     facts = {key: value for key, value in results().items() if key != "groups"}
     groups = []

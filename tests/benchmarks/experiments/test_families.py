@@ -34,7 +34,7 @@ def config(store: Path, tmp_path: Path) -> Config:
 
 
 def made_up(task: Task) -> FamilyRun:
-    """A run that was never made: its loss falls with the rate, but at 1e-2 dense diverges."""
+    """A synthetic run: its loss falls with the learning rate, but dense diverges at 1e-2."""
     place = FOUR.index(task.contender)
     loss = None if (task.contender, task.lr) == ("dense", 1e-2) else 5 - place / 4 - 10 * task.lr + task.seed / 8
     return FamilyRun(
@@ -44,7 +44,7 @@ def made_up(task: Task) -> FamilyRun:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """Runs are made up in this process, and noted."""
+    """Replaces runs with synthetic ones in this process and records them."""
     tasks: list[Task] = []
 
     def each(waiting: Sequence[Task], jobs: int) -> Iterator[FamilyRun]:

@@ -39,7 +39,7 @@ def test_the_experiment_leaves_numbers_a_table_and_a_picture(tmp_path: Path, mon
 
 
 def test_utilization_is_of_the_faster_square_in_the_same_round() -> None:
-    """The machine is twice as slow in every second round; a contender that uses a quarter of it does so in all."""
+    """The machine is twice as slow in every second round; a contender at a quarter of its speed stays at a quarter in all."""
     slow = [1.0, 2.0] * 3 + [1.0]
     seconds = {"square 10": [s * 2e3 / 100 for s in slow], "square 20": [s * 16e3 / 400 for s in slow]}
     seconds["mine"] = [s * 800 / 100 for s in slow]

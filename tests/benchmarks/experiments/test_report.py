@@ -57,7 +57,7 @@ def goals(facts: Facts) -> list[Goal]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two results of one experiment, of a CPU and of a GPU."""
+    """Two results of one experiment, from a CPU and from a GPU."""
     monkeypatch.setattr(sections, "section", section)
     monkeypatch.setattr(sections, "goals", goals)
     folder = tmp_path / "results"
@@ -204,7 +204,7 @@ def test_the_page_in_a_browser(results: Path, tmp_path: Path) -> None:
 
 
 def looked_at(html: str, port: int) -> str:
-    """The page with a script that its policy allows, and with a picture from elsewhere, which it does not."""
+    """The page with an added script that its policy allows, and an external image that it does not."""
     allowed = base64.b64encode(hashlib.sha256(LOOK.encode()).digest()).decode()
     html = html.replace("script-src ", f"script-src 'sha256-{allowed}' ")
     outside = f'<img src="http://127.0.0.1:{port}/x.png" alt="">'
@@ -212,7 +212,7 @@ def looked_at(html: str, port: int) -> str:
 
 
 def browse(tmp_path: Path, page: Path, width: int, height: int, *flags: str) -> str:
-    """What Chromium prints of a page. Its processes are gone afterwards."""
+    """Chromium's output for a page. Its processes have exited afterwards."""
     assert BROWSER is not None
     usual = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
     place = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"]
