@@ -28,7 +28,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         metavar="C",
         help="also available: svd-spectral, lax-svd, lax-tensor, lax-dense (default dense svd cola lax loro)",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default 0 1 2)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="training seeds (default 0 1 2)"
+    )
     parser.add_argument(
         "--sweep",
         type=float,
@@ -37,7 +39,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         metavar="LR",
         help="peak learning rates to try; each contender uses its best on --sweep-seed (default: optim.lr for all)",
     )
-    parser.add_argument("--sweep-seed", type=int, default=1000, metavar="N", help="(default 1000)")
+    parser.add_argument("--sweep-seed", type=int, default=1000, metavar="N", help="seed of the sweep (default 1000)")
     parser.add_argument("--sweep-steps", type=int, metavar="N", help="steps per sweep run (default train.steps)")
     parser.add_argument("--jobs", type=int, metavar="N", help="concurrent runs (default: one per core; 1 on a GPU)")
     add_rounds(parser, 41)

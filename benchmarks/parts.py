@@ -22,7 +22,12 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--tp", type=int, metavar="N", help="TP processes (default: one per GPU, 2 on CPUs)")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=get_args(DType), default=["bfloat16"], metavar="D", help="(default bfloat16)"
+        "--dtypes",
+        nargs="+",
+        choices=get_args(DType),
+        default=["bfloat16"],
+        metavar="D",
+        help="compute dtypes (default bfloat16)",
     )
     parser.add_argument(
         "--shares",

@@ -30,7 +30,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         metavar="F",
         help=f"families to train, from {', '.join(FAMILIES)} (default: CONFIG's family and dense)",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="(default 0 1 2)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="training seeds (default 0 1 2)"
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
