@@ -1,4 +1,4 @@
-"""One thread a process, as in every multi-process run; nothing on the network; one small token store for all tests."""
+"""One thread per process, as in every multi-process run; no network access; one small token store for all tests."""
 
 import os
 
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python of its own takes seconds to start: what starts one is marked slow, so that `make quick` is quick."""
+    """Starting a Python process takes seconds: tests that do so must be marked slow to keep `make quick` quick."""
     if any(request.node.get_closest_marker(name) for name in ("slow", "nightly")):
         return
     begin = subprocess.Popen.__init__

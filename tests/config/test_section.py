@@ -1,4 +1,4 @@
-"""Sections of which one key selects the class: what is registered, what is listed, what another package can add."""
+"""Sections whose class is selected by one key: registration, listing, and additions by other packages."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ from tests import toy
 
 
 class Layout(Tagged):
-    """A section like [parallel] with options of its layouts."""
+    """A section like [parallel], with layout-specific options."""
 
     key: ClassVar[str] = "parallel.layout"
     layout: str = "whole"
@@ -49,7 +49,7 @@ class Halves(Layout):
 
 
 class Holder(Section):
-    """A configuration with such a section."""
+    """A configuration that contains the section."""
 
     parallel: SerializeAsAny[Layout]
 
@@ -145,7 +145,7 @@ def test_every_key_says_which_choices_have_it() -> None:
 
 @pytest.fixture
 def outside() -> Iterator[None]:
-    """An optimizer and a family of another package, while a test runs."""
+    """Registers an optimizer and a family of another package during a test."""
 
     class Lion(OptimConfig):
         """The sign of the momentum."""

@@ -1,5 +1,5 @@
-"""Training on groups that are as lazy as NCCL: no result is used before it is waited for, no buffer is written before it is
-sent, and all processes of a group issue the same collectives in the same order."""
+"""Training on groups that complete asynchronously, as NCCL's do: no result is used before it is waited for, no buffer is written
+before it is sent, and all processes of a group issue the same collectives in the same order."""
 
 import os
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ Outcome = tuple[Any, list[str], dict[str, list[tuple[Any, ...]]]]
 
 
 def trained_late(family: str, row: Row) -> Outcome:
-    """Results of a row, collectives that nobody waited for, and the collectives of each group. fully_shard and torch's
+    """Results of a row, collectives that were never waited for, and the collectives of each group. fully_shard and torch's
     pipelines call Python process groups directly, so theirs cannot be counted."""
 
     def keeps(config: Config, *rest: Any) -> bool:

@@ -48,7 +48,7 @@ def test_collectives_are_those_of_any_group(tmp_path: Path) -> None:
 
 
 def one_stays_away(path: Path) -> list[Any]:
-    """Rank 1 skips the second sum. The others are told and continue without it."""
+    """Rank 1 skips the second sum. The others are notified and continue without it."""
     rank, said = dist.get_rank(), list[str]()
     membership = Membership(0, said.append)
     group = group_of(path, rank, 3, membership)

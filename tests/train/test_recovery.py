@@ -1,4 +1,4 @@
-"""In-step recovery on whole runs: processes die, and losses are those of a run that nobody disturbed."""
+"""In-step recovery on whole runs: processes die, and losses match an undisturbed run."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def of(kind: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_same_steps(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int) -> None:
-    """Every step once, each loss and norm as expected."""
+    """Every step appears once, with the expected loss and norm."""
     for lines in (found, expected):
         assert [line["step"] for line in of("step", lines)] == list(range(1, steps + 1))
     for a, b in zip(of("step", found), of("step", expected), strict=True):
@@ -114,7 +114,7 @@ def test_a_replica_is_lost_and_comes_back(store: Path, tmp_path: Path, mesh: str
     ids=["zero-1", "muon", "loro"],
 )
 def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A loss, a return, a save with what each then holds, and a start from it on another number of replicas."""
+    """A loss, a rejoin, a save of what each replica then holds, and a start from it on a different number of replicas."""
     words = ("--parallel.tp", "1", "--parallel.dp", "2", *words)
     words += ("--optim.schedule", "constant")
     in_step = (*words, "--run.recovery", "in-step", "--train.save_every", "20", "--train.eval_every", "0")
@@ -134,8 +134,8 @@ def test_state_of_every_kind_is_handed_over(store: Path, tmp_path: Path, words: 
 
 
 def is_behind(config: Config, *rest: Any) -> int:
-    """Trains; replica 2 learns that the membership is over when it has not quite completed the last operation of step 9, which the
-    others have: they are in step 10."""
+    """Trains; replica 2 learns that the membership is over before it completes the last operation of step 9, when the others
+    are already in step 10."""
     usual, operations = Recovery.run, 2 if config.divides_moments else 1
     seen: list[int] = []
 
@@ -201,7 +201,7 @@ def test_both_copies_of_a_piece_lost_end_the_run(store: Path, tmp_path: Path) ->
 
 
 def dies_rolling_back(marker: str, config: Config, *rest: Any) -> int:
-    """Trains; asks for a rollback in step 9, in which a process is killed once."""
+    """Trains and requests a rollback in step 9, during which a process is killed once."""
     read, go_back = Trainer._read, Rollbacks._return
 
     def read_and_ask(self: Trainer, update: Any) -> Any:

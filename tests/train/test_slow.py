@@ -1,4 +1,4 @@
-"""Replicas that keep the others waiting."""
+"""Detection of slow replicas."""
 
 from pathlib import Path
 from types import SimpleNamespace
