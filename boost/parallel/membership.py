@@ -24,6 +24,8 @@ from boost.parallel.recoverable import PeersLostError
 
 DEAD, SILENT, SLOW = "dead", "silent", "slow"
 """Why a member was lost: its processes died, do not respond, or slow the others down (`run.exclude_slow`)."""
+STATUS_TEXT = {DEAD: "was restarted", SILENT: "does not answer"}
+"""What heartbeats say about a lost member, in messages."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 """Polling interval of the store, seconds: the first one, and the limit that it backs off to."""
@@ -99,11 +101,11 @@ class Coordinator:
         store: dist.Store,
         replicas: int,
         processes: int,
-        is_silent: Callable[[Member], bool] = lambda member: False,
+        status: Callable[[Member], str] = lambda member: "",
     ) -> None:
-        """`replicas`: replicas of a full run. `processes`: processes per replica. `is_silent`: whether a member has stopped
-        responding."""
-        self.store, self._replicas, self._processes, self._is_silent = store, replicas, processes, is_silent
+        """`replicas`: replicas of a full run. `processes`: processes per replica. `status`: what heartbeats say about a
+        member: DEAD if a newer incarnation of its replica runs, SILENT if it has stopped responding, else ''."""
+        self.store, self._replicas, self._processes, self._status = store, replicas, processes, status
 
     # Announcements.
 
@@ -238,12 +240,12 @@ class Coordinator:
         self.store.compare_set(f"decision/{decision.number}", "", json.dumps(asdict(decision)))
 
     def _is_gone(self, member: Member) -> bool:
-        if self.lost_reason(member.incarnation) is not None:
+        known = self.lost_reason(member.incarnation)
+        if known is not None and known.startswith(DEAD):
             return True
-        if self._is_silent(member):
-            self.exclude(member.incarnation, SILENT, "does not answer")
-            return True
-        return False
+        if why := self._status(member):
+            self.exclude(member.incarnation, why, STATUS_TEXT[why])
+        return bool(known or why)
 
     def _proposal(self, before: Decision) -> Decision | None:
         """The decision that follows from all reports; None while a member that may be alive has not reported."""

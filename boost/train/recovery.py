@@ -28,6 +28,7 @@ from boost.parallel.membership import (
     DEAD,
     SILENT,
     SLOW,
+    STATUS_TEXT,
     Coordinator,
     Decision,
     ExcludedError,
@@ -94,7 +95,7 @@ class Recovery:
         self._depth, self._repeats, self._admits, self._closed = 0, False, False, threading.Event()
         self.trainer: Trainer | None = None
         self._beats = _Beats(self.board(), self.slots, replica_size(parallel), run.heartbeat_timeout_s)
-        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.is_silent)
+        self._coordinator = Coordinator(self._store, parallel.dp, replica_size(parallel), self._beats.status)
         self.membership = Membership(-1)
         self._agrees_since: float | None = None
 
@@ -304,7 +305,7 @@ class Recovery:
 
     def _is_lost(self, member: Member) -> bool:
         """Whether a member is gone, or does not answer. Under torchrun nobody reports a loss if no member is left to notice it."""
-        return bool(self._coordinator.lost_reason(member.incarnation)) or self._beats.is_silent(member)
+        return bool(self._coordinator.lost_reason(member.incarnation) or self._beats.status(member))
 
     def _transfer_state(self, newcomer: "Trainer | None" = None) -> None:
         """Sends weights, moments and position from the first replica that has them to the joining ones. Collective.
@@ -352,7 +353,7 @@ class Recovery:
     def _watch(self) -> None:
         """Thread that detects the end of the membership while the main thread computes or waits."""
         store = self._store if launch_dir() else getattr(self._store, "clone", lambda: self._store)()
-        coordinator = Coordinator(store, self.slots, 1, self._beats.is_silent)
+        coordinator = Coordinator(store, self.slots, 1, self._beats.status)
         excluded_at: float | None = None
         while not self._closed.wait(WATCH_S):
             disconnect_abandoned()
@@ -387,9 +388,9 @@ class Recovery:
         since = membership.waiting_since
         if since is not None and time.monotonic() - since > WAITS_S and not membership.over.is_set():
             for member in decision.members:
-                if member != self.member and self._beats.is_silent(member):
-                    coordinator.exclude(member.incarnation, SILENT, "does not answer")
-                    membership.lost(f"replica {member.replica} does not answer")
+                if member != self.member and (why := self._beats.status(member)):
+                    coordinator.exclude(member.incarnation, why, STATUS_TEXT[why])
+                    membership.lost(f"replica {member.replica} {STATUS_TEXT[why]}")
         return excluded_at
 
     def failed(self, error: BaseException) -> None:
@@ -465,8 +466,9 @@ class _Beats:
         self._read_at = 0.0
         self._lock = threading.Lock()
 
-    def is_silent(self, member: Member) -> bool:
-        """Whether a process of a member has sent no heartbeat for run.heartbeat_timeout_s, since this process began to watch."""
+    def status(self, member: Member) -> str:
+        """DEAD if a newer incarnation of the replica sends heartbeats: launchers end one before they start the next. SILENT if a
+        process has sent none for run.heartbeat_timeout_s since this process began to watch. Else ''."""
         with self._lock:
             now = time.monotonic()
             if now - self._read_at > 2 * WAITS_S:
@@ -478,4 +480,6 @@ class _Beats:
                         self._seen[beat.rank] = beat.incarnation, beat.count, now
             slots = range(member.replica * self._processes, (member.replica + 1) * self._processes)
             found = [self._seen[slot] for slot in slots if slot in self._seen]
-            return any(name != member.incarnation or now - since > self._timeout_s for name, _, since in found)
+            if any(name != member.incarnation for name, _, _ in found):
+                return DEAD
+            return SILENT if any(now - since > self._timeout_s for _, _, since in found) else ""

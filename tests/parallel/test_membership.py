@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from boost.errors import StoppedError, TrainingError
 from boost.parallel.membership import (
     DEAD,
+    SILENT,
     Coordinator,
     Decision,
     ExcludedError,
@@ -53,12 +54,13 @@ def everyone(what: Callable[[int], Any], who: Iterable[int]) -> dict[int, Any]:
 
 
 def agree(
-    store: dist.Store, reports: dict[int, Report], before: Decision = FOUNDED, silent: Any = ()
+    store: dist.Store, reports: dict[int, Report], before: Decision = FOUNDED, silent: Any = (), restarted: Any = ()
 ) -> dict[int, Any]:
     """Outcomes for members that report at the same time."""
 
     def one(replica: int) -> Decision:
-        coordinator = Coordinator(store, 4, 1, lambda member: member.replica in silent)
+        status = {**dict.fromkeys(silent, SILENT), **dict.fromkeys(restarted, DEAD)}
+        coordinator = Coordinator(store, 4, 1, lambda member: status.get(member.replica, ""))
         return coordinator.agree(before, MEMBERS[replica], 0, reports[replica])
 
     return everyone(one, reports)
@@ -138,6 +140,18 @@ def test_a_minority_stops_but_the_dead_do_not_vote(
             assert [member.replica for member in outcome.members] == here
         else:
             assert isinstance(outcome, TrainingError) and "not a majority" in str(outcome)
+
+
+def test_a_silent_member_has_no_vote_once_it_is_restarted(store: dist.Store) -> None:
+    for replica in (1, 2, 3):
+        Coordinator(store, 4, 1).exclude(f"{replica}.0", SILENT, "does not answer")
+    decision = agree(store, {0: Report(5)}, restarted=(1, 2))[0]
+    assert decision.members == MEMBERS[:1]
+    assert decision.lost == {
+        "1.0": "dead: was restarted",
+        "2.0": "dead: was restarted",
+        "3.0": "silent: does not answer",
+    }
 
 
 def test_there_is_one_history_no_matter_who_decides_first(store: dist.Store) -> None:

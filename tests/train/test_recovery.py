@@ -12,16 +12,17 @@ from boost.config import Config
 from boost.errors import BoostError, ConfigError, StorageError, TrainingError
 from boost.parallel.counting import CollectiveCounter
 from boost.parallel.members import replica_of_rank
-from boost.parallel.membership import Member
+from boost.parallel.membership import DEAD, SILENT, Member
 from boost.parallel.recoverable import PeersLostError
 from boost.parallel.replicas import Mismatch, ReplicaReport
 from boost.train.checkpoint import SavedCheckpoint
 from boost.train.evaluate import Evaluation
 from boost.train.faults import Fault
+from boost.train.heartbeat import Beat
 from boost.train.launch import Replicas, launch
 from boost.train.loop import Trainer
 from boost.train.metrics import read_metrics
-from boost.train.recovery import Recovery
+from boost.train.recovery import Recovery, _Beats
 from boost.train.recovery_messages import decode, encode
 from boost.train.rollback import Rollbacks
 from boost.train.run import train_process
@@ -362,6 +363,36 @@ def test_one_that_dies_while_state_is_handed_over_is_one_more_loss(store: Path, 
     assert_complete(of("membership", found))
     # With the donor, a newcomer that has not got everything is out too.
     assert sum(len(line["lost"]) for line in of("membership", found)) >= 2
+
+
+def test_heartbeats_tell_a_silent_replica_from_a_restarted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Board:
+        def __init__(self) -> None:
+            self.beats = [Beat(0, 1, incarnation="0.0"), Beat(1, 1, incarnation="0.0")]
+
+        def post(self, rank: int, text: str) -> None: ...
+
+        def read(self, size: int) -> list[Beat]:
+            return self.beats
+
+    board, clock = Board(), [100.0]
+    monkeypatch.setattr("boost.train.recovery.time.monotonic", lambda: clock[0])
+    beats = _Beats(board, 2, 2, timeout_s=10)
+
+    def status_after(seconds: float) -> str:
+        while seconds > 0:
+            clock[0] += min(seconds, 1.0)
+            seconds -= 1.0
+            found = beats.status(Member(0, "0.0"))
+        return found
+
+    assert status_after(9) == ""
+    board.beats[0] = Beat(0, 2, incarnation="0.0")
+    assert status_after(5) == SILENT, "one of its processes sends nothing"
+    board.beats[1] = Beat(1, 2, incarnation="0.0")
+    assert status_after(1) == ""
+    board.beats[0] = Beat(0, 1, incarnation="0.1")
+    assert status_after(1) == DEAD
 
 
 @pytest.mark.parametrize(
