@@ -90,7 +90,7 @@ def test_both_ways_to_start_an_experiment(command: list[str]) -> None:
         [sys.executable, "-m", *command, "--memory-gb", "0"], capture_output=True, text=True, cwd=ROOT, timeout=600
     )
     assert found.returncode == 2
-    assert "--memory-gb = 0 is too small" in found.stderr
+    assert "--memory-gb = 0 must be positive" in found.stderr
 
 
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in ("modeled", "report", "compare")])

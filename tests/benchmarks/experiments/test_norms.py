@@ -47,7 +47,7 @@ def test_the_experiment(tmp_path: Path) -> None:
     assert all(0 < row[norm] < 0.1 for row in facts["precision"] for norm in norms.NORMS)
     assert len({row["sync"] for row in facts["precision"]}) == len(norms.SEEDS)
     (goal,) = norms.goals(facts)
-    assert goal.what == "online norm against sync, measured" and "the worst of 2" in goal.where
+    assert goal.what == "online norm against sync, measured" and "worst of 2" in goal.where
     text = as_markdown(facts, norms.section(facts))
     assert "0.375 / 0.145" in text and "at every seed" in text
     (figure,) = figures(norms.section(facts))
