@@ -68,19 +68,25 @@ class Membership:
 
 
 class _Guarded(Work):
-    """A collective in flight; waiting for it ends when its membership ends."""
+    """A collective in flight; waiting for it ends when its membership ends.
 
-    def __init__(self, work: Any, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
+    Refers to c10d's object only through its group, so that a group that is left can be disconnected whoever holds this one.
+    """
+
+    def __init__(self, number: int, group: "RecoverableGroup", what: str, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self._work, self._group, self._what, self._tensors = work, group, what, tensors
+        self._number, self._group, self._what, self._tensors = number, group, what, tensors
+        self._is_done = False
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Raises PeersLostError if the membership ends first."""
-        self._group.wait(self._work, self._what)
+        if not self._is_done:
+            self._group.wait(self._number, self._what)
+            self._is_done = True
         return True
 
     def is_completed(self) -> bool:
-        return self._work is not None and bool(self._work.is_completed())
+        return self._is_done or self._group.is_completed(self._number)
 
 
 class RecoverableGroup(dist.ProcessGroup):
@@ -93,7 +99,9 @@ class RecoverableGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         label: Any = f"{name}/{membership.number}"
         self._membership, self._label, self._what = membership, label, name
-        self._pending: list[Any] = []
+        self._in_flight: dict[int, Any] = {}
+        """Collectives that have not been waited for, by number."""
+        self._started = 0
         own = dist.PrefixStore(self._label, store)
         self._backends: dict[str, Any] = {"cpu": _connected(name, own, rank, size, membership)}
         self._has_nccl = device.type == "cuda"
@@ -134,17 +142,23 @@ class RecoverableGroup(dist.ProcessGroup):
         self._backends["cpu"]._set_default_timeout(timeout)
 
     def is_busy(self) -> bool:
-        """Whether an abandoned collective is still running."""
-        self._pending = [work for work in self._pending if not work.is_completed()]
-        return bool(self._pending)
+        """Whether a collective is still running. Call only when no other starts."""
+        self._in_flight = {number: work for number, work in self._in_flight.items() if not work.is_completed()}
+        return bool(self._in_flight)
+
+    def is_completed(self, number: int) -> bool:
+        """Whether a collective that has not been waited for is complete."""
+        work = self._in_flight.get(number)
+        return work is not None and bool(work.is_completed())
 
     def abort(self) -> None:
         """Aborts NCCL kernels. Thread-safe."""
         if nccl := self._backends.get("cuda"):
             nccl.abort()
 
-    def wait(self, work: Any, what: str) -> None:
+    def wait(self, number: int, what: str) -> None:
         """Waits for a collective. Raises PeersLostError if it fails or if the membership ends first."""
+        work = self._in_flight.get(number)
         if work is None:
             raise PeersLostError(f"{what}: the membership has ended")
         self._membership.waiting_since = self._membership.waiting_since or time.monotonic()
@@ -154,12 +168,12 @@ class RecoverableGroup(dist.ProcessGroup):
                 try:
                     # NCCL's wait returns immediately; only the stream waits.
                     work.wait() if self._has_nccl else work.wait(datetime.timedelta(seconds=POLL_S))
+                    self._in_flight.pop(number, None)
                     return
                 except RuntimeError as error:
                     if completed or self._has_nccl:
                         raise self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}") from error
                 if self._membership.over.is_set():
-                    self._pending.append(work)
                     raise PeersLostError(f"{what}: the membership has ended")
         finally:
             self._membership.waiting_since = None
@@ -167,13 +181,14 @@ class RecoverableGroup(dist.ProcessGroup):
     def _start(self, what: str, tensors: Sequence[Tensor], start: Callable[[Any], Any]) -> Work:
         """Starts a collective, unless the membership has ended. Never raises: a failing hook would stop a backward pass that is
         worth finishing."""
-        work = None
+        self._started += 1
+        number = self._started
         if self._backends and not self._membership.over.is_set():
             try:
-                work = start(self._backends[tensors[0].device.type if tensors else "cpu"])
+                self._in_flight[number] = start(self._backends[tensors[0].device.type if tensors else "cpu"])
             except RuntimeError as error:
                 self._membership.lost(f"{what} failed: {str(error).splitlines()[0]}")
-        return _Guarded(work, self, f"{what} of '{self._what}'", tensors)
+        return _Guarded(number, self, f"{what} of '{self._what}'", tensors)
 
     # Overrides called by c10d.
 

@@ -89,14 +89,18 @@ def one_leaves(path: Path) -> tuple[int, int]:
     connected = gloo_threads()
     if rank == 0:
         threading.Timer(0.5, membership.end).start()
+        nobody_waits = group.allreduce([torch.ones(1000)])
         with pytest.raises(PeersLostError):
             all_reduce(torch.ones(1000), Axis(rank, 2, group, recoverable=True))
+        assert not nobody_waits.is_completed(), "but it is in flight"
     else:
         membership.over.wait(1.5)
     membership.leave()
+    has_left_at = time.monotonic()
     deadline = time.monotonic() + 60
     while has_abandoned() and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert not has_abandoned() and time.monotonic() - has_left_at < 50, "it did not wait for a timeout"
     with pytest.raises(PeersLostError):
         group.allreduce([torch.ones(1)]).wait()
     return connected - before, gloo_threads() - before
@@ -129,10 +133,11 @@ class CompletesLate:
 def completes_late(path: Path) -> str:
     membership = Membership(0)
     group = group_of(path, 0, 1, membership)
-    group.wait(CompletesLate(), "sum")
+    group._in_flight = {1: CompletesLate(), 2: CompletesLate("connection reset")}
+    group.wait(1, "sum")
     assert not membership.over.is_set(), "it did not fail"
     with pytest.raises(PeersLostError, match="sum failed: connection reset") as error:
-        group.wait(CompletesLate("connection reset"), "sum")
+        group.wait(2, "sum")
     assert membership.over.is_set()
     membership.leave()
     return str(error.value)
