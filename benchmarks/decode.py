@@ -99,7 +99,8 @@ def config_of(size: str, family: str, dtype: str) -> Config:
     sizes = [f"--model.{key}={value}" for key, value in SIZES[size].items()]
     rank = [] if family == "dense" else [f"--model.rank={SIZES[size]['dim'] // 4}"]
     dtypes = [f"--train.{key}_dtype={dtype}" for key in ("param", "compute")]
-    return load("demo", [f"--model.family={family}", f"--model.vocab_size={VOCABULARY}", *sizes, *rank, *dtypes])
+    model = [f"--model.family={family}", f"--model.vocab_size={VOCABULARY}", *sizes, *rank]
+    return load("demo", [*model, *dtypes, "--parallel.tp=1"])
 
 
 def contenders_of(size: str, dtype: str, folder: Path) -> tuple[dict[str, Contender], dict[str, bool]]:
@@ -115,6 +116,7 @@ def contenders_of(size: str, dtype: str, folder: Path) -> tuple[dict[str, Conten
         mesh = Mesh(torch.device("cpu"))
         decoder = build_decoder(config, mesh)
         load_weights(checkpoint, decoder, mesh)
+        decoder.prepare_inference()
         model = AutoModelForCausalLM.from_pretrained(folder / family, trust_remote_code=True, dtype=dtype)
         contenders[theirs] = in_transformers(model.eval())
         own = in_boost(decoder)

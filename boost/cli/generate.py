@@ -53,6 +53,17 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat", action="store_true", help="treat prompts as user messages, using the chat template of the checkpoint"
     )
+    _add_sampling_arguments(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples also sample",
+    )
+    return parser
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many texts, how long, and how their tokens are chosen."""
     parser.add_argument(
         "--batch",
         dest="batch_size",
@@ -86,12 +97,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples also sample",
-    )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,7 +139,7 @@ class Generation:
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
         if self.mesh.size == 1:  # other layouts round products of weights, not weights
-            self._model.cast_weights()
+            self._model.prepare_inference()
         checkpoint.require_tokenizer()
         self._args, self._eos, self._ends = args, checkpoint.data["eos"], end_tokens(checkpoint.data)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.

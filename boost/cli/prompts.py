@@ -86,7 +86,7 @@ def _json_prompt(line: str, where: str, chat: bool) -> Prompt:
     except (ValueError, LookupError, TypeError, RecursionError):
         prompt = None
     if isinstance(prompt, str) or _are_messages(prompt):
-        return prompt  # type: ignore[no-any-return]
+        return prompt
     either = ' or {"messages": [{"role": "user", "content": "text"}, ...]}' if chat else ""
     raise ConfigError(f'{where} is not of the form {{"prompt": "text"}}{either}')
 

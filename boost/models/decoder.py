@@ -218,14 +218,18 @@ class Decoder(FusedModule):
         return batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim
 
     @torch.no_grad()
-    def cast_weights(self) -> None:
-        """Casts matrices to the activations' dtype, to which every forward pass would cast them. For inference only.
+    def prepare_inference(self) -> None:
+        """Stores weights as generation reads them fastest; they can then no longer be trained. The shapes stay the same.
 
-        Vectors (gains, biases) keep their dtype: they multiply in a wider one.
+        Matrices are cast to the activations' dtype, to which every forward pass would cast them. Vectors (gains, biases) keep
+        their dtype: they multiply in a wider one.
         """
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 parameter.data = parameter.data.to(self.compute_dtype)
+        for block in self._blocks:
+            for group in block.groups:
+                group.store_outer_by_columns()
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes that the previous stage sends for `tokens` tokens: the residual stream and the latents passed between blocks."""

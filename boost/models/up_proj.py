@@ -80,4 +80,6 @@ def _projected(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[
 
 
 def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(weights) == 1:
+        return [h_TR]
     return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)

@@ -80,7 +80,7 @@ class SeparateLinears(LinearGroup):
         if self.is_plain:
             if grouped and not torch.is_grad_enabled():
                 # During generation, concatenating A for each token would take longer than its product.
-                return [gemms([(x_TI, module.weight.to(x_TI.dtype).t()) for module in self.inner])]
+                return [gemms([(x_TI, _weight(module).to(x_TI.dtype).t()) for module in self.inner])]
             return super().down_proj(x_TI, grouped)
         latents = [module(x_TI) for module in self.inner]
         return [torch.cat(latents, dim=-1)] if grouped and len(latents) > 1 else latents

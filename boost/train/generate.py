@@ -221,8 +221,7 @@ class _Batch:
         for group in self._groups([rows[0] for rows in rows_of.values()]):
             prompts = [self._sequences[row].tokens for row in group]
             packed = [token for prompt in prompts for token in prompt]
-            rows = PromptRows(tuple(group), tuple(map(len, prompts)))
-            logits += self._next_logits([packed], rows).split(1)
+            logits += self._next_logits([packed], PromptRows(tuple(group), tuple(map(len, prompts)))).split(1)
         for row, *others in rows_of.values():
             length = len(self._sequences[row].tokens)
             for other in others:
@@ -230,8 +229,8 @@ class _Batch:
                     cache.copy(row, other, length)
             for each in (row, *others):
                 self._sequences[each].cached = length
-        each = zip(rows_of.values(), logits, strict=True)
-        return torch.cat([row_1V for rows, row_1V in each for _ in rows])
+        pairs = zip(rows_of.values(), logits, strict=True)
+        return torch.cat([logits_1V for rows, logits_1V in pairs for _ in rows])
 
     def _groups(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """Consecutive rows whose prompts share a forward pass."""

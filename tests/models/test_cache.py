@@ -76,12 +76,20 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 
 @pytest.mark.parametrize("model", [*CASES, {"family": "lax", "gate": "dense"}], ids=str)
-def test_weights_in_the_dtype_of_activations_change_no_bit(model: dict[str, Any]) -> None:
-    decoder, _ = toy.toy_decoder(toy.toy_config("bfloat16", model=model))
+def test_weights_prepared_for_inference_are_the_same_function(model: dict[str, Any]) -> None:
     tokens, _ = toy.toy_tokens(toy.toy_config())
-    before = decoder.next_logits(tokens, decoder.make_caches(2, 16))
-    decoder.cast_weights()
-    assert {p.dtype for p in decoder.parameters() if p.ndim > 1} == {torch.bfloat16}
-    assert {p.dtype for p in decoder.parameters() if p.ndim == 1} == {torch.float32}
-    after = decoder.next_logits(tokens, decoder.make_caches(2, 16))
-    assert torch.equal(before, after)
+    for dtype, tolerance in (("float64", 1e-12), ("bfloat16", 2e-2)):
+        decoder, _ = toy.toy_decoder(toy.toy_config(dtype, model=model))
+        shapes = {name: p.shape for name, p in decoder.named_parameters()}
+        before = decoder.next_logits(tokens, decoder.make_caches(2, 16))
+        decoder.prepare_inference()
+        assert {name: p.shape for name, p in decoder.named_parameters()} == shapes
+        assert {p.dtype for p in decoder.parameters() if p.ndim > 1} == {getattr(torch, dtype)}
+        assert {p.dtype for p in decoder.parameters() if p.ndim == 1} == {
+            torch.float32 if dtype == "bfloat16" else torch.float64
+        }
+        after = decoder.next_logits(tokens, decoder.make_caches(2, 16))
+        assert (before - after).abs().max() <= tolerance * before.abs().max()
+        for block in decoder.blocks:
+            for weight in (b for group in block.groups for b in group.stored_outer() if group.low_rank):
+                assert weight.stride() == (1, weight.shape[0])
