@@ -26,6 +26,7 @@ from boost.config.layouts import LayoutSpec, Placement
 if TYPE_CHECKING:
     from boost.models.attention import Context
     from boost.models.group import LinearGroup
+    from boost.models.linear import Weight
     from boost.models.sequence_share import SequenceShare
 
 Latents = tuple[Tensor, ...]
@@ -253,7 +254,7 @@ class Layout(Protocol):
         """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process."""
         ...
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: "Weight", tokens_N: Tensor) -> Tensor:
         """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process (for generation)."""
         ...
 

@@ -83,11 +83,11 @@ def test_samples_of_a_prompt_are_those_of_the_following_seeds(
 def test_a_cache_larger_than_memory_is_an_error_of_one_line(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--prompt", "a", "--samples", 10**6, "--batch", 10**6, "--max-tokens", 1 << 20)
+    words = ("--prompt", "a", "--samples", 1000, "--batch", 1000, "--max-tokens", 1 << 20)
     code, out, err = say(capsys, "generate", checkpoint, *words)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert "--batch = 1000000: the key/value cache of 1000000 x 1,048,57" in err
+    assert "--batch = 1000: the key/value cache of 1000 x 1,048,57" in err
     assert "B of memory is available; largest valid value of --batch: " in err
 
 
