@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from boost.api.sharding import fill, spec_of
 from boost.config import Config, load
 from boost.config.load import change, from_tree, read_source
+from boost.convert.chat import end_tokens
 from boost.convert.export import export, require_free
 from boost.convert.importing import CheckpointWeights, FolderWeights, tokenizer_data, weights_config
 from boost.convert.tensors import TensorWriter, dtype_name
@@ -124,7 +125,7 @@ class Model(nn.Module):
         sampling = Sampling(temperature, top_k, top_p, seed)
         sampling.check()
         new = []
-        for token in generate(self.decoder, ids, max_tokens, sampling, eos):
+        for token in generate(self.decoder, ids, max_tokens, sampling, end_tokens(self._data)):
             new.append(token)
             if on_token is not None:
                 on_token(token)

@@ -3,14 +3,21 @@
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from boost.cli.inference import add_checkpoint_arguments, open_model, run_on_mesh
-from boost.cli.prompts import is_piped, read_prompts
+from boost.cli.prompts import Prompt, is_piped, read_prompts
 from boost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from boost.train.generate import NewToken
 
 MAX_TOKENS = 1 << 20
 """Largest valid --max-tokens. The key/value cache is allocated in full at the start."""
+
+BATCH = 16
+"""Default of --batch."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -18,13 +25,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "generate",
         help="generate text from a checkpoint",
         description="Continues prompts token by token, with a key/value cache. Works with any checkpoint, at any TP size.\n"
-        "Several prompts are processed one after the other, each with the same seed.",
+        "Several prompts are processed together, in batches; each is continued as if it were alone.",
         epilog="examples:\n"
         "  boost generate runs/demo --prompt 'def main():'\n"
         "  boost generate runs/demo --prompt 'import ' --greedy --max-tokens 50\n"
         "  boost generate runs/demo --temperature 0.7 --top-k 50 --top-p 0.95 --seed 7 --tp 2\n"
         "  boost generate runs/demo --prompt 'class ' --prompt 'def ' --json\n"
-        "  boost generate runs/demo --prompts prompts.jsonl --json > texts.jsonl\n"
+        "  boost generate runs/demo --prompts prompts.jsonl --json --batch 32 > texts.jsonl\n"
+        "  boost generate runs/demo --prompt 'def ' --samples 5 --temperature 1.0\n"
         "  echo -n 'import ' | boost generate runs/demo\n"
         "  boost generate checkpoints/llama-chat --chat                       interactive chat; with --prompt, a single answer",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,10 +47,37 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line; \'-\' reads stdin',
+        help='file with one prompt per line, or a .jsonl file with {"prompt": "text"} per line (with --chat also {"messages": '
+        '[{"role": "user", "content": "text"}, ...]}); \'-\' reads stdin',
     )
     parser.add_argument(
         "--chat", action="store_true", help="treat prompts as user messages, using the chat template of the checkpoint"
+    )
+    _add_sampling_arguments(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one line of JSON per text: prompt (or messages), text, tokens; with --samples also sample",
+    )
+    return parser
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many texts, how long, and how their tokens are chosen."""
+    parser.add_argument(
+        "--batch",
+        dest="batch_size",
+        type=int,
+        default=BATCH,
+        metavar="N",
+        help=f"sequences that are generated at a time (default {BATCH}); memory of the key/value cache is proportional to it",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts per prompt; sample i has the seed SEED + i (default 1)",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default 200)"
@@ -62,39 +97,34 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="nucleus sampling: sample from the most likely tokens with total probability P (default 0.95)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON per prompt: prompt, text, tokens")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     if not 1 <= args.max_tokens <= MAX_TOKENS:
         bound = 1 if args.max_tokens < 1 else MAX_TOKENS
         raise ConfigError(f"--max-tokens = {args.max_tokens} is out of range; nearest valid value: {bound}")
+    for flag, value in (("--batch", args.batch_size), ("--samples", args.samples)):
+        if value < 1:
+            raise ConfigError(f"{flag} = {value} is too small; smallest valid value: 1")
     _sampling(args)
     args.dialog = args.chat and not (args.prompt or args.prompts or is_piped())
-    if args.dialog and (args.tp != 1 or args.json or not sys.stdin.isatty()):
+    if args.dialog and (args.tp != 1 or args.json or args.samples > 1 or not sys.stdin.isatty()):
         raise ConfigError(
-            "--chat without --prompt is interactive: it requires a terminal, one process (--tp 1), and no --json"
+            "--chat without --prompt is interactive: it requires a terminal, one process (--tp 1), and no --json or --samples"
         )
-    args.texts = [] if args.dialog else read_prompts(args)
+    args.given = [] if args.dialog else read_prompts(args)
     return run_on_mesh(generate_process, args)
 
 
 def generate_process(args: argparse.Namespace) -> int:
-    """Runs the generation on one process of the mesh; the main process prints tokens as they are generated."""
+    """Runs the generation on one process of the mesh; the main process prints."""
     from boost.parallel.mesh import close_mesh
 
     generation = Generation(args)
-    main = generation.mesh.is_main
     if args.dialog:
         generation.dialog()
-    for number, prompt in enumerate(args.texts, start=1):
-        if main and len(args.texts) > 1 and not args.json:
-            print(f"--- {number} of {len(args.texts)}")
-        messages = [{"role": "user", "content": prompt}]
-        tokens, text = generation.answer(messages) if args.chat else generation.continue_(prompt)
-        if main and args.json:
-            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}))
+    else:
+        generation.answer_all(args.given)
     generation.mesh.barrier()
     close_mesh()
     return 0
@@ -104,16 +134,17 @@ class Generation:
     """A checkpoint's model and tokenizer, on this process of the mesh."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from boost.convert.chat import load_template_of
+        from boost.convert.chat import end_tokens, load_template_of
         from boost.data.tokenizer import load_tokenizer
 
         checkpoint, self._config, self.mesh, self._model = open_model(args)
+        if self.mesh.size == 1:  # other layouts round products of weights, not weights
+            self._model.prepare_inference(1 if args.dialog else min(args.batch_size, len(args.given) * args.samples))
         checkpoint.require_tokenizer()
-        self._args, self._eos = args, checkpoint.data["eos"]
+        self._args, self._eos, self._ends = args, checkpoint.data["eos"], end_tokens(checkpoint.data)
         # Imported weights may have a bos. In our own token stores, a document starts after the eos of the previous one.
         self._bos = checkpoint.data.get("bos")
         self._tokenizer = load_tokenizer(checkpoint.tokenizer)
-        self._streams = self.mesh.is_main and not args.json
         if not args.chat:
             return
         self._render = load_template_of(checkpoint)
@@ -125,17 +156,26 @@ class Generation:
         # Templates write special tokens as text. As in transformers, special tokens in messages are then encoded as such too.
         self._tokenizer.encode_special_tokens = False
 
-    def continue_(self, prompt: str) -> tuple[list[int], str]:
-        """Continues a prompt, and prints both unless --json is given. Returns (new tokens, their text)."""
-        if self._streams:
-            print(prompt, end="", flush=True)
-        ids = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
-        return self._generate(ids or ([] if self._eos is None else [self._eos]))
-
-    def answer(self, messages: list[dict[str, str]]) -> tuple[list[int], str]:
-        """Answers the last of `messages`. Returns (new tokens, their text)."""
-        assert self._render is not None
-        return self._generate(self._encode(self._render(messages)))
+    def answer_all(self, given: list[Prompt]) -> None:
+        """Continues or answers prompts and prints the texts in their order, each as soon as the ones before it are printed."""
+        prompts = [self._encode_prompt(each) for each in given]
+        if len(prompts) == self._args.samples == 1 and not self._args.json:
+            if isinstance(given[0], str) and not self._args.chat:
+                self._print(given[0], end="")
+            self._stream(prompts[0])
+            return
+        tokens: dict[tuple[int, int], list[int]] = {}
+        ended: set[tuple[int, int]] = set()
+        order = iter([(prompt, sample) for prompt in range(len(prompts)) for sample in range(self._args.samples)])
+        following = next(order, None)
+        for new in self._generate(prompts):
+            key = new.prompt, new.sample
+            tokens.setdefault(key, []).append(new.token)
+            ended |= {key} if new.is_last else set()
+            while following in ended:
+                assert following is not None
+                self._print_text(given, *following, tokens.pop(following))
+                following = next(order, None)
 
     def dialog(self) -> None:
         """Reads messages from the terminal and answers them, until an empty line, Ctrl-D or Ctrl-C."""
@@ -150,7 +190,23 @@ class Generation:
             if not said:
                 return
             messages.append({"role": "user", "content": said})
-            messages.append({"role": "assistant", "content": self.answer(messages)[1]})
+            messages.append({"role": "assistant", "content": self._stream(self._encode_prompt(messages))})
+
+    def _encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Tokens of a text to continue, or of messages to answer. Raises ConfigError if there are none."""
+        if self._args.chat:
+            assert self._render is not None
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            found = self._encode(self._render(messages))
+        else:
+            assert isinstance(prompt, str)
+            found = ([] if self._bos is None else [self._bos]) + self._encode(prompt)
+            found = found or ([] if self._eos is None else [self._eos])
+        if not found:
+            raise ConfigError(
+                "--prompt is empty, and these weights have no known start-of-document token; pass some text"
+            )
+        return found
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -159,27 +215,45 @@ class Generation:
             raise ConfigError(f"--prompt has token {max(ids)}, but model.vocab_size = {vocabulary}; change the prompt")
         return ids
 
-    def _generate(self, prompt: list[int]) -> tuple[list[int], str]:
-        from boost.train.generate import generate
+    def _generate(self, prompts: list[list[int]]) -> "Iterator[NewToken]":
+        from boost.train.generate import generate_batch
 
-        if not prompt:
-            raise ConfigError(
-                "--prompt is empty, and these weights have no known start-of-document token; pass some text"
-            )
+        args = self._args
+        batch, samples = (1, 1) if args.dialog else (args.batch_size, args.samples)
+        return generate_batch(
+            self._model, prompts, args.max_tokens, _sampling(args), self._ends, samples=samples, batch=batch
+        )
+
+    def _stream(self, prompt: list[int]) -> str:
+        """Generates one text and prints it token by token. Returns it."""
         tokens: list[int] = []
         written = ""
-        for token in generate(self._model, prompt, self._args.max_tokens, _sampling(self._args), self._eos):
-            tokens.append(token)
-            if self._streams:
-                # The bytes of one character may span several tokens: print only text that can no longer change.
-                text = self._tokenizer.decode(tokens)
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    print(text[len(written) :], end="", flush=True)
-                    written = text
-        text = self._tokenizer.decode(tokens)
-        if self._streams:
-            print(text[len(written) :])
-        return tokens, text
+        for new in self._generate([prompt]):
+            tokens.append(new.token)
+            # The bytes of one character may span several tokens: print only text that can no longer change.
+            text = self._tokenizer.decode(tokens)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._print(text[len(written) :], end="")
+                written = text
+        text = str(self._tokenizer.decode(tokens))
+        self._print(text[len(written) :])
+        return text
+
+    def _print_text(self, given: list[Prompt], prompt: int, sample: int, tokens: list[int]) -> None:
+        """Prints one of several texts."""
+        each, text, samples = given[prompt], self._tokenizer.decode(tokens), self._args.samples
+        if self._args.json:
+            line: dict[str, Any] = {"prompt" if isinstance(each, str) else "messages": each}
+            line |= {"sample": sample} if samples > 1 else {}
+            self._print(json.dumps(line | {"text": text, "tokens": tokens}))
+            return
+        of_samples = f", sample {sample + 1} of {samples}" if samples > 1 else ""
+        self._print(f"--- {prompt + 1} of {len(given)}{of_samples}")
+        self._print(text if self._args.chat else f"{each}{text}")
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        if self.mesh.is_main:
+            print(text, end=end, flush=True)
 
 
 def _sampling(args: argparse.Namespace) -> Any:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +114,10 @@ def merged_generation_config(ours: dict[str, Any], hub: dict[str, Any]) -> dict[
     if eos is not None and eos not in ends:
         merged["eos_token_id"] = [eos, *ends] if ends else eos
     return merged
+
+
+def end_tokens(data: Mapping[str, Any]) -> list[int]:
+    """Ids of the tokens that end a text: the eos of a checkpoint's `data`, and those of the folder that it was imported from."""
+    ours = {} if data.get("eos") is None else {"eos_token_id": data["eos"]}
+    ends = merged_generation_config(ours, data.get(HUB) or {}).get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -226,16 +226,20 @@ class BoostHeads(nn.Module):
         prev_latents: tuple[Tensor | None, ...],
         rotary: tuple[Tensor, Tensor],
         attention_mask: Any,
-        cache: Cache | None,
+        past_key_values: Cache | None,
         **kwargs: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation has them."""
+        """Returns the residual update [B, S, D], latents of q, k, v, o, and attention weights if the implementation has them.
+
+        Continuous batching has a paged cache instead of `past_key_values`, among `kwargs`, which the attention implementation
+        updates.
+        """
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = [linear(x_BSD, h) for linear, h in zip(projections, prev_latents[:3], strict=True)]
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y, _ in projected)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
         name = self.config._attn_implementation
         attend = eager_attention if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         a_BSHE, weights = attend(self, q, k, v, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
@@ -289,7 +293,7 @@ class BoostPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["BoostDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -359,7 +363,7 @@ class BoostModel(BoostPreTrainedModel):
         attentions: list[Tensor | None] = []
         for block in self.layers:
             states += [x_BSD] if output_hidden_states else []
-            x_BSD, weights, *latents = block(x_BSD, *latents, **shared, cache=past_key_values, **kwargs)
+            x_BSD, weights, *latents = block(x_BSD, *latents, **shared, past_key_values=past_key_values, **kwargs)
             attentions += [weights] if output_attentions else []
         x_BSD = self.norm(x_BSD)
         output = BaseModelOutputWithPast(

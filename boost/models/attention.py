@@ -8,31 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from boost.config.schema import ModelConfig
+from boost.models.cache import CacheRows, KVCache, NextTokenRows
 from boost.models.documents import Documents, causal, documents_of
 from boost.models.pointwise import rotary
 from boost.models.sequence_share import SequenceShare
-
-
-@dataclass
-class KVCache:
-    """Keys and values of the tokens that one block has processed, [B, K, capacity, E]; filled in place during generation."""
-
-    keys: Tensor
-    values: Tensor
-    length: int = 0
-
-    def append(self, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new tokens and returns all cached ones."""
-        end = self.length + k_BKSE.shape[2]
-        self.keys[:, :, self.length : end] = k_BKSE
-        self.values[:, :, self.length : end] = v_BKSE
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
 
 KeysValues = tuple[Tensor, ...]
 """Rotated keys and values [B, K, S, E] of the first half of each sequence, used by the second half; empty if not needed."""
@@ -45,12 +27,14 @@ class Context:
     batch: int
     """Number of sequences B."""
     cos: Tensor
-    """Cosines of the rotary angles, [S, E], in the activations' dtype."""
+    """Cosines of the rotary angles in the activations' dtype, [S, E], or [B, S, E] if sequences are at different positions."""
     sin: Tensor
     documents: Documents | None = None
     """Document boundaries: tokens attend only within their own document. None: to all earlier tokens of the sequence."""
     caches: tuple[KVCache, ...] = ()
     """One cache per block during generation, else empty."""
+    rows: CacheRows | None = None
+    """Where these tokens go in the caches. None: no caches."""
     before: list[KeysValues] | None = None
     """Keys and values of the preceding half of the sequence, in block order; each block takes one entry. None: no preceding
     half."""
@@ -100,14 +84,14 @@ def _split(documents: Documents | None, sizes: Sequence[int]) -> "Sequence[Docum
 
 def make_context(
     batch: int,
-    positions_S: Tensor,
+    positions: Tensor,
     model: ModelConfig,
     dtype: torch.dtype,
     document_ids_BS: Tensor | None = None,
     compiled: bool = False,
     share: SequenceShare | None = None,
 ) -> Context:
-    """Builds the context of a micro-batch.
+    """Builds the context of a micro-batch at these positions, [S] or [B, S].
 
     `document_ids_BS`: of whole sequences; tokens then attend only within their own document. `compiled`: blocks are compiled,
     with one graph for all batches. `share`: the part of each sequence at these positions.
@@ -116,14 +100,13 @@ def make_context(
     do not restart at each document.
     """
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    angles = torch.outer(positions_S.to(acc_dtype), rotary_frequencies(model, acc_dtype, positions_S.device)).repeat(
-        1, 2
-    )
+    half = positions.to(acc_dtype).unsqueeze(-1) * rotary_frequencies(model, acc_dtype, positions.device)
+    angles = torch.cat((half, half), dim=-1)
     documents = None
     if document_ids_BS is not None:
-        documents = documents_of(document_ids_BS, positions_S.device, dtype, compiled)
+        documents = documents_of(document_ids_BS, positions.device, dtype, compiled)
     if documents is not None and share is not None and share.gathers_keys:
-        c = positions_S.shape[0] // len(share.chunks)
+        c = positions.shape[0] // len(share.chunks)
         each = [documents.part(number * c, (number + 1) * c) for number in share.chunks]
         share, documents = share.of_sequences(each), None
     return Context(batch, angles.cos().to(dtype), angles.sin().to(dtype), documents, share=share)
@@ -171,11 +154,8 @@ def attend(
     than queries, and the queries are those of the local chunks.
     """
     q, k, v = (y.view(context.batch, -1, y.shape[-1] // head_dim, head_dim).transpose(1, 2) for y in (q_TO, k_TO, v_TO))
-    first = True
-    if context.caches:
-        first = context.caches[layer_index].length == 0
-        k, v = context.caches[layer_index].append(k, v)
-    assert first or q.shape[2] == 1, "a non-empty cache accepts one token at a time"
+    if context.rows is not None:
+        k, v = context.rows.store(context.caches[layer_index], k, v)
     found = (k, v) if context.after is not None else ()
     documents, share = context.documents, context.share
     if before:
@@ -184,8 +164,8 @@ def attend(
         a = _attend_chunks(q, k, v, share)
     elif documents is not None:
         a = documents.attend(q, k, v)
-    elif not first:
-        a = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+    elif isinstance(context.rows, NextTokenRows):
+        a = context.rows.attend(q, k, v)
     else:
         a = causal(q, k, v)
     return a.transpose(1, 2).reshape(q_TO.shape), found

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens of each, T = B * S; x is the residual stream in the layout's shape.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -14,7 +15,8 @@ from boost.config import architecture
 from boost.config.architecture import Parameter
 from boost.config.schema import ModelConfig
 from boost.config.stages import Stage, whole
-from boost.models.attention import Context, KVCache, make_context
+from boost.models.attention import Context, make_context
+from boost.models.cache import CacheRows, KVCache, NextTokenRows, PromptRows
 from boost.models.fused import FusedModule
 from boost.models.group import FusedLinearGroup, LinearGroup
 from boost.models.interface import (
@@ -27,6 +29,7 @@ from boost.models.interface import (
     interleave,
     local_kv_heads,
 )
+from boost.models.linear import PackedWeight, Weight, by_columns
 from boost.models.sequence_share import SequenceShare
 from boost.models.sublayers import MLP, Attention
 
@@ -75,7 +78,7 @@ class TransformerBlock(Attention, MLP, FusedModule):
         return interleave(runs, layout.lag)
 
     @property
-    def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
+    def groups(self) -> tuple[FusedLinearGroup, FusedLinearGroup, FusedLinearGroup, FusedLinearGroup]:
         """The groups of linears in forward order."""
         return self.qkv, self.o, self.gate_up, self.down
 
@@ -91,6 +94,7 @@ class Decoder(FusedModule):
     embed: Tensor
     final_norm: Tensor
     head: Tensor
+    _packed_head: PackedWeight | None = None
 
     def __init__(
         self,
@@ -144,42 +148,104 @@ class Decoder(FusedModule):
         return first + rest[0] if rest else first
 
     @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()) -> Any:
-        """Logits [B, V] of the token after the last of `tokens_BS`, which follow those already in the caches.
+    def next_logits(
+        self,
+        tokens_BS: Tensor,
+        caches: tuple[KVCache, ...],
+        received: tuple[Tensor, ...] = (),
+        rows: CacheRows | None = None,
+    ) -> Any:
+        """Logits [B, V] of the token after the last of each sequence's, which follow those already in the caches.
 
-        Same stage inputs and outputs as `forward`.
+        `rows`: where each sequence is in the caches; prompts of several rows may be packed, [1, T]. None: sequence i is in row i,
+        and all have equally many tokens. Same stage inputs and outputs as `forward`.
         """
-        layout, stream = self._infer(tokens_BS, caches, received)
+        counted = rows is None
+        rows = rows or self._rows(tokens_BS, caches)
+        layout, stream = self._infer(tokens_BS, caches, rows, received)
+        if counted:
+            for cache in caches:
+                cache.length += tokens_BS.shape[1]
         if not self.stage.has_head:
             return stream.x, *stream.prev_latents
-        batch, length = tokens_BS.shape
-        last_B = torch.arange(1, batch + 1, device=stream.x.device) * length - 1
-        return layout.logits(stream.x, self.final_norm, self.head, last_B)
+        return layout.logits(stream.x, self.final_norm, self._inference_head, rows.last_tokens(stream.x.device))
 
     @torch.no_grad()
     def logits_of(self, tokens_BS: Tensor, tokens_N: Tensor) -> Tensor:
         """Logits [N, V] after each of the tokens numbered `tokens_N` (int64, 0 to B S - 1), of a model that is one stage."""
-        layout, stream = self._infer(tokens_BS, self.make_caches(*tokens_BS.shape))
-        return layout.logits(stream.x, self.final_norm, self.head, tokens_N)
+        caches = self.make_caches(*tokens_BS.shape)
+        layout, stream = self._infer(tokens_BS, caches, self._rows(tokens_BS, caches))
+        return layout.logits(stream.x, self.final_norm, self._inference_head, tokens_N)
+
+    @property
+    def _inference_head(self) -> Weight:
+        return self.head if self._packed_head is None else self._packed_head
+
+    def _rows(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> CacheRows:
+        """The first B rows, whose caches are equally long."""
+        (batch, length), cached = tokens_BS.shape, caches[0].length
+        if not cached:
+            return PromptRows(tuple(range(batch)), (length,) * batch)
+        assert length == 1, "a non-empty cache accepts one token at a time"
+        return NextTokenRows.of((cached,) * batch, tokens_BS.device, self.compute_dtype)
 
     def _infer(
-        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], received: tuple[Tensor, ...] = ()
+        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows, received: tuple[Tensor, ...] = ()
     ) -> tuple[Layout, Stream]:
         """The blocks on tokens that follow those in the caches."""
         layout = self.layout.with_options(inference=True)
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + caches[0].length
-        context = replace(self._context(tokens_BS, positions_S), caches=caches)
+        device = tokens_BS.device
+        if isinstance(rows, PromptRows) and tokens_BS.shape[0] < len(rows.rows):
+            context = self._context(tokens_BS, rows.positions(device), rows.document_ids())
+        elif isinstance(rows, PromptRows):
+            context = self._context(tokens_BS, torch.arange(tokens_BS.shape[1], device=device))
+        else:
+            context = self._context(tokens_BS, rows.positions(device))
+        context = replace(context, caches=caches, rows=rows)
         (stream,) = self._run_blocks(layout, [_Part(tokens_BS, context, received)])
         return layout, stream
 
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Empty caches, one per block, for `batch` sequences of up to `capacity` tokens and the local heads."""
-        shape = (batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim)
+        shape = self._cache_shape(batch, capacity)
+        # Attention multiplies masked values by 0, which must not be 0 times nan.
+        create = torch.empty if batch == 1 else torch.zeros
 
         def empty() -> Tensor:
-            return torch.empty(shape, dtype=self.compute_dtype, device=self.device)
+            return create(shape, dtype=self.compute_dtype, device=self.device)
 
         return tuple(KVCache(empty(), empty()) for _ in self.blocks)
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        """Bytes of `make_caches`."""
+        return 2 * len(self.blocks) * math.prod(self._cache_shape(batch, capacity)) * self.compute_dtype.itemsize
+
+    def _cache_shape(self, batch: int, capacity: int) -> tuple[int, int, int, int]:
+        return batch, local_kv_heads(self.model.kv_heads, self.layout), capacity, self.model.head_dim
+
+    @torch.no_grad()
+    def prepare_inference(self, batch: int) -> None:
+        """Stores the weights of a model on one process as generation of `batch` sequences reads them fastest.
+
+        Parameters can then neither be trained nor saved. Matrices are cast to the activations' dtype, to which every forward
+        pass would cast them; vectors (gains, biases) keep theirs, because they multiply in a wider one. On a CPU, weights of
+        linears are packed, or, for single tokens in fp32, stored by columns where this is faster.
+        """
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.to(self.compute_dtype)
+        if not PackedWeight.is_supported(self.device, self.compute_dtype) or not self.layout.grouping:
+            return
+        groups = [group for block in self._blocks for group in block.groups]
+        if batch == 1 and self.compute_dtype == torch.float32:
+            for group in groups:
+                group.store_by_columns()
+            self.head.data = by_columns(self.head.data)
+        else:
+            for group in groups:
+                group.pack()
+            self._packed_head = PackedWeight(self.head)
+            self.head.data = self.head.data.new_empty(0)
 
     def received_shapes(self, layout: Layout, tokens: int) -> list[tuple[int, int]]:
         """Shapes that the previous stage sends for `tokens` tokens: the residual stream and the latents passed between blocks."""
@@ -200,12 +266,12 @@ class Decoder(FusedModule):
     def _context(
         self,
         tokens_BS: Tensor,
-        positions_S: Tensor,
+        positions: Tensor,
         document_ids_BS: Tensor | None = None,
         share: SequenceShare | None = None,
     ) -> Context:
         batch, compiled = tokens_BS.shape[0], any(block.is_compiled for block in self._blocks)
-        return make_context(batch, positions_S, self.model, self.compute_dtype, document_ids_BS, compiled, share)
+        return make_context(batch, positions, self.model, self.compute_dtype, document_ids_BS, compiled, share)
 
     def _parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool

@@ -16,7 +16,7 @@ from boost.config.schema import ModelConfig
 from boost.models.fused import FusedModule
 from boost.models.interface import Latents, Layout, Saved, Stream
 from boost.models.latent_gate import LatentGate
-from boost.models.linear import linear
+from boost.models.linear import PackedWeight, Weight, by_columns, linear
 from boost.models.up_proj import StartCollective, up_project
 
 
@@ -43,7 +43,7 @@ class LinearGroup:
         """Local latent width of each slot."""
         raise NotImplementedError
 
-    def stored_outer(self) -> list[Tensor]:
+    def stored_outer(self) -> Sequence[Weight]:
         """Local B (or W of a dense group), one per slot."""
         raise NotImplementedError
 
@@ -131,12 +131,13 @@ class LinearGroup:
         (y_TO,) = self.dense(Saved((hidden,)), grouped=True)
         return y_TO
 
-    def outer_weights(self, dtype: torch.dtype | None) -> list[Tensor]:
+    def outer_weights(self, dtype: torch.dtype | None) -> list[Weight]:
         """The weights that produce this process's heads or channels (B, or W of a dense group), one per slot, in `dtype` (None:
         as stored)."""
-        weights = self.stored_outer()
+        weights = list(self.stored_outer())
         weights = weights if dtype is None else [w.to(dtype) for w in weights]
-        return [w if own is None else w.narrow(0, *own) for w, own in zip(weights, self.own_heads, strict=True)]
+        each = zip(weights, self.own_heads, strict=True)
+        return [w if own is None or isinstance(w, PackedWeight) else w.narrow(0, *own) for w, own in each]
 
 
 class FusedLinearGroup(LinearGroup, FusedModule):
@@ -153,6 +154,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
         prefix = f"layers.{layer}"
         self.low_rank = model.low_rank
         self.latent_act = model.latent_act
+        self._packed: dict[str, PackedWeight] = {}
         if self.low_rank:
             self.add_fused_param("A", shape.parameters(prefix, "A"), layout)
             self._outer = [self._store_outer("B", (parameter,), layout) for parameter in shape.parameters(prefix, "B")]
@@ -169,19 +171,40 @@ class FusedLinearGroup(LinearGroup, FusedModule):
     def ranks_here(self) -> Sequence[int]:
         return [param_slice.rows for param_slice in self.slices["A"]]
 
-    def stored_outer(self) -> list[Tensor]:
+    def stored_outer(self) -> Sequence[Weight]:
         return [
-            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else getattr(self, name)
+            param_slice.view(getattr(self, name)) if len(self.slices[name]) > 1 else self._weight(name)
             for name in self._outer
             for param_slice in self.slices[name]
         ]
+
+    def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
+        """Same as in `LinearGroup`, also with a packed A."""
+        return [linear(x_TI, self._packed["A"])] if "A" in self._packed else super().down_proj(x_TI, grouped)
+
+    def pack(self) -> None:
+        """Packs the weights for inference (`PackedWeight`). Parameters become empty."""
+        for name in ("A", *self._outer) if self.low_rank else self._outer:
+            parameter = getattr(self, name)
+            self._packed[name] = PackedWeight(parameter)
+            parameter.data = parameter.data.new_empty(0)
+
+    def store_by_columns(self) -> None:
+        """Stores the factors B of a low-rank group `by_columns`."""
+        for name in self._outer if self.low_rank else ():
+            parameter = getattr(self, name)
+            parameter.data = by_columns(parameter.data)
+
+    def _weight(self, name: str) -> Weight:
+        packed = self._packed.get(name)
+        return getattr(self, name) if packed is None else packed
 
     def dense(self, saved: Saved, grouped: bool) -> list[Tensor]:
         """Same as in `LinearGroup`, but avoids a copy if the group is stored as one tensor."""
         if not grouped or len(self._outer) > 1 or any(self.own_heads):
             return super().dense(saved, grouped)
         rows = [param_slice.rows for param_slice in self.slices[self._outer[0]]]
-        y_TO = linear(saved.tensors[0], getattr(self, self._outer[0]))
+        y_TO = linear(saved.tensors[0], self._weight(self._outer[0]))
         # Splitting into a single part would copy its gradient.
         return [y_TO] if len(rows) == 1 else list(y_TO.split(rows, dim=-1))
 

@@ -26,6 +26,7 @@ from boost.config.layouts import LayoutSpec, Placement
 if TYPE_CHECKING:
     from boost.models.attention import Context
     from boost.models.group import LinearGroup
+    from boost.models.linear import Weight
     from boost.models.sequence_share import SequenceShare
 
 Latents = tuple[Tensor, ...]
@@ -111,6 +112,10 @@ def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
     Autograd runs nodes in the reverse order of their creation, so the backward pass is interleaved too.
     """
     found: list[Any] = list(runs)
+    if len(found) == 1:  # without the bookkeeping, which would take a tenth of the time of a token in a small model
+        while isinstance(found[0], Pending):
+            found[0] = found[0].wait()
+        return found
     for number in range(len(found)):
         for _ in range(lag * (len(found) - 1 - number)):
             found[number] = found[number].wait() if isinstance(found[number], Pending) else found[number]
@@ -249,7 +254,7 @@ class Layout(Protocol):
         """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process."""
         ...
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: "Weight", tokens_N: Tensor) -> Tensor:
         """Logits [N, V] of the tokens at indices `tokens_N`, replicated on every process (for generation)."""
         ...
 

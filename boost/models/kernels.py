@@ -206,9 +206,9 @@ def rotated_backward(dy_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 def _rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor, direction: int) -> Tensor:
     half = x_BSHE.shape[-1] // 2
-    sin_S1e = sin_SE[:, None, :half]
-    y_BSHE = x_BSHE * cos_SE[:, None]
-    (x_1, x_2), (y_1, y_2) = x_BSHE.split(half, dim=-1), y_BSHE.split(half, dim=-1)
+    sin_S1e = sin_SE.unsqueeze(-2)[..., :half]
+    y_BSHE = x_BSHE * cos_SE.unsqueeze(-2)
+    (x_1, x_2), (y_1, y_2) = x_BSHE.chunk(2, dim=-1), y_BSHE.chunk(2, dim=-1)
     y_1.addcmul_(x_2, sin_S1e, value=-direction)
     y_2.addcmul_(x_1, sin_S1e, value=direction)
     return y_BSHE

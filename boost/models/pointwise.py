@@ -48,6 +48,9 @@ def gated_product(gate_TO: Tensor, up_TO: Tensor, silu: bool) -> Tensor:
         return gate_TO * up_TO
     if kernels.is_separate():
         return F.silu(gate_TO) * up_TO
+    if not torch.is_grad_enabled():
+        y_TO: Tensor = kernels.gated(gate_TO, up_TO)
+        return y_TO
     return _GatedProduct.apply(gate_TO, up_TO)
 
 
@@ -57,4 +60,7 @@ def rotary(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
         x_BHSE = x_BSHE.transpose(1, 2)
         first, second = x_BHSE.chunk(2, dim=-1)
         return (x_BHSE * cos_SE + torch.cat((-second, first), dim=-1) * sin_SE).transpose(1, 2)
+    if not torch.is_grad_enabled():
+        y_BSHE: Tensor = kernels.rotated(x_BSHE, cos_SE, sin_SE)
+        return y_BSHE
     return _Rotary.apply(x_BSHE, cos_SE, sin_SE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from boost.models.kernels import activated, activated_backward
-from boost.models.linear import gemm, gemms
+from boost.models.linear import Weight, gemm, gemms, linear
 
 StartCollective = Callable[[Tensor], Tensor]
 """Starts a collective whose result has the shape of its operand. Call `wait` before using the result."""
@@ -59,7 +59,7 @@ def up_project(
     u_TR: Tensor,
     c_T1: Tensor | None,
     silu: bool,
-    weights: Sequence[Tensor],
+    weights: Sequence[Weight],
     start_grad_sum: StartCollective | None = None,
 ) -> list[Tensor]:
     """Differentiable B_k act(c u)_k, one [T, O_k] for each B_k [O_k, r_k] of `weights`. Ranks add up to R; act is SiLU or the
@@ -69,7 +69,8 @@ def up_project(
     the node that produced u may consume that gradient, and must wait for it.
     """
     if not torch.is_grad_enabled():  # torch.compile does not inline a node with a variable number of operands
-        return list(_projected(u_TR, c_T1, silu, weights))
+        h_TR = u_TR if c_T1 is None and not silu else activated(u_TR, c_T1, silu)
+        return [linear(h_Tr, b_Or) for h_Tr, b_Or in zip(_slots(h_TR, weights), weights, strict=True)]
     return list(_UpProject.apply(u_TR, c_T1, silu, start_grad_sum, *weights))
 
 
@@ -79,5 +80,7 @@ def _projected(u_TR: Tensor, c_T1: Tensor | None, silu: bool, weights: Sequence[
     return tuple(gemm(h_Tr, b_Or.to(u_TR.dtype).t()) for h_Tr, b_Or in slots)
 
 
-def _slots(h_TR: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def _slots(h_TR: Tensor, weights: Sequence[Weight]) -> Sequence[Tensor]:
+    if len(weights) == 1:
+        return [h_TR]
     return h_TR.split([b_Or.shape[1] for b_Or in weights], dim=-1)

@@ -11,6 +11,7 @@ from boost.models.fused import FusedModule
 from boost.models.group import LinearGroup, own_head
 from boost.models.interface import Saved
 from boost.models.latent_gate import LatentGate
+from boost.models.linear import gemms
 from boost.nn.linear import LowRankLinear
 from boost.nn.spec import Spec
 
@@ -18,7 +19,7 @@ from boost.nn.spec import Spec
 class SeparateLinears(LinearGroup):
     """A `LinearGroup` whose weights belong to modules of their own, looked up at each use: an adapter may have replaced a factor.
 
-    Grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need none.
+    For training, grouped factors A are concatenated for their GEMM, a copy of 3 r d numbers for qkv; fused parameters need none.
     """
 
     def __init__(self, owner: nn.Module, spec: Spec, layer: int, shape: architecture.GroupSpec) -> None:
@@ -77,6 +78,9 @@ class SeparateLinears(LinearGroup):
 
     def down_proj(self, x_TI: Tensor, grouped: bool) -> list[Tensor]:
         if self.is_plain:
+            if grouped and not torch.is_grad_enabled():
+                # During generation, concatenating A for each token would take longer than its product.
+                return [gemms([(x_TI, _weight(module).to(x_TI.dtype).t()) for module in self.inner])]
             return super().down_proj(x_TI, grouped)
         latents = [module(x_TI) for module in self.inner]
         return [torch.cat(latents, dim=-1)] if grouped and len(latents) > 1 else latents

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from boost.config.schema import ModelConfig, ParallelConfig
-from boost.models.attention import KVCache
+from boost.models.cache import CacheRows, KVCache
 from boost.models.decoder import Decoder
 from boost.models.interface import Layout
 from boost.models.kernels import statistic_dtype
@@ -54,9 +54,11 @@ class StageModule(nn.Module):
         kept = [x._base is not None or (self.sent_is_detached and i > 0) for i, x in enumerate(result)]
         return tuple(x.clone(memory_format=whole) if k else x.contiguous() for x, k in zip(result, kept, strict=True))
 
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], *received: Tensor) -> Any:
+    def next_logits(
+        self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None, *received: Tensor
+    ) -> Any:
         """Same as the decoder's."""
-        return self.decoder.next_logits(tokens_BS, caches, received)
+        return self.decoder.next_logits(tokens_BS, caches, received, rows)
 
 
 class Pipeline(nn.Module):
@@ -175,16 +177,18 @@ class Pipeline(nn.Module):
         return result
 
     @torch.no_grad()
-    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...]) -> Tensor:
-        """Logits [B, V] of the next token, like a whole decoder's, on every process of the pipeline."""
+    def next_logits(self, tokens_BS: Tensor, caches: tuple[KVCache, ...], rows: CacheRows | None = None) -> Tensor:
+        """Logits [B, V] of the next tokens, like a whole decoder's, on every process of the pipeline."""
         layout = self.layout.with_options(inference=True)
-        logits = torch.empty(tokens_BS.shape[0], self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
+        batch = len(rows.lengths) if rows is not None else tokens_BS.shape[0]
+        logits = torch.empty(batch, self.model.vocab_size, dtype=self.decoders[0].compute_dtype)
         logits = logits.to(self.device)
         rest = list(caches)
         for module, decoder in zip(self.stage_modules, self.decoders, strict=True):
             own, rest = rest[: len(decoder.blocks)], rest[len(decoder.blocks) :]
             assert isinstance(module, StageModule)
-            out = module.next_logits(tokens_BS, tuple(own), *self._receive(decoder, layout, tokens_BS.numel()))
+            received = self._receive(decoder, layout, tokens_BS.numel())
+            out = module.next_logits(tokens_BS, tuple(own), rows, *received)
             if decoder.stage.has_head:
                 logits = out.contiguous()
             else:
@@ -195,6 +199,10 @@ class Pipeline(nn.Module):
     def make_caches(self, batch: int, capacity: int) -> tuple[KVCache, ...]:
         """Key/value caches of every block on this process."""
         return tuple(cache for decoder in self.decoders for cache in decoder.make_caches(batch, capacity))
+
+    def cache_bytes(self, batch: int, capacity: int) -> int:
+        """Bytes of `make_caches`."""
+        return sum(decoder.cache_bytes(batch, capacity) for decoder in self.decoders)
 
     def _receive(self, decoder: Decoder, layout: Layout, tokens: int) -> Iterator[Tensor]:
         """Receives from the previous stage."""

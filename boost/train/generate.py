@@ -1,17 +1,28 @@
 """Autoregressive text generation with a key/value cache, on one process or on all processes of a mesh.
 
-All processes of a TP group and its pipeline have the same logits and the same seeded generator, so they sample the same token
+Sequences are generated in batches: when one ends, the next takes its place (continuous batching). Prompts are packed without
+padding, and every sequence has its own length and generator, so it is the same as if it were generated alone, up to rounding.
+
+All processes of a TP group and its pipeline have the same logits and the same seeded generators, so they sample the same tokens
 without communication.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from boost.errors import ConfigError
+from boost.format import format_bytes
+from boost.models.cache import CacheRows, NextTokenRows, PromptRows
+from boost.train.hardware import available_memory
 from boost.train.model import Model
+
+PREFILL_TOKENS = 4096
+"""Prompts that share a forward pass have no more tokens than this together. A longer one has a pass of its own."""
 
 MIN_TEMPERATURE = 1e-4
 """At lower temperatures logits overflow, and sampling is greedy anyway."""
@@ -40,11 +51,13 @@ class Sampling:
             raise ConfigError(f"--top-p = {self.top_p} must be in (0, 1]; nearest valid value: 1.0 (off)")
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """The next token of each sequence, [B] int64, from logits [B, V]."""
+def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
+    """The next token of each sequence from logits [B, V], drawn by a generator of its own."""
     if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
-    return torch.multinomial(distribution(logits_BV, sampling), 1, generator=generator).squeeze(-1)
+        greedy: list[int] = logits_BV.argmax(-1).tolist()
+        return greedy
+    each = zip(distribution(logits_BV, sampling).split(1), generators, strict=True)
+    return [int(torch.multinomial(row_1V, 1, generator=generator)) for row_1V, generator in each]
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
@@ -64,22 +77,187 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     return probabilities_BV
 
 
-@torch.no_grad()
+class NewToken(NamedTuple):
+    """A token that was generated."""
+
+    prompt: int
+    """Index of the prompt."""
+    sample: int
+    """Index of the sample of this prompt."""
+    token: int
+    is_last: bool
+    """Whether it is the last one of its sequence."""
+
+
+Ends = int | Collection[int] | None
+"""Tokens that end a sequence, in addition to the maximum number of tokens."""
+
+
 def generate(
-    model: Model, prompt: list[int], max_tokens: int, sampling: Sampling, eos: int | None = None
+    model: Model, prompt: Sequence[int], max_tokens: int, sampling: Sampling, eos: Ends = None
 ) -> Iterator[int]:
-    """Yields up to `max_tokens` new tokens after a non-empty prompt; stops after yielding `eos`."""
-    device = model.device
-    # Sample on the CPU, so that a seed gives the same text on every device.
-    generator = torch.Generator().manual_seed(sampling.seed)
-    caches = model.make_caches(1, len(prompt) + max_tokens)
-    tokens_BS = torch.tensor([prompt], device=device)
-    for _ in range(max_tokens):
+    """Yields up to `max_tokens` new tokens after a non-empty prompt; stops after yielding (one of) `eos`."""
+    for each in generate_batch(model, [prompt], max_tokens, sampling, eos):
+        yield each.token
+
+
+def generate_batch(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    sampling: Sampling,
+    eos: Ends = None,
+    *,
+    samples: int = 1,
+    batch: int = 1,
+) -> Iterator[NewToken]:
+    """Yields up to `max_tokens` new tokens for each of `samples` samples of each non-empty prompt, as they are generated.
+
+    Up to `batch` sequences run at a time, in the order of the prompts. A sequence stops after yielding (one of) `eos`. Sample j
+    is drawn with the seed `sampling.seed` + j, whatever it is batched with. Raises ConfigError if the key/value cache of the
+    batch does not fit into memory.
+    """
+    sequences = [
+        _Sequence(number, sample, tuple(prompt), sampling.seed + sample)
+        for number, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+    batch = min(batch, len(sequences))
+    # The last token is not fed back.
+    capacity = max((len(prompt) for prompt in prompts), default=0) + max_tokens - 1
+    require_cache_memory(model, batch, capacity)
+    if batch and max_tokens:
+        ends = {eos} if isinstance(eos, int) else set(eos or ())
+        yield from _Batch(model, sampling, batch, capacity).run(sequences, max_tokens, ends)
+
+
+def require_cache_memory(model: Model, batch: int, capacity: int) -> None:
+    """Raises ConfigError if key/value caches of `batch` sequences of `capacity` tokens do not fit into the available memory."""
+    needed, available = model.cache_bytes(batch, capacity), available_memory(model.device)
+    if needed <= available:
+        return
+    fits = int(available // model.cache_bytes(1, capacity))
+    if fits:
+        fix = f"largest valid value of --batch: {fits}"
+    else:
+        fix = f"at most {available // model.cache_bytes(1, 1):,} tokens fit, prompt included; reduce --max-tokens"
+    raise ConfigError(
+        f"--batch = {batch}: the key/value cache of {batch} x {capacity:,} tokens takes {format_bytes(needed)}, but "
+        f"{format_bytes(available)} of memory is available; {fix}"
+    )
+
+
+@dataclass
+class _Sequence:
+    """A sequence that is being generated."""
+
+    prompt: int
+    sample: int
+    tokens: tuple[int, ...]
+    """Tokens of the prompt."""
+    seed: int
+    cached: int = 0
+    """Tokens in the key/value cache."""
+    new: int = 0
+    """Tokens generated so far."""
+    last: int = -1
+    """The newest one, which is not cached yet."""
+
+
+class _Batch:
+    """Sequences that are generated together: sequence i is in row i of the key/value caches."""
+
+    def __init__(self, model: Model, sampling: Sampling, size: int, capacity: int) -> None:
+        self._model, self._sampling, self._size = model, sampling, size
+        self._caches = model.make_caches(size, capacity)
+        self._sequences: list[_Sequence] = []
+        self._generators: list[torch.Generator] = []
+
+    def run(self, sequences: Sequence[_Sequence], max_tokens: int, ends: Collection[int]) -> Iterator[NewToken]:
+        """Generates all sequences. They are started in order, as soon as there is a row."""
+        waiting = deque(sequences)
+        while waiting or self._sequences:
+            first = len(self._sequences)
+            while waiting and len(self._sequences) < self._size:
+                self._add(waiting.popleft())
+            # Sequences that have just started get their first token now; then all get the next one together.
+            logits_BV = self._prefill(first) if first < len(self._sequences) else self._decode()
+            started = range(first if first < len(self._sequences) else 0, len(self._sequences))
+            yield from self._advance(started, logits_BV, max_tokens, ends)
+
+    def _add(self, sequence: _Sequence) -> None:
+        self._sequences.append(sequence)
+        # Sample on the CPU, so that a seed gives the same text on every device.
+        self._generators.append(torch.Generator().manual_seed(sequence.seed))
+
+    def _advance(self, rows: range, logits_BV: Tensor, max_tokens: int, ends: Collection[int]) -> Iterator[NewToken]:
+        """Chooses the next token of the sequences in `rows`, and removes those that end."""
+        sequences = [self._sequences[row] for row in rows]
+        chosen = choose(logits_BV, self._sampling, [self._generators[row] for row in rows])
+        for sequence, token in zip(sequences, chosen, strict=True):
+            sequence.last, sequence.new = token, sequence.new + 1
+        ended = [each.last in ends or each.new == max_tokens for each in sequences]
+        for row, is_over in reversed(list(zip(rows, ended, strict=True))):
+            if is_over:
+                self._remove(row)
+        for sequence, is_over in zip(sequences, ended, strict=True):
+            yield NewToken(sequence.prompt, sequence.sample, sequence.last, is_over)
+
+    def _remove(self, row: int) -> None:
+        """Removes a sequence. The last one takes its row, so that rows stay consecutive."""
+        sequence, generator = self._sequences.pop(), self._generators.pop()
+        if row < len(self._sequences):
+            for cache in self._caches:
+                cache.copy(len(self._sequences), row, sequence.cached)
+            self._sequences[row], self._generators[row] = sequence, generator
+
+    def _prefill(self, first: int) -> Tensor:
+        """Runs the prompts of the rows from `first` on. Returns the logits of their next tokens, on the CPU."""
+        # Samples of one prompt have the same cache.
+        rows_of: dict[int, list[int]] = {}
+        for row in range(first, len(self._sequences)):
+            rows_of.setdefault(self._sequences[row].prompt, []).append(row)
+        logits: list[Tensor] = []
+        for group in self._groups([rows[0] for rows in rows_of.values()]):
+            prompts = [self._sequences[row].tokens for row in group]
+            packed = [token for prompt in prompts for token in prompt]
+            logits += self._next_logits([packed], PromptRows(tuple(group), tuple(map(len, prompts)))).split(1)
+        for row, *others in rows_of.values():
+            length = len(self._sequences[row].tokens)
+            for other in others:
+                for cache in self._caches:
+                    cache.copy(row, other, length)
+            for each in (row, *others):
+                self._sequences[each].cached = length
+        pairs = zip(rows_of.values(), logits, strict=True)
+        return torch.cat([logits_1V for rows, logits_1V in pairs for _ in rows])
+
+    def _groups(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """Consecutive rows whose prompts share a forward pass."""
+        group: list[int] = []
+        tokens = 0
+        for row in rows:
+            length = len(self._sequences[row].tokens)
+            if group and tokens + length > PREFILL_TOKENS:
+                yield group
+                group, tokens = [], 0
+            group.append(row)
+            tokens += length
+        yield group
+
+    def _decode(self) -> Tensor:
+        """Runs the newest token of every sequence. Returns the logits of the next ones, on the CPU."""
+        lengths = [each.cached for each in self._sequences]
+        dtype = self._caches[0].keys.dtype if self._caches else torch.float32
+        rows = NextTokenRows.of(lengths, self._model.device, dtype)
+        logits_BV = self._next_logits([[each.last] for each in self._sequences], rows)
+        for each in self._sequences:
+            each.cached += 1
+        return logits_BV
+
+    @torch.no_grad()
+    def _next_logits(self, tokens: list[list[int]], rows: CacheRows) -> Tensor:
+        tokens_BS = torch.tensor(tokens, device=self._model.device)
         # Compiled blocks have static shapes: a growing cache would recompile them for each token.
         with torch.compiler.set_stance("force_eager"):
-            logits_BV = model.next_logits(tokens_BS, caches)
-        chosen = choose(logits_BV.cpu(), sampling, generator)
-        yield int(chosen)
-        if int(chosen) == eos:
-            return
-        tokens_BS = chosen.to(device).view(1, 1)
+            return self._model.next_logits(tokens_BS, self._caches, rows=rows).cpu()

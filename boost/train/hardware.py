@@ -64,6 +64,20 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def available_memory(device: torch.device) -> int:
+    """Memory in bytes that can be allocated on a GPU, or on this machine without swapping; its total if that is unknown."""
+    if device.type == "cuda":
+        # Memory that torch has reserved and does not use is available, too.
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return total_memory(device)
+
+
 def memory_bytes(device: torch.device) -> int:
     """Memory of this process in bytes: the peak allocated by torch on a GPU, the resident set size on a CPU.
 

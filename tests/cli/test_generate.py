@@ -61,6 +61,36 @@ def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
     assert out == "".join(texts)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_samples_of_a_prompt_are_those_of_the_following_seeds(
+    batch: int, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ("--prompt", "def ", "--prompt", "class Toy")
+    words = ("generate", checkpoint, *prompts, "--max-tokens", 6, "--temperature", 1.5)
+    alone = [lines_of(say(capsys, *words, "--json", "--seed", 3 + sample)[1]) for sample in range(2)]
+    expected = [{**alone[sample][prompt], "sample": sample} for prompt in range(2) for sample in range(2)]
+    assert expected[0]["text"] != expected[1]["text"]
+    words = (*words, "--seed", 3, "--samples", 2, "--batch", batch)
+    code, out, err = say(capsys, *words, "--json")
+    assert code == 0, err
+    assert lines_of(out) == expected
+    out = say(capsys, *words)[1]
+    headers = [f"--- {prompt} of 2, sample {sample} of 2" for prompt in (1, 2) for sample in (1, 2)]
+    each = zip(headers, expected, strict=True)
+    assert out == "".join(f"{header}\n{line['prompt']}{line['text']}\n" for header, line in each)
+
+
+def test_a_cache_larger_than_memory_is_an_error_of_one_line(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompt", "a", "--samples", 1000, "--batch", 1000, "--max-tokens", 1 << 20)
+    code, out, err = say(capsys, "generate", checkpoint, *words)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "--batch = 1000: the key/value cache of 1000 x 1,048,57" in err
+    assert "B of memory is available; largest valid value of --batch: " in err
+
+
 def test_prompts_of_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, structured = tmp_path / "p.txt", tmp_path / "p.jsonl"
     plain.write_text("def \n\nclass \n")
@@ -97,6 +127,18 @@ def test_standard_input(
         (b"", ["--prompts", "nowhere"], "--prompts = 'nowhere' cannot be read: No such file"),
         (b"", ["--prompt", "-", "--prompts", "-"], "standard input can be read only once"),
         (b"", ["--chat", "--json"], "--chat without --prompt is interactive"),
+        (b"", ["--prompt", "a", "--batch", "0"], "--batch = 0 is too small; smallest valid value: 1"),
+        (b"", ["--prompt", "a", "--samples", "-1"], "--samples = -1 is too small; smallest valid value: 1"),
+        (
+            b'{"messages": []}',
+            ["--prompts", "FILE", "--chat"],
+            'or {"messages": [{"role": "user", "content": "text"}, ...]}',
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}]}',
+            ["--prompts", "FILE"],
+            'not of the form {"prompt": "text"}',
+        ),
         pytest.param(b"", ["--chat", "--prompt", "hello"], "has no chat template", marks=pytest.mark.slow),
     ],
 )
@@ -121,6 +163,20 @@ def test_chat_answers_the_rendered_message(chat: Path, capsys: pytest.CaptureFix
     assert code == 0, err
     rendered = say(capsys, "generate", chat, "--prompt", "[user]hi\n[assistant]", "--json", *SHORT)[1]
     assert lines_of(out)[0] == {**lines_of(rendered)[0], "prompt": "hi"}
+
+
+@pytest.mark.slow
+def test_chats_of_a_file(chat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": said}) + '\n{"prompt": "hello"}\n')
+    code, out, err = say(capsys, "generate", chat, "--chat", "--prompts", file, "--json", *SHORT)
+    assert code == 0, err
+    rendered = ("[system]brief\n[user]hi\n[assistant]", "[user]hello\n[assistant]")
+    plain = [lines_of(say(capsys, "generate", chat, "--prompt", each, "--json", *SHORT)[1])[0] for each in rendered]
+    first, second = lines_of(out)
+    assert first == {"messages": said, "text": plain[0]["text"], "tokens": plain[0]["tokens"]}
+    assert second == {**plain[1], "prompt": "hello"}
 
 
 @pytest.mark.slow

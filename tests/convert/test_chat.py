@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import boost
+from boost.convert.chat import end_tokens
 from boost.convert.export import export
 from boost.convert.importing import import_weights
 from boost.convert.vocabulary import read_vocabulary
@@ -217,3 +218,16 @@ def test_generate_uses_the_imported_template(store: Path, tmp_path: Path, capsys
     model = boost.Model.from_pretrained(tmp_path / "ours")
     expected = model.generate(tokenizer.encode(text, add_special_tokens=False).ids, 5, temperature=0)
     assert json.loads(out)["tokens"] == expected
+    # Every token that the folder names as an end is one.
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [301, 0, expected[1]]}))
+    import_weights(source, tmp_path / "ends", None, None, None, GB)
+    assert end_tokens(open_checkpoint(tmp_path / "ends").data) == [301, 0, expected[1]]
+    out = say(capsys, "generate", tmp_path / "ends", "--chat", "--prompt", "def main", *words)[1]
+    assert json.loads(out)["tokens"] == expected[: expected.index(expected[1]) + 1]
+
+
+def test_end_tokens_are_those_of_the_checkpoint_and_of_the_folder_it_comes_from() -> None:
+    assert end_tokens({"eos": None}) == []
+    assert end_tokens({"eos": 0}) == [0]
+    assert end_tokens({"eos": 3, "hub": {"generation": {"eos_token_id": 5}}}) == [3, 5]
+    assert end_tokens({"eos": 5, "hub": {"generation": {"eos_token_id": [4, 5]}}}) == [4, 5]

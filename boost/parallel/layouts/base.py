@@ -26,7 +26,7 @@ from boost.models.attention import Context
 from boost.models.group import LinearGroup
 from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, call
 from boost.models.kernels import is_separate
-from boost.models.linear import linear
+from boost.models.linear import Weight, linear
 from boost.models.sequence_share import SequenceShare
 from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
@@ -202,7 +202,7 @@ class Replicated(BaseLayout):
         normed = self.start(self.to_shards, self.norm(x, gamma))
         return Pending(normed.wait)
 
-    def logits(self, x: Tensor, gamma: Tensor, head: Tensor, tokens_N: Tensor) -> Tensor:
+    def logits(self, x: Tensor, gamma: Tensor, head: Weight, tokens_N: Tensor) -> Tensor:
         return self.gathered_logits(self.norm(x[tokens_N], gamma), head)
 
 
