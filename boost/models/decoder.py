@@ -117,6 +117,12 @@ class Decoder(FusedModule):
         """Device of the weights."""
         return next(self.parameters()).device
 
+    def fold_residuals(self) -> None:
+        """Adds DLR's residuals to the weights, for inference only: they must not be trained or saved afterwards."""
+        for group in self.modules():
+            if isinstance(group, LinearGroup):
+                group.fold_residuals()
+
     def forward(
         self,
         tokens_BS: Tensor,
