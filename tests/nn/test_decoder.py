@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dense": {},
     "svd": {"rank": 8},
     "cola": {"rank": 8},
+    "cola-dlr": {"rank": 6, "dlr_alpha": 0.7},
     "lax": {"rank": 8, "gate": "dense"},
     "lax-tensor": {"rank": 8, "gate": "tensor", "over": "svd"},
 }
