@@ -94,7 +94,7 @@ CASES = [
     *((name, parallel) for name in OPTIMIZERS for parallel in EVERY),
     *(("loro", parallel) for parallel in LORO),
     *(("muon", parallel) for parallel in MUON),
-    *(("spectron", parallel) for parallel in MUON),
+    *(pytest.param("spectron", parallel, marks=pytest.mark.nightly) for parallel in MUON),
 ]
 
 

@@ -117,7 +117,7 @@ KV = [
     for number, layout in enumerate(LOW_RANK_LAYOUTS)
 ]
 """A smaller rank for keys and values, with grouped heads."""
-EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS, *DLR, *KV]
+EVERY = [*CELLS, *TP_8, *CROSSING, *RANKS, *DLR, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in KV)]
 
 
 def compare_with_single(config: Config) -> dict[str, float]:
@@ -126,7 +126,7 @@ def compare_with_single(config: Config) -> dict[str, float]:
     return {"table": 0.0 if keeps_table(config, actual.collectives()) else 1.0, **errors_of(actual, 3)}
 
 
-@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids(EVERY))
+@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids([*CELLS, *TP_8, *CROSSING, *RANKS, *DLR, *KV]))
 @pytest.mark.slow
 def test_a_layout_is_the_single_process_function(model: dict[str, Any], parallel: dict[str, Any]) -> None:
     tp = parallel["tp"]
