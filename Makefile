@@ -13,7 +13,8 @@
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (90 minutes; keep the machine idle)
 #   make report   rebuild the report from existing results
-#   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; resumes after an interruption)
+#   make families dense, svd, cola, lax, loro, DLR, Spectron, smaller k/v ranks on the same tokens and in the same time, five seeds
+#                 each (four hours on two cores; resumes after an interruption)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -121,8 +122,8 @@ recompute: setup
 fit: setup
 	$(BIN)/python -m benchmarks fit boost-7b --tp 4 --memory-gb 80
 
-# Twenty sweep runs and fifteen comparison runs, each on one core.
-FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
+# 36 sweep runs, 45 comparison runs and up to 40 more of equal time, each on one core.
+FAMILIES := --contenders dense svd cola lax loro svd-dlr cola-dlr cola-spectron cola-kv --seeds 0 1 2 3 4 --equal-time --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --model.ffn_dim 512 --model.rank 48 \
 	--train.seq_len 128 --train.global_batch 8 --train.micro_batch 8 --train.steps 400 --train.eval_every 100
 
 families: setup

@@ -15,7 +15,7 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser = experiment_parser(
         experiments,
         "families",
-        "loss, perplexity and step time of dense, svd, cola, lax and loro on the same tokens",
+        "loss, perplexity and step time of dense, svd, cola, lax, loro and options of low-rank training on the same tokens",
         "Trains CONFIG's model as each contender with several seeds; all contenders use the same tokens, data order and schedule.\n"
         "Then times a step of each in interleaved rounds. Each run uses one process and one thread. Finished runs are saved in\n"
         "PATH.json: the same command resumes, and different settings are an error. Contenders and seeds may be added.",
@@ -26,7 +26,8 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=["dense", "svd", "cola", "lax", "loro"],
         metavar="C",
-        help="also available: svd-spectral, lax-svd, lax-tensor, lax-dense (default dense svd cola lax loro)",
+        help="of these, and svd-spectral, lax-svd, lax-tensor, lax-dense, svd-dlr, cola-dlr, svd-spectron, cola-spectron, cola-kv "
+        "(default dense svd cola lax loro)",
     )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="training seeds (default 0 1 2)"
@@ -41,6 +42,11 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--sweep-seed", type=int, default=1000, metavar="N", help="seed of the sweep (default 1000)")
     parser.add_argument("--sweep-steps", type=int, metavar="N", help="steps per sweep run (default train.steps)")
+    parser.add_argument(
+        "--equal-time",
+        action="store_true",
+        help="also train each contender for the time that the first one takes",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="concurrent runs (default: one per core; 1 on a GPU)")
     add_rounds(parser, 41)
     return parser
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         sweep_steps=steps,
         rounds=args.rounds,
         jobs=args.jobs or cores,
+        equal_time=args.equal_time,
     )
     return compare(config, plan, args.out)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.experiments.contest import take_turns
 from benchmarks.experiments.curves import at_start, heldout
-from benchmarks.experiments.families_report import goals, section
+from benchmarks.experiments.families_report import goals, section, step_seconds
 from boost.config import Config
 from boost.config.architecture import flops_per_token, parameter_count
 from boost.config.load import change_family, from_tree
@@ -60,6 +60,12 @@ class FamilyVariant:
     family: Family
     model: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
+    kv_rank: float = 1.0
+    """Rank of keys and values, as a fraction of model.rank."""
+    rate: str = "lr"
+    """Field of [optim] that the sweep sets; if it is another one, optim.lr keeps its value."""
+    rate_scale: float = 1.0
+    """Factor between a rate of the sweep and the value of that field."""
 
 
 # LORO as published (ICLR 2025): its epsilon, no decay, no clipping, a cosine that dips after each exact step.
@@ -69,6 +75,9 @@ EXACT_STEPS = 8
 cannot match both, and each exact step clears Adam's moments, which then need tens of steps to recover."""
 RESTART_WARMUP = 5
 """Warm-up steps after each exact step, as published."""
+
+# Its rate is a bound of the spectral norm of a product's update, about ten times what suits AdamW here.
+SPECTRON: dict[str, Any] = {"optim": {"name": "spectron"}, "rate": "spectron_lr", "rate_scale": 10.0}
 
 CONTENDERS = {
     "dense": FamilyVariant("W x", "dense"),
@@ -80,6 +89,11 @@ CONTENDERS = {
     "lax-svd": FamilyVariant("B LN(A x + h before)", "lax", {"over": "svd", "gate": "identity"}),
     "lax-tensor": FamilyVariant("B silu(LN(A x + R h C))", "lax", {"over": "cola", "gate": "tensor"}),
     "lax-dense": FamilyVariant("B silu(LN(A x + G h + g))", "lax", {"over": "cola", "gate": "dense"}),
+    "svd-dlr": FamilyVariant("B (A x), DLR", "svd", {"dlr_alpha": 1.0}),
+    "cola-dlr": FamilyVariant("B silu(A x), DLR", "cola", {"dlr_alpha": 1.0}),
+    "svd-spectron": FamilyVariant("B (A x), Spectron", "svd", **SPECTRON),
+    "cola-spectron": FamilyVariant("B silu(A x), Spectron", "cola", **SPECTRON),
+    "cola-kv": FamilyVariant("B silu(A x), half the rank for k, v", "cola", kv_rank=0.5),
 }
 USUAL = ("dense", "svd", "cola", "lax", "loro")
 
@@ -98,6 +112,8 @@ class FamilyExperiment:
     """Timing rounds."""
     jobs: int
     """Concurrent runs."""
+    equal_time: bool = False
+    """Whether each contender is also trained for as long as the first one takes: another number of steps, on its own schedule."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +159,11 @@ def configuration(config: Config, name: str, seed: int, lr: float, steps: int) -
     if tree["model"].get("rank") is None:
         tree["model"].pop("rank", None)
     tree["model"] |= contender.model
+    if contender.kv_rank != 1:
+        rank = config.model.rank or config.model.dim // 4
+        tree["model"]["ranks"] = {**config.model.ranks, "kv": max(round(rank * contender.kv_rank), 1)}
     warmup = round(config.optim.warmup_steps * steps / config.train.steps)
-    tree["optim"] |= {**contender.optim, "lr": lr, "warmup_steps": warmup}
+    tree["optim"] |= {**contender.optim, contender.rate: lr * contender.rate_scale, "warmup_steps": warmup}
     if contender.optim.get("name") == "loro":
         every = max(steps // EXACT_STEPS, 1)
         tree["optim"] |= {"exact_every": every, "restart_warmup_steps": min(RESTART_WARMUP, every)}
@@ -205,10 +224,33 @@ def compare(config: Config, plan: FamilyExperiment, out: Path) -> int:
     if set(facts["timing"].get("seconds", {})) != set(plan.contenders) or facts["timing"]["rounds"] != plan.rounds:
         alone = {task.contender: task.config for task in tasks}
         facts["timing"] = {"rounds": plan.rounds, "seconds": time_steps(alone, plan.rounds)}
+        _keep(out, facts)
+    if plan.equal_time:
+        run(_of_equal_time(tasks, config, facts), "equal_time")
     facts["complete"] = True
     save_section(out, facts, section(facts))
     print(as_markdown(facts, section(facts)))
     return 0
+
+
+def _of_equal_time(tasks: Sequence[Task], config: Config, facts: Facts) -> list[Task]:
+    """The same runs for the time that the first contender takes, by the measured time of a step; without those of equal length.
+
+    The numbers of steps are kept in the results: a resumed experiment does not depend on a new measurement.
+    """
+    steps, kept = config.train.steps, facts["equal_steps"]
+    seconds = {
+        name: step_seconds(facts["timing"]["seconds"][name], contender["exact_every"])[0]
+        for name, contender in facts["contenders"].items()
+    }
+    first = seconds[next(iter(seconds))]
+    for name, own in seconds.items():
+        kept.setdefault(name, max(round(steps * first / own), 1))
+    return [
+        Task(t.contender, t.seed, t.lr, configuration(config, t.contender, t.seed, t.lr, kept[t.contender]))
+        for t in tasks
+        if kept[t.contender] != steps
+    ]
 
 
 def best_rate(sweep: Iterable[Facts], contender: str) -> float:
@@ -298,7 +340,8 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
             }
         )
     )
-    fresh = facts_of("families", config, settings=settings, sweep=[], runs=[], timing={}, complete=False)
+    results: Facts = {"sweep": [], "runs": [], "timing": {}, "equal_steps": {}, "equal_time": []}
+    fresh = facts_of("families", config, settings=settings, **results, complete=False)
     try:
         kept = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -313,7 +356,7 @@ def _begin(config: Config, plan: FamilyExperiment, out: Path) -> Facts:
             f"--out = '{out}' has results with other settings: {different}; use those settings, choose another --out, "
             f"or remove {out.with_suffix('.json')}"
         )
-    return {**fresh, **{name: kept[name] for name in ("sweep", "runs", "timing")}}
+    return {**fresh, **{name: kept.get(name, empty) for name, empty in results.items()}}
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -25,16 +25,20 @@ def rows(facts: Facts) -> list[Facts]:
         whole = len(sound) == len(losses)
         paired = [loss - base for seed, loss in sound.items() if (base := baseline[seed]) is not None]
         seconds = step_seconds(facts["timing"]["seconds"][name], contender["exact_every"])
+        equal = _equal_time(facts, name)
         result.append(
             {
                 "contender": name,
-                **{key: contender[key] for key in ("linear", "lr", "at_edge", "parameters", "flops_per_token")},
+                **{key: contender[key] for key in ("linear", "at_edge", "parameters", "flops_per_token")},
+                "lr": contender["lr"] * contender.get("rate_scale", 1.0),
                 "seeds": len(losses),
                 "diverged": len(losses) - len(sound),
                 "loss": _mean_and_spread(list(sound.values())) if whole else None,
                 "perplexity": _mean_and_spread([math.exp(loss) for loss in sound.values()]) if whole else None,
                 "paired": _mean_and_spread(paired) if whole and len(paired) == len(losses) and name != first else None,
                 "step_s": seconds,
+                "equal_steps": facts.get("equal_steps", {}).get(name),
+                "equal_loss": _mean_and_spread(equal) if equal else None,
             }
         )
     return result
@@ -62,6 +66,9 @@ def section(facts: Facts) -> Section:
         chosen = (
             f"lr: the best of {grid} by held-out loss after {steps} steps on seed {seed} (* at the edge of the sweep). "
         )
+    scaled = {c["rate"]: c["rate_scale"] for c in facts["contenders"].values() if c.get("rate_scale", 1.0) != 1}
+    for name, scale in scaled.items():
+        chosen += f"Where {name} takes the place of lr: {scale:g} times that, with optim.lr for all other parameters. "
     if every := next((c["exact_every"] for c in facts["contenders"].values() if c["exact_every"]), 0):
         chosen += f"LORO: one exact step every {every} steps, followed by a learning-rate dip. "
     commits = sorted({(row["git"] or {}).get("commit") or "unknown" for row in facts["runs"]})
@@ -87,6 +94,12 @@ def section(facts: Facts) -> Section:
         "perplexity:",
     )
     headings += (f"against {first['contender']}:", "ms per step:")
+    if facts.get("equal_steps"):
+        headings += ("steps at equal time:", "held-out loss at equal time:")
+        caption += (
+            f" At equal time: trained for as many steps as take the time of {first['contender']}'s, by the median step, on a "
+            "schedule of that length."
+        )
     below = "Training loss by step with a band over seeds; final perplexity against parameters, FLOPs and step time."
     return Section(
         "Families side by side",
@@ -114,6 +127,7 @@ def _cells(row: Facts, first: Facts) -> tuple[str, ...]:
         f"{row['lr']:g}{' *' if row['at_edge'] else ''}",
         _plus_minus(row["loss"], ".4f") or diverged, _plus_minus(row["perplexity"], ".2f") or diverged,
         _plus_minus(row["paired"], "+.4f"), f"{middle:.0f} ({low:.0f} - {high:.0f})",
+        *((str(row["equal_steps"]), _plus_minus(row["equal_loss"], ".4f") or "diverged") if row["equal_steps"] else ()),
     )  # fmt: skip
 
 
@@ -124,11 +138,21 @@ def _plus_minus(numbers: Sequence[float | None] | None, form: str) -> str:
     return f"{mean:{form}}" + ("" if spread is None else f" ± {spread:{form.lstrip('+')}}")
 
 
-def _losses(facts: Facts, name: str) -> dict[int, float | None]:
+def _losses(facts: Facts, name: str, kind: str = "runs") -> dict[int, float | None]:
     """Final held-out loss by seed, for this comparison's runs only; the file may have runs of earlier comparisons."""
     lr = facts["contenders"][name]["lr"]
-    every = {row["seed"]: row["loss"] for row in facts["runs"] if (row["contender"], row["lr"]) == (name, lr)}
+    every = {row["seed"]: row["loss"] for row in facts[kind] if (row["contender"], row["lr"]) == (name, lr)}
     return {seed: every[seed] for seed in facts["seeds"]}
+
+
+def _equal_time(facts: Facts, name: str) -> list[float]:
+    """Final held-out losses of the runs of equal time; empty if there are none, or if one diverged."""
+    steps = facts.get("equal_steps", {}).get(name)
+    if steps is None:
+        return []
+    losses = _losses(facts, name, "runs" if steps == facts["config"]["train"]["steps"] else "equal_time")
+    sound = [loss for loss in losses.values() if loss is not None]
+    return sound if len(sound) == len(losses) else []
 
 
 def _mean_and_spread(numbers: Sequence[float]) -> tuple[float, float | None]:

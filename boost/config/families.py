@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from boost.config.section import Count, Positive, Tagged, Width
+from boost.config.section import Count, NonNegative, Positive, Tagged, Width
 
 if TYPE_CHECKING:
     from boost.config.schema import Config
@@ -26,6 +26,7 @@ class ModelConfig(Tagged):
     key: ClassVar[str] = "model.family"
     absent: ClassVar[Mapping[str, Any]] = {
         "over": "none", "gate": "none", "rank": None, "ranks": {}, "latent_act": "none", "factor_init": "none",
+        "dlr_alpha": 0.0,
     }  # fmt: skip
     if TYPE_CHECKING:  # readable for every family: its own field, or the value in `absent`
         over: str = "none"
@@ -34,6 +35,7 @@ class ModelConfig(Tagged):
         ranks: dict[str, int] = Field(default={})
         latent_act: str = "none"
         factor_init: str = "none"
+        dlr_alpha: float = 0.0
 
     low_rank: ClassVar[bool] = False
     """Whether the linears are pairs of factors."""
@@ -151,6 +153,15 @@ def _flat(table: Any, prefix: str = "") -> Any:
     return flat
 
 
+def _by_linear(table: Any) -> Any:
+    """Flattens a table of ranks and replaces `kv` by attn.k and attn.v, unless the table names these too."""
+    flat = _flat(table)
+    if not isinstance(flat, dict) or "kv" not in flat:
+        return flat
+    rank = flat.pop("kv")
+    return {"attn.k": rank, "attn.v": rank} | flat
+
+
 class LowRankConfig(ModelConfig):
     """Base of the low-rank families: y = B act(A x)."""
 
@@ -160,9 +171,9 @@ class LowRankConfig(ModelConfig):
     rank: Width
     """r, bottleneck rank of every low-rank linear. Default: dim / 4."""
 
-    ranks: Annotated[dict[str, Width], BeforeValidator(_flat)] = Field(default={})
-    """Per-linear overrides of `rank`, as a table: attn, mlp, one linear (attn.q), or one linear of one block (layers.3.attn.q);
-    the most specific name wins. CoLA's separate ranks are ranks.attn and ranks.mlp."""
+    ranks: Annotated[dict[str, Width], BeforeValidator(_by_linear)] = Field(default={})
+    """Per-linear overrides of `rank`, as a table: attn, mlp, kv (attn.k and attn.v), one linear (attn.q), or one linear of one
+    block (layers.3.attn.q); the most specific name wins. CoLA's separate ranks are ranks.attn and ranks.mlp."""
 
     latent_act: Literal["silu", "none"]
     """Activation of the latent, act in y = B act(A x). Default: silu for cola, none otherwise."""
@@ -170,6 +181,16 @@ class LowRankConfig(ModelConfig):
     factor_init: Literal["cola", "xavier", "spectral"]
     """Initialization of the factors. cola: normal with std (rank)^(-1/4) (d_in + d_out)^(-1/4); xavier: per factor; spectral: the
     truncated SVD of the dense linear's initial weight. Default: cola for cola, xavier for svd."""
+
+    dlr_alpha: NonNegative = 0.0
+    """alpha of the duplicated latent residual (DLR, arXiv 2606.28932): y = B h + alpha / sqrt(K) Expand_K(h), where Expand_K
+    repeats each latent K = ceil(d_out / r) times. No parameters and no communication; export folds it into B. 0: none; the paper's
+    reference code uses 1."""
+
+    @property
+    def title(self) -> str:
+        """The family, and DLR if it is on."""
+        return f"{self.family}, DLR" if self.dlr_alpha else self.family
 
     @classmethod
     def derived(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,12 +207,17 @@ class LowRankConfig(ModelConfig):
             if rank * (self.dim + width) > self.dim * width:
                 yield (
                     f"{slot} ({self.dim} x {width}) has more parameters as factors of rank {rank} than as one matrix: "
-                    f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width"
+                    f"--model.ranks.{slot} {max(width // 4, 1)} would set its rank to a quarter of its width (ranks.kv: of both)"
                 )
 
     def problems(self, config: "Config") -> Iterator[str]:
         """Ranks larger than their linears, and ranks for unknown linears."""
         narrow = min(self.dim, self.ffn_dim)
+        if self.dlr_alpha and self.factor_init == "spectral":
+            yield (
+                f"model.dlr_alpha = {self.dlr_alpha} adds to B, and model.factor_init = 'spectral' makes B A the truncated SVD of "
+                "the dense weight; use model.factor_init = 'cola' or 'xavier', or model.dlr_alpha = 0"
+            )
         if self.rank > narrow:
             yield f"model.rank = {self.rank} is larger than the linears it factors; largest valid value: {narrow}"
         numbers = {str(number) for number in range(self.layers)} if self.ranks else set()
@@ -201,7 +227,7 @@ class LowRankConfig(ModelConfig):
                 example = f", or layers.0.{SLOTS[0]} to layers.{self.layers - 1}.{SLOTS[-1]} for one block"
                 yield (
                     f"model.ranks.{name} is not a linear of this model; valid names: "
-                    f"{', '.join(('attn', 'mlp', *SLOTS))}{example}"
+                    f"{', '.join(('attn', 'mlp', 'kv', *SLOTS))}{example}"
                 )
                 continue
             # Not checked against the width of few key/value heads: a rank larger than that is wasteful but valid.
@@ -244,7 +270,7 @@ class LaXConfig(LowRankConfig):
     @property
     def title(self) -> str:
         """The family with its main choices."""
-        return f"lax over {self.over}, {self.gate} gate"
+        return f"lax over {self.over}, {self.gate} gate" + (", DLR" if self.dlr_alpha else "")
 
     def problems(self, config: "Config") -> Iterator[str]:
         """A linear's latents feed the same linear of the next block, so it has one rank in all blocks."""

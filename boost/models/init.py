@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boost.config.architecture import Parameter, Slot, groups
+from boost.config.architecture import Parameter, slot_of
 from boost.config.schema import ModelConfig
 from boost.models.decoder import Decoder
 from boost.models.factorize import factorize
@@ -65,7 +65,7 @@ def spectral(parameter: Parameter, model: ModelConfig, seed: int) -> dict[str, T
 
 def _drawn(parameter: Parameter, model: ModelConfig) -> tuple[str, tuple[int, int], int, float]:
     """(name, shape, rank, standard deviation) of the dense linear that a factor belongs to."""
-    slot = _linear_of(parameter.name, model)
+    slot = slot_of(model, parameter.name)
     assert slot.rank is not None
     return f"{parameter.name.rpartition('.')[0]}.W", (slot.d_out, slot.d_in), slot.rank, model.init_std
 
@@ -132,13 +132,6 @@ def _spectral(name: str, shape: tuple[int, int], rank: int, std: float, seed: in
     return {"A": a_RI, "B": b_OR}
 
 
-def _linear_of(name: str, model: ModelConfig) -> Slot:
-    """The linear to which the parameter `layers.{number}.{linear}.{kind}` belongs."""
-    layer, rest = name.split(".", 2)[1:]
-    slot = rest.rpartition(".")[0]
-    return next(s for group in groups(model, int(layer)) for s in group.slots if s.name == slot)
-
-
 def _generator(name: str, seed: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
@@ -154,6 +147,6 @@ def _standard_deviation(parameter: Parameter, kind: str, model: ModelConfig) -> 
         return model.init_std
     if model.factor_init == "xavier":
         return math.sqrt(2 / sum(parameter.shape))
-    slot = _linear_of(parameter.name, model)
+    slot = slot_of(model, parameter.name)
     assert slot.rank is not None
     return slot.rank**-0.25 * (slot.d_in + slot.d_out) ** -0.25

@@ -13,14 +13,14 @@ in docs/design.md).
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from boost.config import Config
 from boost.config.factors import deal_grams, is_factor
-from boost.config.optimizers import MuonConfig
+from boost.config.optimizers import MuonConfig, OrthogonalizedConfig
 from boost.models.fused import FusedParam
 from boost.optim.adamw import Optimizer, build_adamw, decays, zeros
 from boost.optim.dealing import solve_all
@@ -36,14 +36,17 @@ EPSILON = 1e-7
 MOMENTUM = "momentum_buffer"
 
 
-class Muon(Optimizer):
-    """Orthogonalized momentum for factors, torch's fused AdamW for the rest."""
+class Orthogonalized(Optimizer):
+    """Base of Muon and Spectron: orthogonalized momentum for factors, torch's fused AdamW for the rest."""
 
-    name = "muon"
+    optim: OrthogonalizedConfig
+    rate: float
+    """Learning rate of the factors, as a multiple of optim.lr; 0: 1."""
+    decay: float
+    """Coefficient by which the momentum decays."""
 
     def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
-        assert isinstance(config.optim, MuonConfig)
-        self.optim = optim = config.optim
+        optim = self.optim
         pairs = [s for s in fused_params if is_factor(s.slices[0].parameter.role)]
         super().__init__(build_adamw([s for s in fused_params if not is_factor(s.slices[0].parameter.role)], optim))
         self._decaying: list[Tensor] = [s.tensor for s in pairs if decays(s, optim)]
@@ -53,21 +56,23 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, number: int, rate: float) -> None:
-        """Updates both kinds of parameters. The factors' rate is `rate` times muon_lr / lr."""
+        """Updates both kinds of parameters."""
         super().step(number, rate)
-        optim = self.optim
-        rate *= optim.muon_lr / optim.lr if optim.muon_lr else 1.0
-        if optim.weight_decay and self._decaying:
-            torch._foreach_mul_(self._decaying, 1 - rate * optim.weight_decay)
+        rate *= self.rate / self.optim.lr if self.rate else 1.0
+        if self.optim.weight_decay and self._decaying:
+            torch._foreach_mul_(self._decaying, 1 - rate * self.optim.weight_decay)
         with without_tf32():
             for bucket in self.factors.buckets:
-                tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._update).items()}
-                for factor, p_RR in self._iterated(bucket, tall):
-                    for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
-                        view.sub_(value, alpha=rate * _adjusted(factor, optim))
+                self.update(bucket, rate)
 
-    def _iterated(self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor]) -> list[tuple[Factor, Tensor]]:
-        """`newton_schulz` [R, R] of every factor of a bucket.
+    def update(self, bucket: Sequence[FactorUnit], rate: float) -> None:
+        """Moves the factors of a bucket, at their learning rate."""
+        raise NotImplementedError
+
+    def solved(
+        self, bucket: Sequence[FactorUnit], tall: Mapping[str, Tensor], solve: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[Factor, Tensor]]:
+        """`solve` of the Gram matrix [R, R] (or matrices [K, R, R]) of every factor of a bucket, flattened.
 
         All processes with a copy of a weight have the same Gram matrices, or can compute them. Each iterates on its share of
         them: in fp32, iterating on all of them would take longer than the rest of this step.
@@ -75,22 +80,46 @@ class Muon(Optimizer):
         factors = [factor for unit in bucket for factor in unit.factors]
         grams, axis = self.factors.summed_grams(tall, bucket), self.factors.mesh.update_axis
 
-        def solve(number: int) -> Tensor:
+        def of_factor(number: int) -> Tensor:
             name = factors[number].name
-            gram_RR = grams[name] if name in grams else tall[name].mT @ tall[name]
-            return newton_schulz(gram_RR, self.optim.muon_steps)
+            return solve(grams[name] if name in grams else tall[name].mT @ tall[name])
 
-        shapes = [factor.shape for factor in factors]
-        solved = solve_all(deal_grams(shapes, axis.size), solve, tall[factors[0].name], axis)
-        return [(f, p.view(f.shape.rank, f.shape.rank)) for f, p in zip(factors, solved, strict=True)]
+        deal = deal_grams([factor.shape for factor in factors], self.optim, axis.size)
+        yield from zip(factors, solve_all(deal, of_factor, tall[factors[0].name], axis), strict=True)
 
-    def _update(self, fused: FusedParam) -> Tensor:
-        """Updates the momentum of a fused parameter and returns the update before orthogonalization, [rows, columns, 1]."""
+    def momentum(self, fused: FusedParam) -> Tensor:
+        """Updates the momentum of a fused parameter and returns it."""
         gradient, momentum = fused.tensor.grad, self.moments[fused.tensor][MOMENTUM]
         assert gradient is not None, "every parameter must have a gradient in every step"
-        momentum.lerp_(gradient, 1 - self.optim.muon_momentum)
-        update = gradient.lerp(momentum, self.optim.muon_momentum) if self.optim.muon_nesterov else momentum
-        return update.unsqueeze(-1)
+        return momentum.lerp_(gradient, 1 - self.decay)
+
+
+class Muon(Orthogonalized):
+    """Orthogonalized momentum for factors, torch's fused AdamW for the rest."""
+
+    name = "muon"
+    optim: MuonConfig
+
+    def __init__(self, fused_params: Sequence[FusedParam], config: Config, mesh: Mesh) -> None:
+        assert isinstance(config.optim, MuonConfig)
+        self.optim, self.rate, self.decay = config.optim, config.optim.muon_lr, config.optim.muon_momentum
+        super().__init__(fused_params, config, mesh)
+
+    def update(self, bucket: Sequence[FactorUnit], rate: float) -> None:
+        """Each factor moves along its own orthogonalized momentum."""
+        tall = {name: x[..., 0] for name, x in self.factors.tall(bucket, self._direction).items()}
+        for factor, flat in self.solved(bucket, tall, lambda gram_RR: newton_schulz(gram_RR, self.optim.muon_steps)):
+            p_RR = flat.view(factor.shape.rank, factor.shape.rank)
+            for view, value in factor.own(factor.fused.tensor, tall[factor.name] @ p_RR):
+                view.sub_(value, alpha=rate * _adjusted(factor, self.optim))
+
+    def _direction(self, fused: FusedParam) -> Tensor:
+        """The update before orthogonalization, [rows, columns, 1]."""
+        momentum = self.momentum(fused)
+        if self.optim.muon_nesterov:
+            assert fused.tensor.grad is not None
+            momentum = fused.tensor.grad.lerp(momentum, self.decay)
+        return momentum.unsqueeze(-1)
 
 
 @contextlib.contextmanager

@@ -298,6 +298,14 @@ def repeat_interleave(x: ShapeTensor, times: int, dim: int) -> ShapeTensor:
     )
 
 
+@rule(torch.diagonal)
+def diagonal(x: ShapeTensor, _: int, first: int, second: int) -> ShapeTensor:
+    """View of a diagonal of two equal dimensions, which becomes the last dimension. Outside autograd only."""
+    kept = [dim for dim in range(x.ndim) if dim not in (first, second)]
+    strides = (*(x.strides[dim] for dim in kept), x.strides[first] + x.strides[second])
+    return x.as_view((*(x.shape[dim] for dim in kept), x.shape[first]), strides)
+
+
 @rule(torch.empty_like)
 def empty_like(x: ShapeTensor, **_: Any) -> ShapeTensor:
     """Allocates only."""

@@ -90,7 +90,9 @@ def test_fake_tensors_keep_what_real_ones_do(policy: RecomputeName) -> None:
 
 
 @pytest.mark.parametrize(
-    "optim", [{"name": "muon"}, {"name": "loro", "refresh_only": True}, {"frobenius_decay": 0.1}], ids=str
+    "optim",
+    [{"name": "muon"}, {"name": "spectron"}, {"name": "loro", "refresh_only": True}, {"frobenius_decay": 0.1}],
+    ids=str,
 )
 def test_what_other_optimizers_hold(optim: dict[str, Any]) -> None:
     """Linears with the same input but different ranks, which LORO updates separately."""

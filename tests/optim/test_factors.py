@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "loro": {"name": "loro", "exact_every": 2, "eps": 1e-6, "weight_decay": 0.05},
     "muon": {"name": "muon", "muon_lr": 1e-2},
+    "spectron": {"name": "spectron", "spectron_lr": 0.1, "weight_decay": 0.05},
     "frobenius": {"frobenius_decay": 0.5},
 }
 STEPS = 4
@@ -93,6 +94,7 @@ CASES = [
     *((name, parallel) for name in OPTIMIZERS for parallel in EVERY),
     *(("loro", parallel) for parallel in LORO),
     *(("muon", parallel) for parallel in MUON),
+    *(pytest.param("spectron", parallel, marks=pytest.mark.nightly) for parallel in MUON),
 ]
 
 
@@ -104,6 +106,13 @@ def test_every_sharding_matches_one_process(optimizer: str, parallel: dict[str, 
         model |= {"ranks": RANKS}
     train = {"global_batch": 6} if parallel.get("dp") == 3 else {}
     check(config_of(optimizer, parallel, model=model, train=train))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2, "layout": "btp"}, {"tp": 2, "dp": 2, "layout": "vanilla", "shard": "optimizer"}], ids=str
+)
+def test_spectron_sees_the_latent_residual_of_every_shard(parallel: dict[str, Any]) -> None:
+    check(config_of("spectron", parallel, model={"rank": 6, "dlr_alpha": 0.7}))
 
 
 @pytest.mark.parametrize("layout", ["btp", "btp-sp", "vanilla"])
@@ -179,10 +188,20 @@ def flops_of_a_step(config: Config) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "dp": 2, "layout": "btp"}, {"tp": 2, "layout": "vanilla"}], ids=str)
-def test_products_of_a_step_are_the_planners(parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "parallel"),
+    [
+        ("muon", {}),
+        ("muon", {"tp": 2, "dp": 2, "layout": "btp"}),
+        ("muon", {"tp": 2, "layout": "vanilla"}),
+        ("spectron", {}),
+        ("spectron", {"tp": 2, "layout": "btp"}),
+    ],
+    ids=str,
+)
+def test_products_of_a_step_are_the_planners(optimizer: str, parallel: dict[str, Any]) -> None:
     """vanilla deals Gram matrices out too. Processes with equally many of them differ in their number of rows."""
-    config = config_of("muon", parallel)
+    config = config_of(optimizer, parallel)
     planned = sum(work.flops * count for work, count in step_work(config, stages_of(config, 0)).items())
     assert planned in run_distributed(config.parallel.world_size, flops_of_a_step, config)
 
@@ -223,7 +242,7 @@ def test_what_large_factors_send() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_of_a_usual_step(optimizer: str) -> None:
-    """Muon and Frobenius decay communicate in every step; LORO in one of exact_every, which a separate table shows."""
+    """Muon, Spectron and Frobenius decay communicate in every step; LORO in one of exact_every, which a separate table shows."""
     config = config_of(optimizer, {"tp": 2, "layout": "btp"})
     ours = [c for c in step_collectives(config) if c.place == "optimizer"]
     assert optimizer_collectives(config)

@@ -78,7 +78,11 @@ def test_seeds_are_interleaved_and_rates_chosen_on_another_seed(
 
 
 def test_contenders_differ_in_what_they_say_and_nothing_else(config: Config) -> None:
-    each = {name: families.configuration(config, name, 1, 0.5, 2) for name in families.CONTENDERS if name != "loro"}
+    each = {
+        name: families.configuration(config, name, 1, 0.5, 2)
+        for name, contender in families.CONTENDERS.items()
+        if not contender.optim
+    }
     for name, one in each.items():
         assert (one.train, one.data, one.optim) == (each["dense"].train, each["dense"].data, each["dense"].optim)
         for field in ("vocab_size", "dim", "ffn_dim", "layers", "heads", "kv_heads", "mlp_silu", "init_std"):
@@ -97,8 +101,16 @@ def test_contenders_differ_in_what_they_say_and_nothing_else(config: Config) -> 
         "lax-svd": ("lax", "svd", "identity", "none", "xavier"),
         "lax-tensor": ("lax", "cola", "tensor", "silu", "cola"),
         "lax-dense": ("lax", "cola", "dense", "silu", "cola"),
+        "svd-dlr": ("svd", "none", "none", "none", "xavier"),
+        "cola-dlr": ("cola", "none", "none", "silu", "cola"),
+        "cola-kv": ("cola", "none", "none", "silu", "cola"),
+    }
+    assert {name for name, one in each.items() if one.model.dlr_alpha} == {"svd-dlr", "cola-dlr"}
+    assert {name: one.model.ranks for name, one in each.items() if one.model.ranks} == {
+        "cola-kv": {"attn.k": 4, "attn.v": 4}
     }
     counts = {name: parameter_count(one.model) for name, one in each.items()}
+    assert counts["svd-dlr"] == counts["cola-dlr"] == counts["cola"] > counts["cola-kv"]
     assert counts["svd"] == counts["cola"] < counts["lax"] < counts["lax-tensor"] < counts["lax-dense"]
 
 
@@ -230,6 +242,36 @@ def test_every_contender_is_timed_in_every_round(config: Config) -> None:
     counts = {name: (len(s["usual"]), len(s["exact"])) for name, s in seconds.items()}
     assert counts == {**dict.fromkeys(FOUR, (7, 0)), "loro": (4, 3)}
     assert all(0 < s < 60 for each in seconds.values() for s in each["usual"] + each["exact"])
+
+
+def test_spectron_is_swept_by_its_own_rate(config: Config) -> None:
+    spectron, cola = (families.configuration(config, name, 1, 0.5, 4) for name in ("cola-spectron", "cola"))
+    assert (spectron.model, spectron.train) == (cola.model, cola.train)
+    assert (spectron.optim.name, spectron.optim.spectron_lr, spectron.optim.lr) == ("spectron", 5.0, config.optim.lr)
+
+
+def test_runs_of_equal_time(config: Config, made: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of lax takes half the time of dense's: twice the steps. Resumed with other times, the steps stay."""
+    out, plan = tmp_path / "f", dataclasses.replace(PLAN, equal_time=True)
+
+    def timed(scale: float) -> None:
+        seconds = {name: {"usual": [scale * (0.5 if name == "lax" else 1.0)] * 4, "exact": []} for name in FOUR}
+        monkeypatch.setattr(families, "time_steps", lambda configs, rounds: seconds)
+
+    timed(1.0)
+    families.compare(config, plan, out)
+    longer = [task for task in made if task.config.train.steps == 8]
+    assert names(longer) == [("lax", 0, 1e-2), ("lax", 1, 1e-2)] and made[-2:] == longer
+    assert longer[0].config.optim.warmup_steps == 4
+    facts: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    assert facts["equal_steps"] == {"dense": 4, "svd": 4, "cola": 4, "lax": 8}
+    rows = {row["contender"]: row for row in families_report.rows(facts)}
+    assert rows["svd"]["equal_loss"] == rows["svd"]["loss"] and rows["lax"]["equal_loss"] is not None
+    assert "held-out loss at equal time" in out.with_suffix(".md").read_text()
+    timed(3.0)
+    count = len(made)
+    families.compare(config, dataclasses.replace(plan, rounds=5, seeds=(0, 1, 2)), out)
+    assert names(made[count:])[-1] == ("lax", 2, 1e-2) and made[-1].config.train.steps == 8
 
 
 def test_an_exact_step_in_k_counts_for_its_share() -> None:
