@@ -4,9 +4,9 @@ W is replaced by its best rank-r approximation B A (Eckart-Young); the error of 
 `boost/models/factorize.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from boost.models.factorize import factorize
 class Truncation:
     """How ranks are chosen: by either `rank` or `energy`."""
 
+    family: ClassVar[str] = "svd"
     rank: int | None = None
     """Rank r of every linear, at most its smaller dimension (few key/value heads)."""
     energy: float | None = None
@@ -57,6 +58,8 @@ class FactoredLinear:
     """Fraction of the squared singular values that is kept."""
     error: float
     """||W - B A|| / ||W||, Frobenius."""
+    cost: float | None = None
+    """Expected rise of the loss from this linear alone, nats per token; None without calibration."""
 
 
 class Factorizer:
@@ -84,9 +87,7 @@ class Factorizer:
         """Returns the [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
         default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
-        table = self._dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
-        others = {name: rank for name, rank in ranks.items() if rank != default}
-        return {**table, "family": "svd", "rank": default, "ranks": _merge_blocks(others, self._dense.layers)}
+        return low_rank_table(self._dense, "svd", default, ranks)
 
     def report(self) -> dict[str, Any]:
         """Returns the options, a summary per slot, and every linear."""
@@ -96,6 +97,16 @@ class Factorizer:
             "slots": [asdict(summary) for summary in summaries(self.linears)],
             "linears": [asdict(linear) for linear in self.linears],
         }
+
+
+def low_rank_table(
+    dense: ModelConfig, family: str, rank: int | None = None, ranks: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The [model] section of a low-rank model with the shape of a dense one. `ranks`: of every linear; those that differ from
+    `rank` are listed."""
+    table = dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
+    others = {name: each for name, each in (ranks or {}).items() if each != rank}
+    return {**table, "family": family, "rank": rank, "ranks": _merge_blocks(others, dense.layers)}
 
 
 def _merge_blocks(ranks: dict[str, int], layers: int) -> dict[str, int]:
