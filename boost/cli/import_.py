@@ -185,22 +185,29 @@ def _print_report(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     linears, slots = report["linears"], report["slots"]
-    table = Table(title="truncated SVD", title_justify="left", box=None, pad_edge=False)
+    calibrated = "calibration" in report
+    title = "truncated SVD" if not calibrated else "truncated SVD, weighted by calibration text; cost: nats per token"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("linear")
-    for heading in ("shape", "rank", "energy kept", "relative error"):
+    for heading in ("shape", "rank", "energy kept", "relative error", *["cost"] * calibrated):
         table.add_column(heading, justify="right")
     if len(linears) <= MOST_ROWS:
         for row in linears:
-            shape = f"{row['d_out']} x {row['d_in']}"
-            table.add_row(row["name"], shape, f"{row['rank']}", f"{row['energy']:.4f}", f"{row['error']:.4f}")
+            shape, cost = f"{row['d_out']} x {row['d_in']}", [f"{row['cost']:.5f}"] if calibrated else []
+            table.add_row(row["name"], shape, f"{row['rank']}", f"{row['energy']:.4f}", f"{row['error']:.4f}", *cost)
     else:
         shapes = {row["name"].split(".", 2)[2]: f"{row['d_out']} x {row['d_in']}" for row in linears}
         for row in slots:
             low, high = row["rank_min"], row["rank_max"]
             ranks = f"{low}" if low == high else f"{low}-{high}, mean {row['rank_mean']:.0f}"
             errors = f"{row['error_mean']:.4f}, at most {row['error_max']:.4f}"
+            cost = [f"{row['cost']:.5f}"] if calibrated else []
             slot = f"{row['slot']} ({row['blocks']} blocks)"
-            table.add_row(slot, shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors)
+            table.add_row(slot, shapes[row["slot"]], ranks, f"{row['energy']:.4f}", errors, *cost)
     console = Console()
     console.print(table)
     console.print("report.json lists every linear\n")
+    if calibrated:
+        of, losses = report["parameters"], report["heldout"]
+        console.print(f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%})")
+        console.print(f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token\n")

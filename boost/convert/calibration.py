@@ -5,6 +5,7 @@ Legend: T tokens of a batch; I input width of a group of linears, O output width
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,13 @@ class GroupMoments:
     """By slot, such as attn.q. g is the gradient of the summed loss of a batch with respect to one token's output."""
 
 
+def observers_of(decoder: Decoder) -> list[Observer]:
+    """The observers of a decoder's `ObservedLayout`; callers add and remove theirs."""
+    layout: Any = decoder.layout
+    assert isinstance(layout, ObservedLayout)
+    return layout.observers
+
+
 def group_name(layer: int, name: str) -> str:
     """Key of a group, such as layers.3.qkv."""
     return f"layers.{layer}.{name}"
@@ -93,9 +101,7 @@ def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.dev
     return [Batch(*(torch.from_numpy(x).to(device) for x in (each.tokens, each.targets))) for each in found]
 
 
-def collect(
-    decoder: Decoder, layout: ObservedLayout, batches: Sequence[Batch], seed: int = 0
-) -> dict[str, GroupMoments]:
+def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
     """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
 
     Gradients are those of targets sampled from the model itself (seed `seed`), not of the text: their second moment is
@@ -119,13 +125,13 @@ def collect(
         parameter.requires_grad_(
             parameter is decoder.embed
         )  # no weight gradients: only those of activations are needed
-    layout.observers.append(observe)
+    observers_of(decoder).append(observe)
     try:
         for batch in progress(batches, "calibrate"):
             decoder(batch.tokens, _sampled(decoder, batch, generator)).backward()
             decoder.embed.grad = None
     finally:
-        layout.observers.remove(observe)
+        observers_of(decoder).remove(observe)
         for parameter in trained:
             parameter.requires_grad_(True)
     total = sum(batch.tokens.numel() for batch in batches)

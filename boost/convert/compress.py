@@ -224,6 +224,10 @@ def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_
     report = {
         "asked": {k: v for k, v in asdict(compression).items() if k != "device"},
         "calibration": {"tokens": sum(b.tokens.numel() for b in batches), "sequence": seq_len},
+        "parameters": {
+            "factors": sum(ranks[name] * sum(w.shape) for name, w in weights.items()),
+            "linears": linear_parameters(dense),
+        },
         "heldout": heldout_losses({"dense": decoder, "factorized": low}, store, seq_len),
         "slots": [asdict(summary) for summary in summaries(rows)],
         "linears": [asdict(row) for row in rows],
@@ -303,7 +307,8 @@ def _decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> De
     torch.set_default_dtype(dtype)
     try:
         with device:
-            return Decoder(model, ObservedLayout(model, device), dtype)
+            layout: Any = ObservedLayout(model, device)
+            return Decoder(model, layout, dtype)
     finally:
         torch.set_default_dtype(default_dtype)
 

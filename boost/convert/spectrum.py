@@ -132,6 +132,8 @@ class Summary:
     """Mean."""
     error_mean: float
     error_max: float
+    cost: float | None
+    """Sum."""
 
 
 def summaries(linears: list[FactoredLinear]) -> list[Summary]:
@@ -143,5 +145,7 @@ def summaries(linears: list[FactoredLinear]) -> list[Summary]:
         count = len(of_slot)
         energy = sum(linear.energy for linear in of_slot) / count
         mean = sum(ranks) / count
-        result.append(Summary(slot, count, min(ranks), mean, max(ranks), energy, sum(errors) / count, max(errors)))
+        costs = [linear.cost for linear in of_slot if linear.cost is not None]
+        ends = sum(errors) / count, max(errors), sum(costs) if costs else None
+        result.append(Summary(slot, count, min(ranks), mean, max(ranks), energy, *ends))
     return result

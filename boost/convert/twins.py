@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from boost.convert.calibration import Batch, ObservedLayout, add_moment
+from boost.convert.calibration import Batch, add_moment, observers_of
 from boost.models.attention import make_context
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.group import LinearGroup
@@ -66,18 +66,15 @@ class Twins:
         def observe(group: LinearGroup, x_TI: Tensor, _: Sequence[Tensor]) -> None:
             seen[id(group)] = x_TI
 
-        layouts = [model.layout for model in self._models]
-        for layout in layouts:
-            assert isinstance(layout, ObservedLayout)
-            layout.observers.append(observe)
+        for model in self._models:
+            observers_of(model).append(observe)
         try:
             for number in range(len(self._batches)):
                 self._run(number)
                 yield seen[id(groups[0])], seen[id(groups[1])]
         finally:
-            for layout in layouts:
-                assert isinstance(layout, ObservedLayout)
-                layout.observers.remove(observe)
+            for model in self._models:
+                observers_of(model).remove(observe)
 
     @torch.no_grad()
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
