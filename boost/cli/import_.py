@@ -46,25 +46,27 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--budget",
         type=float,
         metavar="FRACTION",
-        help="parameters of all factors, as a fraction of those of the linears that they replace, such as 0.6",
+        help="parameters of the factors, as a fraction of those of the linears that they replace, such as 0.6: of all together "
+        "with --calibrate, else of each",
     )
     parser.add_argument(
         "--calibrate",
         metavar="STORE",
-        help="with --budget: token store whose training split shows what the model must keep",
+        help="with --budget: token store whose training split shows what the model must keep; ranks follow from what each "
+        "direction costs the loss",
     )
     parser.add_argument(
         "--calibrate-tokens",
         type=int,
         metavar="N",
-        help="with --budget: calibration tokens, spread evenly over the split (default 262144)",
+        help="with --calibrate: calibration tokens, spread evenly over the split (default 262144)",
     )
     parser.add_argument(
         "--mesh",
         action="append",
         default=[],
         metavar="LAYOUT:TP",
-        help="with --budget: layout and TP size that the ranks must fit, such as vanilla:4; may be repeated",
+        help="with --calibrate: layout and TP size that the ranks must fit, such as vanilla:4; may be repeated",
     )
     parser.add_argument("--rank", type=int, metavar="R", help="svd: rank of every linear")
     parser.add_argument(
@@ -77,7 +79,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--multiple",
         type=int,
         metavar="N",
-        help="with --energy: round ranks up to a multiple of N (default 1); with --budget: ranks are multiples of N (default 8)",
+        help="with --energy: round ranks up to a multiple of N (default 1); with --budget: ranks are multiples of N (default 1; "
+        "8 with --calibrate)",
     )
     parser.add_argument(
         "--device",
@@ -142,16 +145,12 @@ def _check_flags(args: argparse.Namespace) -> None:
     ):
         if args.family is None and given is not None:
             raise ConfigError(f"{flag} requires --family svd; add it, or remove {flag}")
-    for flag, given in (
-        ("--calibrate", args.calibrate),
-        ("--calibrate-tokens", args.calibrate_tokens),
-        ("--mesh", args.mesh or None),
-    ):
-        if args.budget is None and given is not None:
-            raise ConfigError(f"{flag} requires --budget FRACTION; add it, or remove {flag}")
-    if args.budget is not None and args.calibrate is None:
-        raise ConfigError("--budget requires --calibrate STORE, text that shows what the model must keep; add it")
-    if args.family == "cola" and args.budget is None:
+    if args.calibrate is not None and args.budget is None:
+        raise ConfigError("--calibrate requires --budget FRACTION; add it, or remove --calibrate")
+    for flag, given in (("--calibrate-tokens", args.calibrate_tokens), ("--mesh", args.mesh or None)):
+        if args.calibrate is None and given is not None:
+            raise ConfigError(f"{flag} requires --calibrate STORE; add it, or remove {flag}")
+    if args.family == "cola" and args.calibrate is None:
         raise ConfigError(
             "--family cola requires --budget FRACTION and --calibrate STORE; add them, or use --family svd"
         )
@@ -173,8 +172,8 @@ def _how(args: argparse.Namespace) -> "Truncation | Compression | None":
 
     device = choose_device(args.device).type
     multiple = {} if args.multiple is None else {"multiple": args.multiple}
-    if args.budget is None:
-        return Truncation(args.rank, args.energy, device=device, **multiple)
+    if args.calibrate is None:
+        return Truncation(args.rank, args.energy, device=device, budget=args.budget, **multiple)
     tokens = {} if args.calibrate_tokens is None else {"tokens": args.calibrate_tokens}
     meshes = tuple(args.mesh)
     return Compression(args.budget, args.calibrate, args.family, meshes=meshes, device=device, **multiple, **tokens)
@@ -209,5 +208,9 @@ def _print_report(report: dict[str, Any]) -> None:
     console.print("report.json lists every linear\n")
     if calibrated:
         of, losses = report["parameters"], report["heldout"]
-        console.print(f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%})")
-        console.print(f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token\n")
+        console.print(
+            f"linears: {of['factors']:,} of {of['linears']:,} parameters ({of['factors'] / of['linears']:.1%})"
+        )
+        console.print(
+            f"held-out loss: {losses['dense']:.4f} dense, {losses['factorized']:.4f} factorized, nats per token\n"
+        )

@@ -18,6 +18,7 @@ from boost.data.store import TokenStore
 from boost.models.decoder import Decoder, TransformerBlock
 from boost.models.group import LinearGroup
 from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.kernels import statistic_dtype
 from boost.parallel.layouts.single import Single
 from boost.parallel.mesh import Mesh
 from boost.train.console import progress
@@ -143,9 +144,11 @@ def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[s
 
 
 def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:
-    """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Products of one batch are summed in fp64 too."""
-    x_TN = x_TN.double()
-    into_NN.addmm_(x_TN.T, x_TN if y_TN is None else y_TN.double())
+    """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Sums over the tokens of one batch are in the inputs' dtype, at least
+    fp32: their rounding is far below `boost.models.factorize.DAMPING`, and fp64 products would take most of the time."""
+    dtype = statistic_dtype(x_TN.dtype)
+    x_TN = x_TN.to(dtype)
+    into_NN += x_TN.T @ (x_TN if y_TN is None else y_TN.to(dtype))
 
 
 @torch.no_grad()

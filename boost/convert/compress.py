@@ -29,7 +29,7 @@ from boost.convert.calibration import (
     moment_bytes,
     read_batches,
 )
-from boost.convert.spectrum import FactoredLinear, low_rank_table, summaries
+from boost.convert.spectrum import FactoredLinear, Truncation, low_rank_table, summaries
 from boost.convert.twins import Twins
 from boost.data.store import TokenStore
 from boost.errors import ConfigError
@@ -56,6 +56,7 @@ LATENT_RMS = 0.1
 """cola: root mean square of the latents before SiLU."""
 HELDOUT_TOKENS = 16384
 """Held-out tokens on which the dense and the factorized model are compared."""
+SPECTRUM_POINTS = 128
 MAX_SEQ_LEN = 1024
 """Maximum length of calibration sequences."""
 
@@ -170,20 +171,30 @@ class CompressedWeights:
 
 
 @dataclass(frozen=True)
+class Method:
+    """Parts of the method, which the experiment `python -m benchmarks healing` removes one at a time."""
+
+    gradients: bool = True
+    """Weight output errors by the moment of their gradients. False: all alike, as SVD-LLM (arXiv 2403.07378)."""
+    allot: bool = True
+    """Ranks by cost. False: the same fraction of parameters in every linear."""
+    sequential: bool = True
+    """Inputs of the factorized model, towards outputs of the dense one. False: inputs of the dense model."""
+
+
+@dataclass(frozen=True)
 class Compressed:
     """A factorized model and how it was made."""
 
     decoder: Decoder
     report: dict[str, Any]
-    values: dict[str, Tensor]
-    """Weighted singular values of every linear in descending order; half of their squares are nats per token."""
 
 
 def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
     """The model to factorize on one process, in fp32 or wider. Raises ConfigError if a weight is not finite."""
     model = weights.model
     dtype = torch.float64 if weights.dtype() == torch.float64 else torch.float32
-    decoder = _decoder(model, dtype, device)
+    decoder = new_decoder(model, dtype, device)
     with torch.no_grad():
         for fused in progress(list(fused_params(decoder)), "read weights"):
             for each in fused.slices:
@@ -196,12 +207,13 @@ def dense_decoder(weights: "Weights", device: torch.device) -> Decoder:
     return decoder
 
 
-def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int) -> Compressed:
+def compress(
+    decoder: Decoder, store: TokenStore, compression: Compression, seq_len: int, method: Method = Method()
+) -> Compressed:
     """Factorizes a dense decoder (with an `ObservedLayout`) as `compression` says; it is not changed. Raises BoostError."""
     dense, device = decoder.model, decoder.device
     batches = read_batches(store, compression.tokens, seq_len, device)
-    moments = collect(decoder, batches)
-    weights = dense_weights(decoder)
+    moments, weights = collect(decoder, batches), dense_weights(decoder)
     where = {
         f"layers.{n}.{s.name}": group_name(n, g.name)
         for n in range(dense.layers)
@@ -209,18 +221,27 @@ def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_
         for s in g.slots
     }
     inputs = {name: moment_root(each.inputs) for name, each in moments.items()}
-    outputs = {name: moment_root(moments[group].outputs[name.split(".", 2)[2]]) for name, group in where.items()}
+    outputs = {
+        name: moment_root(moments[group].outputs[name.split(".", 2)[2]])
+        if method.gradients
+        else moment_root(torch.eye(len(weights[name]), device=device))
+        for name, group in where.items()
+    }
     del moments
     values = {
         name: weighted_values(w_OI, outputs[name], inputs[where[name]])
         for name, w_OI in progress(list(weights.items()), "spectra")
     }
-    candidates = {name: Candidate(values[name].square() / 2, sum(w.shape)) for name, w in weights.items()}
-    ranks = allot(candidates, compression.room(dense), compression.step())
-    table = low_rank_table(dense, compression.family, max(set(ranks.values()), key=list(ranks.values()).count), ranks)
-    model = from_tree({"model": table}).model
-    low = _decoder(model, decoder.compute_dtype, device)
-    rows = _fill(decoder, low, batches, outputs, ranks)
+    if method.allot:
+        candidates = {name: Candidate(values[name].square() / 2, sum(w.shape)) for name, w in weights.items()}
+        ranks = allot(candidates, compression.room(dense), compression.step())
+    else:
+        same = Truncation(budget=compression.budget, multiple=compression.step())
+        ranks = {name: same.rank_of(tuple(w.shape)) or 1 for name, w in weights.items()}
+    default = max(set(ranks.values()), key=list(ranks.values()).count)
+    model = from_tree({"model": low_rank_table(dense, compression.family, default, ranks)}).model
+    low = new_decoder(model, decoder.compute_dtype, device)
+    rows = _fill(decoder, low, batches, outputs, ranks, method.sequential)
     report = {
         "asked": {k: v for k, v in asdict(compression).items() if k != "device"},
         "calibration": {"tokens": sum(b.tokens.numel() for b in batches), "sequence": seq_len},
@@ -231,13 +252,19 @@ def compress(decoder: Decoder, store: TokenStore, compression: Compression, seq_
         "heldout": heldout_losses({"dense": decoder, "factorized": low}, store, seq_len),
         "slots": [asdict(summary) for summary in summaries(rows)],
         "linears": [asdict(row) for row in rows],
+        "spectra": {name: _sampled_spectrum(values[name]) for name in ranks},
     }
-    return Compressed(low, report, values)
+    return Compressed(low, report)
 
 
 @torch.no_grad()
 def _fill(
-    dense: Decoder, low: Decoder, batches: Sequence[Batch], outputs: Mapping[str, MomentRoot], ranks: Mapping[str, int]
+    dense: Decoder,
+    low: Decoder,
+    batches: Sequence[Batch],
+    outputs: Mapping[str, MomentRoot],
+    ranks: Mapping[str, int],
+    sequential: bool,
 ) -> list[FactoredLinear]:
     """Fills the factorized model and returns what was done to every linear, in forward order."""
     weights, slices = dense_weights(dense), _slices(low)
@@ -247,7 +274,7 @@ def _fill(
     twins, rows = Twins(dense, low, batches), list[FactoredLinear]()
     for layer in progress(range(dense.model.layers), "factorize"):
         for index, group in enumerate(groups(dense.model, layer)):
-            low_II, cross_II = twins.moments(index)
+            low_II, cross_II = twins.moments(index, sequential)
             # W x is closest to (W E[x x'^T] E[x' x'^T]^-1) x' in the least-squares sense.
             change_II, root = solve_right(cross_II, low_II), moment_root(low_II)
             found = {}
@@ -282,6 +309,12 @@ def _row(name: str, w_OI: Tensor, found: Factorization) -> FactoredLinear:
     return FactoredLinear(name, w_OI.shape[0], w_OI.shape[1], rank, energy, error, lost / 2)
 
 
+def _sampled_spectrum(values: Tensor) -> dict[str, Any]:
+    """At most `SPECTRUM_POINTS` of the costs of a linear's directions (half of the squared weighted singular values)."""
+    every = -(-len(values) // SPECTRUM_POINTS)
+    return {"every": every, "costs": [float(f"{cost:.4g}") for cost in (values.square() / 2)[::every].tolist()]}
+
+
 def heldout_losses(models: Mapping[str, Decoder], store: TokenStore, seq_len: int) -> dict[str, float]:
     """Held-out loss of each model on `HELDOUT_TOKENS` tokens, nats per token."""
     split, rows = store.split("heldout"), max(BATCH_TOKENS // seq_len, 1)
@@ -301,7 +334,7 @@ def _slices(decoder: Decoder) -> dict[str, Tensor]:
     return {each.parameter.name: each.view(f.parameter.detach()) for f in fused_params(decoder) for each in f.slices}
 
 
-def _decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+def new_decoder(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
     """An uninitialized decoder with an `ObservedLayout`."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

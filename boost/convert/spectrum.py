@@ -19,7 +19,7 @@ from boost.models.factorize import factorize
 
 @dataclass(frozen=True)
 class Truncation:
-    """How ranks are chosen: by either `rank` or `energy`."""
+    """How ranks are chosen: by `rank`, `energy` or `budget`, exactly one of them."""
 
     family: ClassVar[str] = "svd"
     rank: int | None = None
@@ -27,22 +27,37 @@ class Truncation:
     energy: float | None = None
     """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1
-    """With energy: ranks are rounded up to a multiple of this."""
+    """With energy: ranks are rounded up to a multiple of this. With budget: rounded down, to at least one multiple."""
     device: str = "cpu"
     """Device on which the SVDs are computed."""
+    budget: float | None = None
+    """Parameters of the two factors of every linear, as a fraction of the linear's."""
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError naming the flag, its value and the nearest valid one."""
         largest = min(model.dim, model.ffn_dim)
-        if (self.rank is None) == (self.energy is None):
-            raise ConfigError("--family svd needs either --rank R or --energy FRACTION, such as --energy 0.95")
+        if [self.rank, self.energy, self.budget].count(None) != 2:
+            raise ConfigError(
+                "--family svd needs one of --rank R, --energy FRACTION and --budget FRACTION, such as --energy 0.95"
+            )
         if self.rank is not None and not 1 <= self.rank <= largest:
             nearest = 1 if self.rank < 1 else largest
             raise ConfigError(f"--rank = {self.rank} is out of range (1 to {largest}); nearest valid value: {nearest}")
         if self.energy is not None and not 0 < self.energy <= 1:
             raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; typical value: 0.95")
+        if self.budget is not None and not 0 < self.budget <= 1:
+            raise ConfigError(f"--budget = {self.budget} must be in (0, 1]; typical value: 0.6")
         if self.multiple < 1:
             raise ConfigError(f"--multiple = {self.multiple} is too small; smallest valid value: 1")
+
+    def rank_of(self, shape: tuple[int, ...]) -> int | None:
+        """The rank of a linear of shape (O, I) if it follows from the shape; None with `energy`."""
+        if self.rank is not None:
+            return min(self.rank, *shape)
+        if self.budget is None:
+            return None
+        most = int(self.budget * shape[0] * shape[1] / (shape[0] + shape[1]))
+        return min(max(most // self.multiple, 1) * self.multiple, *shape)
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,7 @@ class Factorizer:
         truncation, name = self._truncation, parameter.name.removesuffix(".W")
         if not bool(torch.isfinite(w_OI).all()):
             raise ConfigError(f"{name} contains non-finite values, so it has no SVD; fix the weights")
-        rank = None if truncation.rank is None else min(truncation.rank, *w_OI.shape)
+        rank = truncation.rank_of(tuple(w_OI.shape))
         # With one key/value head, a linear may have fewer singular values than the multiple.
         factors = factorize(w_OI.to(truncation.device), rank, truncation.energy, truncation.multiple)
         energy = 1 - factors.error**2

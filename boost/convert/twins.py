@@ -28,14 +28,15 @@ class Twins:
             embedded = [dense.layout.embed(b.tokens.reshape(-1), dense.embed, dense.compute_dtype) for b in batches]
             self._streams = [(x, x) for x in (each.wait() for each in embedded) if isinstance(x, Tensor)]
 
-    def moments(self, index: int) -> tuple[Tensor, Tensor]:
-        """E[x' x'^T] and E[x x'^T] of group `index` of the current block, [I, I] fp64."""
+    def moments(self, index: int, sequential: bool = True) -> tuple[Tensor, Tensor]:
+        """E[x' x'^T] and E[x x'^T] of group `index` of the current block, [I, I] fp64. Not `sequential`: of x in place of x'."""
         dense, _ = self._models
         width = self._blocks()[0].groups[index].shape.slots[0].d_in
         low, cross = (torch.zeros(width, width, dtype=torch.double, device=dense.device) for _ in range(2))
         for x_TI, low_TI in self._inputs(index):
-            add_moment(low, low_TI)
-            add_moment(cross, x_TI, low_TI)
+            used_TI = low_TI if sequential else x_TI
+            add_moment(low, used_TI)
+            add_moment(cross, x_TI, used_TI)
         return low / self._tokens, cross / self._tokens
 
     def latent_moments(self, index: int, a_RI: Tensor) -> tuple[Tensor, Tensor]:
