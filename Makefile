@@ -13,6 +13,7 @@
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (90 minutes; keep the machine idle)
 #   make report   the report, from existing results
+#   make healing  dense models factorized and healed, three seeds (an hour on one core; resumes after an interruption)
 #   make families dense, svd, cola, lax, loro on the same tokens, three seeds each (an hour on two busy cores; resumes after an interruption)
 
 PYTHON ?= python3
@@ -33,7 +34,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute fit families healing validate bench report clean
 
 setup: $(READY)
 
@@ -127,6 +128,10 @@ FAMILIES := --sweep 1e-3 3e-3 1e-2 3e-2 --sweep-steps 150 --model.dim 192 --mode
 families: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks families demo $(FAMILIES)
+
+healing: setup
+	$(BIN)/boost prepare --stdlib --tokenizer train:1024 --out data/stdlib-1k
+	$(BIN)/python -m benchmarks healing benchmarks/healing.toml --budgets 0.765 0.53
 
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml

@@ -62,28 +62,38 @@ class Twins:
     def _inputs(self, index: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(x, x') of a group, batch by batch."""
         groups = [block.groups[index] for block in self._blocks()]
-        seen: dict[int, Tensor] = {}
 
         def observe(group: LinearGroup, x_TI: Tensor, _: Sequence[Tensor]) -> None:
-            seen[id(group)] = x_TI
+            if any(group is each for each in groups):
+                raise _Found(x_TI)  # the rest of the block is not needed
 
         for model in self._models:
             observers_of(model).append(observe)
         try:
             for number in range(len(self._batches)):
-                self._run(number)
-                yield seen[id(groups[0])], seen[id(groups[1])]
+                yield self._run(number)
         finally:
             for model in self._models:
                 observers_of(model).remove(observe)
 
     @torch.no_grad()
     def _run(self, number: int) -> tuple[Tensor, Tensor]:
-        """Both streams of a batch after the current block."""
+        """Both streams of a batch after the current block, or what observers find in it."""
         rows, length = self._batches[number].tokens.shape
         found = []
         for model, block, x in zip(self._models, self._blocks(), self._streams[number], strict=True):
             positions_S = torch.arange(length, device=model.device)
             context = make_context(rows, positions_S, model.model, model.compute_dtype)
-            found.append(block(model.layout, [Stream(x)], [context])[0].x)
+            try:
+                found.append(block(model.layout, [Stream(x)], [context])[0].x)
+            except _Found as each:
+                found.append(each.x)
         return found[0], found[1]
+
+
+class _Found(Exception):
+    """Ends a pass through a block at the input that was looked for."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
