@@ -34,9 +34,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--heal", type=float, default=0.02, metavar="FRACTION", help="of the dense model's steps (default 0.02)"
     )
-    parser.add_argument("--heal-lr", type=float, default=1e-3, metavar="LR", help="peak rate of healing (default 1e-3)")
+    parser.add_argument("--heal-lr", type=float, default=3e-4, metavar="LR", help="peak rate of healing (default 3e-4)")
     parser.add_argument(
-        "--calibrate-tokens", type=int, default=1 << 16, metavar="N", help="calibration tokens (default 65536)"
+        "--calibrate-tokens", type=int, default=1 << 15, metavar="N", help="calibration tokens (default 32768)"
     )
     parser.add_argument(
         "--work", type=Path, default=Path("runs/healing"), metavar="DIR", help="checkpoints (default runs/healing)"

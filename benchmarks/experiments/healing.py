@@ -101,18 +101,19 @@ def _parts(config: Config, plan: HealingExperiment, seed: int, facts: Facts) -> 
     key: Facts = {"seed": seed, "kind": "dense"}
     if missing(key, dense):
         yield functools.partial(done, key, functools.partial(train, dense_config(config, seed, dense)))
-    for budget in plan.budgets:
-        for start in (*STARTS, *STARTS_OF_ONE_SEED * first):
-            key = {"seed": seed, "kind": "start", "budget": budget, "start": start}
-            path = folder / f"{budget:g}-{start}"
-            if missing(key, path):
-                yield functools.partial(done, key, functools.partial(factorize, dense, path, config, plan, key))
-        for start, weight in (*HEALS, *HEALS_OF_ONE_SEED * first):
-            key = {"seed": seed, "kind": "heal", "budget": budget, "start": start, "weight": weight}
-            run = folder / f"{budget:g}-{start}-{weight:g}"
-            if missing(key, run):
-                source = folder / f"{budget:g}-{start}"
-                yield functools.partial(done, key, functools.partial(heal, config, plan, key, source, run))
+    for starts, heals in ((STARTS, HEALS), (STARTS_OF_ONE_SEED * first, HEALS_OF_ONE_SEED * first)):
+        for budget in plan.budgets:
+            for start in starts:
+                key = {"seed": seed, "kind": "start", "budget": budget, "start": start}
+                path = folder / f"{budget:g}-{start}"
+                if missing(key, path):
+                    yield functools.partial(done, key, functools.partial(factorize, dense, path, config, plan, key))
+            for start, weight in heals:
+                key = {"seed": seed, "kind": "heal", "budget": budget, "start": start, "weight": weight}
+                run = folder / f"{budget:g}-{start}-{weight:g}"
+                if missing(key, run):
+                    source = folder / f"{budget:g}-{start}"
+                    yield functools.partial(done, key, functools.partial(heal, config, plan, key, source, run))
 
 
 def dense_config(config: Config, seed: int, folder: Path) -> Config:

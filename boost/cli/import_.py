@@ -41,6 +41,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: as stored; factors: float32)"
     )
+    _add_factorization(parser)
+    add_file_size(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
+    return parser
+
+
+def _add_factorization(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of factorization."""
     parser.add_argument("--family", choices=("svd", "cola"), help="factorize dense weights (cola: with --budget only)")
     parser.add_argument(
         "--budget",
@@ -88,9 +96,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         default="auto",
         help="device for calibration and SVD (default: a GPU if available)",
     )
-    add_file_size(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, including the error of every linear")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

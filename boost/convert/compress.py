@@ -243,7 +243,11 @@ def compress(
     low = new_decoder(model, decoder.compute_dtype, device)
     rows = _fill(decoder, low, batches, outputs, ranks, method.sequential)
     report = {
-        "asked": {k: v for k, v in asdict(compression).items() if k != "device"},
+        "asked": {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(compression).items()
+            if name != "device"
+        },
         "calibration": {"tokens": sum(b.tokens.numel() for b in batches), "sequence": seq_len},
         "parameters": {
             "factors": sum(ranks[name] * sum(w.shape) for name, w in weights.items()),
