@@ -13,6 +13,7 @@
 #   make validate the performance model against steps measured on this machine, into benchmarks/results/ (ten minutes; keep the machine idle)
 #   make bench    the paper's evaluation on this machine, and the report of all results, benchmarks/report.html (90 minutes; keep the machine idle)
 #   make report   rebuild the report from existing results
+#   make healing  dense models factorized and healed, three seeds (an hour on one core; resumes after an interruption)
 #   make families dense, svd, cola, lax, loro, DLR, Spectron, smaller k/v ranks on the same tokens and in the same time, five seeds
 #                 each (four hours on two cores; resumes after an interruption)
 
@@ -34,7 +35,7 @@ else
 TORCH_INSTALL = $(PIP) "torch==$(TORCH)"
 endif
 
-.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute fit families validate bench report clean
+.PHONY: setup train test quick nightly guards soak recovery check docs verify curves perplexity recompute fit families healing validate bench report clean
 
 setup: $(READY)
 
@@ -129,6 +130,10 @@ FAMILIES := --contenders dense svd cola lax loro svd-dlr cola-dlr cola-spectron 
 families: setup
 	$(BIN)/boost prepare --stdlib --out data/stdlib
 	$(BIN)/python -m benchmarks families demo $(FAMILIES)
+
+healing: setup
+	$(BIN)/boost prepare --stdlib --tokenizer train:1024 --out data/stdlib-1k
+	$(BIN)/python -m benchmarks healing benchmarks/healing.toml --budgets 0.765 0.53
 
 validate: setup
 	$(BIN)/boost plan calibrate --device cpu --nproc 2 --out runs/local.toml

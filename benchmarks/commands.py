@@ -22,6 +22,7 @@ EXPERIMENTS = (
     "curves",
     "perplexity",
     "families",
+    "healing",
     "modeled",
     "report",
     "compare",

@@ -27,6 +27,7 @@ MODULES = {
     "curves": "benchmarks.experiments.curves",
     "perplexity": "benchmarks.experiments.perplexity",
     "families": "benchmarks.experiments.families",
+    "healing": "benchmarks.experiments.healing",
     "validation": "boost.measure.validate",
     "record": "boost.measure.record",
     "modeled": "benchmarks.experiments.modeled",

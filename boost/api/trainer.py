@@ -19,6 +19,7 @@ from boost.train.resume import check_start, require_nothing_lost, resume_candida
 from boost.train.run import train
 from boost.train.run_lock import require_unlocked
 from boost.train.rundir import RunDirectory
+from boost.train.teacher import check_teacher
 
 
 class Trainer:
@@ -72,6 +73,7 @@ class Trainer:
         store = open_fitting_store(config)
         if self._start_from is not None:
             check_start(self._start_from, config, store)
+        check_teacher(config, store)
 
     def fit(self) -> TrainResult:
         """Trains to the last step, or until a hook or a signal stops the run. Collective: all processes call it.

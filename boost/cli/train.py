@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "train",
         help="train a model",
         usage="boost train [CONFIG] [--nproc N] [--resume auto|PATH] [--restart] [--start-from CHECKPOINT]\n"
-        "                   [--section.key value ...]",
+        "                   [--distill-from CHECKPOINT] [--section.key value ...]",
         description="Trains a model. CONFIG is a TOML file or a preset name; flags after it override its keys.\n"
         "Without torchrun, it starts tp x pp x dp local processes.",
         epilog="examples:\n"
@@ -29,6 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "  boost train my.toml --train.steps 500 --optim.lr 1e-3\n"
         "  boost train my.toml --resume auto                     resume from the latest checkpoint in run.dir, on any mesh\n"
         "  boost train --start-from checkpoints/llama --data.store data/mine   continue training imported weights\n"
+        "  boost train --start-from checkpoints/svd --distill-from runs/dense --data.store data/mine   heal factors\n"
         "  boost train my.toml --parallel.tp 2 --parallel.pp 2 --parallel.dp 2 --parallel.shard optimizer\n"
         "  torchrun --nproc-per-node 8 -m boost.cli.main train my.toml --parallel.tp 4 --parallel.dp 2\n\n"
         "signals, to any process of the run:\n"
@@ -41,6 +42,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "'boost config --fields' explains every key.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_arguments(parser)
+    parser.set_defaults(takes_overrides=True)
+    return parser
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="preset name or TOML file; optional with --start-from"
     )
@@ -65,14 +72,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "comes from the checkpoint; if CONFIG has one too, it must be the same",
     )
     parser.add_argument(
+        "--distill-from",
+        metavar="CHECKPOINT",
+        help="also learn from the predictions of this model (a run, a checkpoint, or the output of 'boost import'); sets "
+        "distill.teacher, and [distill] has the weights and the temperature",
+    )
+    parser.add_argument(
         "--inject-fault",
         action="append",
         default=[],
         metavar="KIND@STEP[:RANK]",
         help="inject a fault on rank RANK (default 0) at step STEP, to test recovery; may be repeated; kinds are listed below",
     )
-    parser.set_defaults(takes_overrides=True)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +106,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     from boost.train.resume import check_start, require_nothing_lost, resume_candidates
     from boost.train.run_lock import require_unlocked
     from boost.train.rundir import RunDirectory
+    from boost.train.teacher import check_teacher
 
     launches = config.parallel.world_size > 1 and not under_torchrun()
     if launches:
@@ -112,6 +124,7 @@ def _run(args: argparse.Namespace, config: Config, faults: list[Fault], request:
     store = open_fitting_store(config, lambda blocks: progress(blocks, "verify token store"))
     if args.start_from:
         check_start(args.start_from, config, store)
+    check_teacher(config, store)
 
     from boost.parallel.capabilities import require_torch
     from boost.train.run import train_process
@@ -149,6 +162,8 @@ def _replicas(config: Config) -> "Replicas | None":
 
 def _config(args: argparse.Namespace) -> Config:
     """Returns the configuration of the run. Raises ConfigError."""
+    if args.distill_from is not None:
+        args.overrides = [*args.overrides, "--distill.teacher", args.distill_from]
     if args.start_from is None:
         if args.config is None:
             raise ConfigError(

@@ -28,6 +28,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _sharding_problems(config)
     yield from _train_problems(config)
     yield from config.optim.problems(config)
+    yield from config.distill.problems(config)
     yield from _pipeline_problems(config)
     yield from _recovery_problems(config)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from boost.config.compiling import CompileName, from_boolean
+from boost.config.distill import DistillConfig
 from boost.config.families import Family, ModelConfig
 from boost.config.optimizers import OptimConfig
 from boost.config.section import Count, Natural, NonNegative, Place, Positive, Section, Tagged, Width
@@ -339,6 +340,7 @@ class Config(Section):
     optim: SerializeAsAny[OptimConfig] = Field(default_factory=OptimConfig)
     train: TrainConfig = TrainConfig()
     data: DataConfig = DataConfig()
+    distill: DistillConfig = DistillConfig()
     run: RunConfig = RunConfig()
 
     @property

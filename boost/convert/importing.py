@@ -16,6 +16,7 @@ from boost.config.architecture import Parameter, parameters
 from boost.config.load import from_tree
 from boost.config.schema import ModelConfig
 from boost.convert.chat import read_generation_settings
+from boost.convert.compress import CompressedWeights, Compression
 from boost.convert.export import require_free
 from boost.convert.formats import read_folder
 from boost.convert.names import entries, stored_form
@@ -111,23 +112,33 @@ class Imported:
     bytes: int
     tokenizer: bool
     report: dict[str, Any] | None
-    """Report of the truncated SVD; None without one."""
+    """Report of the factorization; None without one."""
 
 
 def import_weights(
-    source: Path, out: Path, dtype: str | None, tokenizer: Path | None, truncation: Truncation | None, file_bytes: int
+    source: Path,
+    out: Path,
+    dtype: str | None,
+    tokenizer: Path | None,
+    how: Truncation | Compression | None,
+    file_bytes: int,
 ) -> Imported:
-    """Writes the checkpoint `out`, which must be empty or not exist. With `truncation`, dense weights become svd factors.
+    """Writes the checkpoint `out`, which must be empty or not exist. `how`: how dense weights become factors; None: as they are.
 
     `dtype`: None keeps the stored dtype, or the widest of several (float16 becomes float32, factors are float32 or wider).
     `tokenizer`: a tokenizer.json or its folder, instead of the one next to the weights. Writes to a temporary folder and
     renames it once complete. Raises BoostError.
     """
     require_free(out, "--out")
-    weights = open_weights(source, truncation)
-    factorizer = Factorizer(weights.model, truncation) if truncation else None
+    weights = open_weights(source, how)
     vocabulary = _vocabulary(weights, tokenizer)
-    target = getattr(torch, dtype) if dtype else _default_dtype(weights.dtype(), truncation is not None)
+    target = getattr(torch, dtype) if dtype else _default_dtype(weights.dtype(), how is not None)
+    factorizer, report = None, None
+    if isinstance(how, Compression):
+        weights = compressed = CompressedWeights(weights, how, vocabulary.fingerprint if vocabulary else None)
+        report = compressed.report
+    elif how is not None:
+        factorizer = Factorizer(weights.model, how)
     temporary = begin_weights(out)
     try:
         writer = TensorWriter(temporary / "tensors", "weights", file_bytes)
@@ -136,7 +147,7 @@ def import_weights(
         writer.close()
         table = factorizer.model() if factorizer else weights.model.model_dump()
         config = weights_config(table, dtype_name(target), weights.context)
-        report = factorizer.report() if factorizer else None
+        report = factorizer.report() if factorizer else report
         texts = [("report.json", json.dumps(report, indent=2))] if report else []
         texts += [("tokenizer.json", vocabulary.json)] if vocabulary else []
         finish_weights(temporary, out, weights_state(config, tokenizer_data(weights, vocabulary)), texts)
@@ -147,22 +158,23 @@ def import_weights(
     return Imported(out, config.model, dtype_name(target), writer.total_bytes, vocabulary is not None, report)
 
 
-def open_weights(source: Path, truncation: Truncation | None) -> Weights:
+def open_weights(source: Path, how: Truncation | Compression | None) -> Weights:
     """Opens the weights of a Hugging Face folder or of a boost checkpoint. Raises BoostError."""
     if not source.is_dir():
         raise ConfigError(f"no folder at '{source}'; pass a Hugging Face folder with safetensors weights")
     if (source / "config.json").is_file() or not _is_ours(source):
         weights: Weights = FolderWeights(source)
-    elif truncation is None:
+    elif how is None:
         raise ConfigError(
             f"'{source}' is already a boost checkpoint; start a run from it with: boost train --start-from {source}, or "
             "factorize it with --family svd"
         )
     else:
         weights = CheckpointWeights(find_checkpoint(source))
-    if truncation is not None and weights.model.family != "dense":
+    if how is not None and weights.model.family != "dense":
         raise ConfigError(
-            f"--family svd factorizes dense weights, but '{source}' has model.family = '{weights.model.family}'; remove the flag"
+            f"--family {how.family} factorizes dense weights, but '{source}' has model.family = '{weights.model.family}'; "
+            "remove the flag"
         )
     return weights
 

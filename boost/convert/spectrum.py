@@ -4,9 +4,9 @@ W is replaced by its best rank-r approximation B A (Eckart-Young); the error of 
 `boost/models/factorize.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,29 +19,45 @@ from boost.models.factorize import factorize
 
 @dataclass(frozen=True)
 class Truncation:
-    """How ranks are chosen: by either `rank` or `energy`."""
+    """How ranks are chosen: by `rank`, `energy` or `budget`, exactly one of them."""
 
+    family: ClassVar[str] = "svd"
     rank: int | None = None
     """Rank r of every linear, at most its smaller dimension (few key/value heads)."""
     energy: float | None = None
     """Fraction of each linear's squared singular values to keep."""
     multiple: int = 1
-    """With energy: ranks are rounded up to a multiple of this."""
+    """With energy: ranks are rounded up to a multiple of this. With budget: rounded down, to at least one multiple."""
     device: str = "cpu"
     """Device on which the SVDs are computed."""
+    budget: float | None = None
+    """Parameters of the two factors of every linear, as a fraction of the linear's."""
 
     def check(self, model: ModelConfig) -> None:
         """Raises ConfigError naming the flag, its value and the nearest valid one."""
         largest = min(model.dim, model.ffn_dim)
-        if (self.rank is None) == (self.energy is None):
-            raise ConfigError("--family svd needs either --rank R or --energy FRACTION, such as --energy 0.95")
+        if [self.rank, self.energy, self.budget].count(None) != 2:
+            raise ConfigError(
+                "--family svd needs one of --rank R, --energy FRACTION and --budget FRACTION, such as --energy 0.95"
+            )
         if self.rank is not None and not 1 <= self.rank <= largest:
             nearest = 1 if self.rank < 1 else largest
             raise ConfigError(f"--rank = {self.rank} is out of range (1 to {largest}); nearest valid value: {nearest}")
         if self.energy is not None and not 0 < self.energy <= 1:
             raise ConfigError(f"--energy = {self.energy} must be in (0, 1]; typical value: 0.95")
+        if self.budget is not None and not 0 < self.budget <= 1:
+            raise ConfigError(f"--budget = {self.budget} must be in (0, 1]; typical value: 0.6")
         if self.multiple < 1:
             raise ConfigError(f"--multiple = {self.multiple} is too small; smallest valid value: 1")
+
+    def rank_of(self, shape: tuple[int, ...]) -> int | None:
+        """The rank of a linear of shape (O, I) if it follows from the shape; None with `energy`."""
+        if self.rank is not None:
+            return min(self.rank, *shape)
+        if self.budget is None:
+            return None
+        most = int(self.budget * shape[0] * shape[1] / (shape[0] + shape[1]))
+        return min(max(most // self.multiple, 1) * self.multiple, *shape)
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,8 @@ class FactoredLinear:
     """Fraction of the squared singular values that is kept."""
     error: float
     """||W - B A|| / ||W||, Frobenius."""
+    cost: float | None = None
+    """Expected rise of the loss from this linear alone, nats per token; None without calibration."""
 
 
 class Factorizer:
@@ -72,7 +90,7 @@ class Factorizer:
         truncation, name = self._truncation, parameter.name.removesuffix(".W")
         if not bool(torch.isfinite(w_OI).all()):
             raise ConfigError(f"{name} contains non-finite values, so it has no SVD; fix the weights")
-        rank = None if truncation.rank is None else min(truncation.rank, *w_OI.shape)
+        rank = truncation.rank_of(tuple(w_OI.shape))
         # With one key/value head, a linear may have fewer singular values than the multiple.
         factors = factorize(w_OI.to(truncation.device), rank, truncation.energy, truncation.multiple)
         energy = 1 - factors.error**2
@@ -84,9 +102,7 @@ class Factorizer:
         """Returns the [model] section of the result, once all linears are factorized; `ranks` lists the exceptions from `rank`."""
         ranks = {linear.name: linear.rank for linear in self.linears}
         default = self._truncation.rank or min(max(ranks.values()), self._dense.dim, self._dense.ffn_dim)
-        table = self._dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
-        others = {name: rank for name, rank in ranks.items() if rank != default}
-        return {**table, "family": "svd", "rank": default, "ranks": _merge_blocks(others, self._dense.layers)}
+        return low_rank_table(self._dense, "svd", default, ranks)
 
     def report(self) -> dict[str, Any]:
         """Returns the options, a summary per slot, and every linear."""
@@ -96,6 +112,16 @@ class Factorizer:
             "slots": [asdict(summary) for summary in summaries(self.linears)],
             "linears": [asdict(linear) for linear in self.linears],
         }
+
+
+def low_rank_table(
+    dense: ModelConfig, family: str, rank: int | None = None, ranks: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The [model] section of a low-rank model with the shape of a dense one. `ranks`: of every linear; those that differ from
+    `rank` are listed."""
+    table = dense.model_dump(exclude={"family", "rank", "ranks", "latent_act", "factor_init", "over", "gate"})
+    others = {name: each for name, each in (ranks or {}).items() if each != rank}
+    return {**table, "family": family, "rank": rank, "ranks": _merge_blocks(others, dense.layers)}
 
 
 def _merge_blocks(ranks: dict[str, int], layers: int) -> dict[str, int]:
@@ -121,6 +147,8 @@ class Summary:
     """Mean."""
     error_mean: float
     error_max: float
+    cost: float | None
+    """Sum."""
 
 
 def summaries(linears: list[FactoredLinear]) -> list[Summary]:
@@ -132,5 +160,7 @@ def summaries(linears: list[FactoredLinear]) -> list[Summary]:
         count = len(of_slot)
         energy = sum(linear.energy for linear in of_slot) / count
         mean = sum(ranks) / count
-        result.append(Summary(slot, count, min(ranks), mean, max(ranks), energy, sum(errors) / count, max(errors)))
+        costs = [linear.cost for linear in of_slot if linear.cost is not None]
+        ends = sum(errors) / count, max(errors), sum(costs) if costs else None
+        result.append(Summary(slot, count, min(ranks), mean, max(ranks), energy, *ends))
     return result

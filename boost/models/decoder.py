@@ -25,6 +25,7 @@ from boost.models.interface import (
     Pending,
     RecomputePolicy,
     Stream,
+    Teaching,
     call,
     interleave,
     local_kv_heads,
@@ -133,25 +134,32 @@ class Decoder(FusedModule):
         targets_BS: Tensor,
         document_ids_BS: Tensor | None = None,
         received: tuple[Tensor, ...] = (),
+        teaching: Teaching | None = None,
     ) -> Any:
-        """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider.
+        """Sum of the cross-entropy (nats) over the targets that are not -100; a scalar in fp32 or wider. With `teaching`: of the
+        distillation loss.
 
         With document ids (int, [B, S]) tokens attend only within their own document. With a context axis, tokens and targets
         are the local ones, [B, S / cp], and document ids cover whole sequences. A pipeline stage takes the outputs of the
         previous stage as `received`; every stage but the last returns (residual stream, *latents).
         """
-        batch, length = tokens_BS.shape
-        halves = self.layout.halves and (batch > 1 or length % (2 * self.layout.size) == 0)
-        layout = self.layout.with_options(split=True) if halves else self.layout
-        parts = self._parts(tokens_BS, document_ids_BS, received, halves)
-        streams = self._run_blocks(layout, parts)
+        layout, parts, streams = self._run_parts(tokens_BS, document_ids_BS, received)
         if not self.stage.has_head:
             sent = [(stream.x, *stream.prev_latents) for stream in streams]
-            return tuple(torch.cat(each) for each in zip(*sent, strict=True)) if halves else sent[0]
-        targets = targets_BS.reshape(-1).split([part.tokens_BS.numel() for part in parts])
-        each = zip(streams, targets, strict=True)
-        first, *rest = interleave([layout.loss(s.x, self.final_norm, self.head, t) for s, t in each])
+            return tuple(torch.cat(each) for each in zip(*sent, strict=True)) if len(sent) > 1 else sent[0]
+        sizes = [part.tokens_BS.numel() for part in parts]
+        targets = targets_BS.reshape(-1).split(sizes)
+        taught = [()] * len(parts) if teaching is None else [(each,) for each in teaching.split(sizes)]
+        each = zip(streams, targets, taught, strict=True)
+        first, *rest = interleave([layout.loss(s.x, self.final_norm, self.head, t, *taught) for s, t, taught in each])
         return first + rest[0] if rest else first
+
+    @torch.no_grad()
+    def head_inputs(self, tokens_BS: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
+        """The final norm of all tokens, [T, d], replicated over TP, of a model that is one stage. Arguments as of `forward`."""
+        layout, _, streams = self._run_parts(tokens_BS, document_ids_BS, ())
+        found = interleave([layout.head_input(stream.x, self.final_norm) for stream in streams])
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     @torch.no_grad()
     def next_logits(
@@ -279,6 +287,16 @@ class Decoder(FusedModule):
     ) -> Context:
         batch, compiled = tokens_BS.shape[0], any(block.is_compiled for block in self._blocks)
         return make_context(batch, positions, self.model, self.compute_dtype, document_ids_BS, compiled, share)
+
+    def _run_parts(
+        self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...]
+    ) -> "tuple[Layout, list[_Part], list[Stream]]":
+        """Runs the blocks on a micro-batch, in halves if the layout overlaps them. Returns (layout, parts, stream of each)."""
+        batch, length = tokens_BS.shape
+        halves = self.layout.halves and (batch > 1 or length % (2 * self.layout.size) == 0)
+        layout = self.layout.with_options(split=True) if halves else self.layout
+        parts = self._parts(tokens_BS, document_ids_BS, received, halves)
+        return layout, parts, self._run_blocks(layout, parts)
 
     def _parts(
         self, tokens_BS: Tensor, document_ids_BS: Tensor | None, received: tuple[Tensor, ...], halves: bool

@@ -124,6 +124,25 @@ def interleave(runs: Sequence[Pending[T]], lag: int = 0) -> list[T]:
     return found
 
 
+class Teaching(NamedTuple):
+    """What a model learns from a teacher on the same tokens (`boost.parallel.distill`)."""
+
+    hidden_TE: Tensor
+    """The teacher's input of its head, [T, E], replicated; no gradient."""
+    head_VE: Tensor
+    """This process's rows of the teacher's head, the same vocabulary rows as of the model's own head."""
+    weight: float
+    """w in (1 - w) cross-entropy + w K^2 KL(teacher || model)."""
+    temperature: float
+    """K."""
+    hidden_weight: float = 0.0
+    """Weight of the mean squared difference between both models' inputs of the head."""
+
+    def split(self, sizes: Sequence[int]) -> "list[Teaching]":
+        """The parts for consecutive tokens."""
+        return [self._replace(hidden_TE=part) for part in self.hidden_TE.split(list(sizes))]
+
+
 class SegmentRunner(Protocol):
     """Calls a function and decides what is saved for the backward pass.
 
@@ -250,8 +269,11 @@ class Layout(Protocol):
         """Differentiable logits [T, V] of all tokens, replicated on every process (`loss` never materializes them)."""
         ...
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
-        """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process."""
+    def loss(
+        self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None
+    ) -> Pending[Tensor]:
+        """Sum of the cross-entropy (nats, fp32 or wider scalar) over targets that are not -100. Equal on every process. With a
+        teacher: of the distillation loss."""
         ...
 
     def logits(self, x: Tensor, gamma: Tensor, head: "Weight", tokens_N: Tensor) -> Tensor:

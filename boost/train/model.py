@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from boost.models import kernels
 from boost.models.decoder import Decoder
 from boost.models.fused import FusedParam
 from boost.models.init import initialize
+from boost.models.interface import Teaching
 from boost.parallel.layouts import layout_for
 from boost.parallel.mesh import Mesh
 from boost.parallel.pipeline import Pipeline, StageModule
@@ -34,6 +35,8 @@ log = logging.getLogger("boost")
 
 Model = Decoder | Pipeline
 """The part of the model that this process runs."""
+Teach = Callable[[Tensor, Tensor | None], Teaching]
+"""What to learn from a teacher about (tokens, document ids) of a micro-batch."""
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
@@ -169,9 +172,11 @@ def backward(model: Model, batches: Iterable[Batch], config: Config, divisor: in
     return run_passes(model, [host_batch(batch) for batch in whole], config, divisor)
 
 
-def run_passes(model: Model, batches: Sequence[HostBatch], config: Config, divisor: int) -> Tensor:
+def run_passes(
+    model: Model, batches: Sequence[HostBatch], config: Config, divisor: int, teach: Teach | None = None
+) -> Tensor:
     """Runs forward and backward passes over this process's micro-batches of a step and accumulates gradients. A pipeline takes a
-    single batch, with all micro-batches concatenated along dim 0.
+    single batch, with all micro-batches concatenated along dim 0, and no teacher.
 
     Returns the fp64 sum of the losses divided by `divisor`; 0 on a process without the head. Gradients are divided by it too.
     """
@@ -182,7 +187,9 @@ def run_passes(model: Model, batches: Sequence[HostBatch], config: Config, divis
     total = torch.zeros((), dtype=torch.double, device=model.device)
     for number, batch in enumerate(batches, start=1):
         last_backward(model, number == len(batches), config.parallel)
-        loss = model(*to_device(batch, isolate, model.device)) / divisor
+        tokens, targets, documents = to_device(batch, isolate, model.device)
+        taught = {} if teach is None else {"teaching": teach(tokens, documents)}
+        loss = model(tokens, targets, documents, **taught) / divisor
         loss.backward()
         total += loss.detach()
     return total

@@ -15,6 +15,7 @@ HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
     "train": ("steps", "param_dtype", "compute_dtype", "reduce_dtype"),
     "optim": (),
     "data": ("isolate_documents",),
+    "distill": (),
 }
 """Fields that affect training and may change on resume with a warning, by section; () means all. seed, seq_len and global_batch
 must not change."""

@@ -30,6 +30,7 @@ from boost.parallel.working import WorkingCopies
 from boost.train.checkpoint import Position
 from boost.train.model import Model, run_passes
 from boost.train.prefetch import Prefetcher
+from boost.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Stepper:
         self.fused_params, self.reducer, self.optimizer = fused_params, reducer, optimizer
         self.copies = WorkingCopies(model, config, reducer.accumulated)
         self.prefetcher = Prefetcher(batches, config, mesh)
+        self.teacher = Teacher(config, mesh) if config.distill.teacher else None
         self.ahead = optimizer.takes_tensors and (mesh.device.type == "cuda" if ahead is None else ahead)
         """Whether the passes of a step are launched before the statistics of the previous step are read."""
         # On a CPU reading them first costs nothing, and saves a pass over gradients that need no clipping.
@@ -101,7 +103,7 @@ class Stepper:
         versions = self._versions()
         self.reducer.begin(data.micro_batches)
         with self.copies.in_use():
-            loss = run_passes(self.model, data.batches, self.config, divisor=self.tokens)
+            loss = run_passes(self.model, data.batches, self.config, self.tokens, self.teacher)
         self.reducer.finish()
         return Passes(position, versions, lr, loss, data.targets)
 

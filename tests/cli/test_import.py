@@ -50,6 +50,18 @@ def test_the_error_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert {row["rank"] for row in facts["report"]["linears"]} == {5}
 
 
+def test_calibrated_factors(llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["import", str(llama), "--family", "svd", "--device", "cpu", "--budget", "0.6", "--multiple", "2"]
+    words += ["--calibrate", str(store), "--calibrate-tokens", "1024"]
+    code, said, err = say(capsys, *words, "--out", str(tmp_path / "table"), "--mesh", "vanilla:2")
+    assert code == 0, err
+    for text in ("layers.1.mlp.down", "48 x 32", "cost", "linears: ", "held-out loss: "):
+        assert text in said
+    code, said, _ = say(capsys, "eval", str(tmp_path / "table"), "--store", str(store), "--max-tokens", "512", "--json")
+    assert code == 0
+    assert 0 < json.loads(said)["loss"] < 20
+
+
 @pytest.mark.slow
 def test_a_run_starts_from_weights_and_is_resumed(
     llama: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -90,6 +102,30 @@ def test_mistakes_are_one_line(llama: Path, store: Path, tmp_path: Path, capsys:
         (
             ["import", str(llama), "--out", out, "--family", "svd", "--rank", "4", "--multiple", "8"],
             "--multiple rounds",
+        ),
+        (["import", str(llama), "--out", out, "--budget", "0.5"], "--budget requires --family"),
+        (
+            ["import", str(llama), "--out", out, "--family", "svd", "--mesh", "btp:2"],
+            "--mesh requires --calibrate STORE",
+        ),
+        (["import", str(llama), "--out", out, "--family", "svd", "--calibrate", "x"], "--calibrate requires --budget"),
+        (["import", str(llama), "--out", out, "--family", "cola"], "--family cola requires --budget"),
+        (
+            [
+                "import",
+                str(llama),
+                "--out",
+                out,
+                "--family",
+                "svd",
+                "--budget",
+                "0.5",
+                "--calibrate",
+                "x",
+                "--rank",
+                "4",
+            ],
+            "--rank and --budget both choose ranks",
         ),
         (["import", str(llama), "--out", out, "--tokenizer", "/nowhere"], "--tokenizer = '/nowhere' does not exist"),
         (["eval", bare, "--store", str(store)], "has no tokenizer"),

@@ -38,6 +38,7 @@ def test_a_document_of_the_previous_release_has_the_same_settings(name: str) -> 
     ]  # was whether to compile blocks
     usual = json.loads(from_tree({}).model_dump_json())
     for section, now in json.loads(config.model_dump_json()).items():
+        written.setdefault(section, {})
         new = now.keys() - written[section].keys()  # of a later release: it says nothing, so that nothing changes
         assert {key: now[key] for key in new} == {key: usual[section][key] for key in new}, section
         assert {key: now[key] for key in now.keys() - new}.items() <= written[section].items(), section

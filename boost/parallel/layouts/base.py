@@ -24,7 +24,7 @@ from boost.config.layouts.spec import (
 from boost.config.schema import ModelConfig, ParallelConfig
 from boost.models.attention import Context
 from boost.models.group import LinearGroup
-from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, call
+from boost.models.interface import NO_RECOMPUTE, Latents, Pending, RecomputePolicy, Stream, Teaching, call
 from boost.models.kernels import is_separate
 from boost.models.linear import Weight, linear
 from boost.models.sequence_share import SequenceShare
@@ -32,6 +32,7 @@ from boost.models.up_proj import StartCollective
 from boost.parallel import collectives
 from boost.parallel.collectives import InFlight
 from boost.parallel.context_axis import QKV, ContextAxis
+from boost.parallel.distill import distill_loss
 from boost.parallel.lookup import lookup
 from boost.parallel.loss import cross_entropy
 from boost.parallel.mesh import Mesh
@@ -120,11 +121,17 @@ class BaseLayout:
     def head_input(self, x: Tensor, gamma: Tensor) -> Pending[Tensor]:
         raise NotImplementedError
 
-    def loss(self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor) -> Pending[Tensor]:
+    def loss(
+        self, x: Tensor, gamma: Tensor, head: Tensor, targets_T: Tensor, teaching: Teaching | None = None
+    ) -> Pending[Tensor]:
         """Each process computes its own shard of the vocabulary."""
-        return self.head_input(x, gamma).then(
-            lambda normed_TD: cross_entropy(normed_TD, head.to(x.dtype), targets_T, self.axis)
-        )
+
+        def finish(normed_TD: Tensor) -> Tensor:
+            if teaching is None:
+                return cross_entropy(normed_TD, head.to(x.dtype), targets_T, self.axis)
+            return distill_loss(normed_TD, head.to(x.dtype), targets_T, teaching, self.axis)
+
+        return self.head_input(x, gamma).then(finish)
 
     def all_logits(self, x: Tensor, gamma: Tensor, head: Tensor) -> Pending[Tensor]:
         """The collectives of `loss`, and an all-gather of T V/p logits. Nothing more in the backward pass."""

@@ -1,0 +1,181 @@
+"""Second moments of the inputs and of the outputs' gradients of every linear of a dense model, over calibration text.
+
+Legend: T tokens of a batch; I input width of a group of linears, O output width of one of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boost.config.architecture import groups
+from boost.config.layouts import layout_spec
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.data.batches import EvaluationBatches
+from boost.data.store import TokenStore
+from boost.models.decoder import Decoder, TransformerBlock
+from boost.models.group import LinearGroup
+from boost.models.interface import Latents, Pending, Saved, Stream
+from boost.models.kernels import statistic_dtype
+from boost.parallel.layouts.single import Single
+from boost.parallel.mesh import Mesh
+from boost.train.console import progress
+
+BATCH_TOKENS = 4096
+"""Tokens per forward pass: enough for large GEMMs, and little memory."""
+
+Observer = Callable[[LinearGroup, Tensor, Sequence[Tensor]], None]
+"""Called with a group of linears, its input [T, I] and its outputs, one [T, O] per slot (none if low-rank)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens` and `targets`, both [B, S] int64, on the device of the model."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+class ObservedLayout(Single):
+    """A whole model on one process. Calls `observers` with the input and, of dense linears, the outputs of every group."""
+
+    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+        parallel = ParallelConfig(layout="single")
+        super().__init__(layout_spec(parallel.layout), model, parallel, Mesh(device))
+        self.observers: list[Observer] = []
+
+    def in_proj_comm(self, stream: Stream, gamma: Tensor, group: LinearGroup) -> Pending[tuple[Saved, Stream]]:
+        if group.low_rank and self.observers:
+            self._observe(group, self.norm(stream.x, gamma), ())
+        return super().in_proj_comm(stream, gamma, group)
+
+    def in_proj_local(self, saved: Saved, group: LinearGroup) -> tuple[Sequence[Tensor], Latents]:
+        outputs, latents = super().in_proj_local(saved, group)
+        if not group.low_rank:
+            self._observe(group, saved.tensors[0], outputs)
+        return outputs, latents
+
+    def out_proj_local(self, hidden: Tensor, group: LinearGroup) -> Tensor:
+        output = super().out_proj_local(hidden, group)
+        self._observe(group, hidden, () if group.low_rank else [output])
+        return output
+
+    def _observe(self, group: LinearGroup, x_TI: Tensor, outputs: Sequence[Tensor]) -> None:
+        for observer in self.observers:
+            observer(group, x_TI, outputs)
+
+
+@dataclass
+class GroupMoments:
+    """Moments of one group of linears, fp64: means over tokens of x x^T, and per slot of g g^T."""
+
+    inputs: Tensor
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    """By slot, such as attn.q. g is the gradient of the summed loss of a batch with respect to one token's output."""
+
+
+def observers_of(decoder: Decoder) -> list[Observer]:
+    """The observers of a decoder's `ObservedLayout`; callers add and remove theirs."""
+    layout: Any = decoder.layout
+    assert isinstance(layout, ObservedLayout)
+    return layout.observers
+
+
+def group_name(layer: int, name: str) -> str:
+    """Key of a group, such as layers.3.qkv."""
+    return f"layers.{layer}.{name}"
+
+
+def named_groups(decoder: Decoder) -> dict[LinearGroup, str]:
+    """The key of every group of a decoder."""
+    blocks = [block for block in decoder.blocks if isinstance(block, TransformerBlock)]
+    return {group: group_name(n, group.shape.name) for n, block in enumerate(blocks) for group in block.groups}
+
+
+def read_batches(store: TokenStore, tokens: int, seq_len: int, device: torch.device) -> list[Batch]:
+    """About `tokens` tokens of the training split, in windows spread evenly over it, in batches of `BATCH_TOKENS`."""
+    split = store.split("train")
+    rows = max(BATCH_TOKENS // seq_len, 1)
+    found = EvaluationBatches(split, seq_len, rows, max_tokens=tokens)
+    return [Batch(*(torch.from_numpy(x).to(device) for x in (each.tokens, each.targets))) for each in found]
+
+
+def collect(decoder: Decoder, batches: Sequence[Batch], seed: int = 0) -> dict[str, GroupMoments]:
+    """Moments of every group, by `group_name`, from one forward and backward pass over the batches.
+
+    Gradients are those of targets sampled from the model itself (seed `seed`), not of the text: their second moment is
+    the Fisher matrix, the curvature of the divergence from this model, also where the model has not converged.
+    """
+    names, device = named_groups(decoder), decoder.device
+    moments = _empty(decoder.model, device)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def observe(group: LinearGroup, x_TI: Tensor, outputs: Sequence[Tensor]) -> None:
+        found = moments[names[group]]
+        if not x_TI.requires_grad:
+            return  # the pass that samples targets
+        add_moment(found.inputs, x_TI.detach())
+        for slot, y_TO in zip(group.shape.slots, outputs, strict=True):
+            into = found.outputs[slot.name]
+            y_TO.register_hook(lambda g_TO, into=into: add_moment(into, g_TO))
+
+    trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(
+            parameter is decoder.embed
+        )  # no weight gradients: only those of activations are needed
+    observers_of(decoder).append(observe)
+    try:
+        for batch in progress(batches, "calibrate"):
+            decoder(batch.tokens, _sampled(decoder, batch, generator)).backward()
+            decoder.embed.grad = None
+    finally:
+        observers_of(decoder).remove(observe)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    total = sum(batch.tokens.numel() for batch in batches)
+    for each in moments.values():
+        each.inputs /= total
+        for moment in each.outputs.values():
+            moment /= total
+    return moments
+
+
+def add_moment(into_NN: Tensor, x_TN: Tensor, y_TN: Tensor | None = None) -> None:
+    """Adds x^T y (None: x^T x) of one batch to an fp64 sum. Sums over the tokens of one batch are in the inputs' dtype, at least
+    fp32: their rounding is far below `boost.models.factorize.DAMPING`, and fp64 products would take most of the time."""
+    dtype = statistic_dtype(x_TN.dtype)
+    x_TN = x_TN.to(dtype)
+    into_NN += x_TN.T @ (x_TN if y_TN is None else y_TN.to(dtype))
+
+
+@torch.no_grad()
+def _sampled(decoder: Decoder, batch: Batch, generator: torch.Generator) -> Tensor:
+    """Targets [B, S] drawn from the model's own predictions."""
+    every_T = torch.arange(batch.tokens.numel(), device=decoder.device)
+    logits_TV = decoder.logits_of(batch.tokens, every_T)
+    drawn_T1 = torch.multinomial(logits_TV.float().softmax(-1), 1, generator=generator)
+    return drawn_T1.view_as(batch.tokens)
+
+
+def _empty(model: ModelConfig, device: torch.device) -> dict[str, GroupMoments]:
+    def zeros(width: int) -> Tensor:
+        return torch.zeros(width, width, dtype=torch.double, device=device)
+
+    return {
+        group_name(layer, group.name): GroupMoments(
+            zeros(group.slots[0].d_in), {slot.name: zeros(slot.d_out) for slot in group.slots}
+        )
+        for layer in range(model.layers)
+        for group in groups(model, layer)
+    }
+
+
+def moment_bytes(model: ModelConfig) -> int:
+    """Memory of all moments."""
+    widths = [
+        width for group in groups(model, 0) for width in (group.slots[0].d_in, *(slot.d_out for slot in group.slots))
+    ]
+    return 8 * model.layers * sum(width**2 for width in widths)

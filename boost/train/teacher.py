@@ -1,0 +1,96 @@
+"""The teacher of a distillation: a frozen model, sharded over the same mesh as the model that learns from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from boost.config import Config
+from boost.config.layouts import layout_spec, layouts_of, spec_of
+from boost.config.rules import check
+from boost.config.schema import ModelConfig, ParallelConfig
+from boost.data.store import TokenStore
+from boost.errors import ConfigError
+from boost.models.decoder import Decoder
+from boost.models.interface import Teaching
+from boost.parallel.mesh import Mesh
+from boost.train import checkpoint as ckpt
+from boost.train.checkpoint import Checkpoint
+from boost.train.model import build_decoder
+
+
+class Teacher:
+    """Computes what the student learns from each micro-batch. One copy per replica, sharded over its TP and CP ranks, in
+    train.compute_dtype. Training does not change it, and checkpoints do not contain it."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        """`config`: the student's. Builds and loads the teacher. Collective. Raises BoostError."""
+        found = ckpt.open_checkpoint(Path(config.distill.teacher))
+        self._distill = config.distill
+        self.config = teacher_config(config, found.config.model)
+        self.decoder: Decoder = build_decoder(self.config, mesh)
+        self.decoder.requires_grad_(False)
+        ckpt.load_weights(found, self.decoder, mesh)
+
+    def __call__(self, tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Teaching:
+        """Runs the teacher's forward pass. Arguments as of `Decoder.forward`."""
+        hidden_TE = self.decoder.head_inputs(tokens_BS, document_ids_BS)
+        distill = self._distill
+        return Teaching(hidden_TE, self.decoder.head, distill.weight, distill.temperature, distill.hidden)
+
+
+def check_teacher(config: Config, store: TokenStore) -> Checkpoint | None:
+    """Opens the teacher's checkpoint and checks that it fits the student, the mesh and the data. None without a teacher.
+
+    Raises BoostError.
+    """
+    if not config.distill.teacher:
+        return None
+    path = Path(config.distill.teacher)
+    if (path / "config.json").is_file():
+        raise ConfigError(
+            f"distill.teacher = '{path}' is a Hugging Face folder; convert it first: boost import {path} --out CHECKPOINT"
+        )
+    found = ckpt.open_checkpoint(path)
+    teacher_config(config, found.config.model)
+    store.require_tokenizer(found.require_tokenizer(), f"distill.teacher = '{found.path}'")
+    return found
+
+
+def teacher_config(config: Config, teacher: ModelConfig) -> Config:
+    """The configuration of a teacher on the mesh of a student's `config`: without checkpointing of activations, and with a layout
+    of the teacher's family, preferably one with the same kind of residual stream. Raises ConfigError if there is none."""
+    student = config.model
+    if teacher.vocab_size != student.vocab_size:
+        raise ConfigError(
+            f"distill.teacher = '{config.distill.teacher}' has model.vocab_size = {teacher.vocab_size}, but the model has "
+            f"{student.vocab_size}; set model.vocab_size to {teacher.vocab_size}, or use another teacher"
+        )
+    if config.distill.hidden and teacher.dim != student.dim:
+        raise ConfigError(
+            f"distill.hidden = {config.distill.hidden} compares hidden states, but distill.teacher has model.dim = {teacher.dim} "
+            f"and the model {student.dim}; set distill.hidden = 0, or use a teacher of the same width"
+        )
+    dtype = config.train.compute_dtype
+    train = config.train.model_copy(update={"recompute": "none", "recompute_every": 1, "param_dtype": dtype})
+    problem: ConfigError | None = None
+    for parallel in _parallel_configs(config, teacher):
+        distill = type(config.distill)()
+        found = config.model_copy(update={"model": teacher, "parallel": parallel, "train": train, "distill": distill})
+        try:
+            check(found)
+        except ConfigError as error:
+            problem = problem or error
+        else:
+            return found
+    raise ConfigError(f"distill.teacher = '{config.distill.teacher}' does not fit this mesh: {problem}")
+
+
+def _parallel_configs(config: Config, teacher: ModelConfig) -> Iterator[ParallelConfig]:
+    """Every layout of the teacher's family on the student's mesh, the most similar one first."""
+    own = config.parallel
+    residual, names = spec_of(own).residual, layouts_of(teacher)
+    for name in sorted(names, key=lambda name: (name != own.layout, layout_spec(name).residual != residual)):
+        kept = {field: getattr(own, field) for field in layout_spec(name).options}
+        sizes = {field: getattr(own, field) for field in ("tp", "dp", "cp", "grouping", "overlap")}
+        yield ParallelConfig(layout=name, **sizes, **kept)

@@ -1,0 +1,84 @@
+"""Second moments over calibration text, against what is computed by hand."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from boost.config.schema import ModelConfig
+from boost.convert.calibration import Batch, ObservedLayout, _sampled, add_moment, collect, moment_bytes
+from boost.convert.compress import new_decoder
+from boost.models.decoder import Decoder
+from boost.models.fused import fused_params
+from boost.models.init import initialize
+from tests import toy
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    model = toy.toy_config(model={"family": "dense", "init_std": 0.3}).model
+    found = new_decoder(model, torch.double, toy.CPU)
+    initialize(found, 0)
+    return found
+
+
+def batch(rows: int, length: int) -> Batch:
+    tokens = torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(rows))
+    return Batch(tokens, tokens)
+
+
+def weights(decoder: Decoder) -> dict[str, Tensor]:
+    return {each.parameter.name: each.view(f.parameter) for f in fused_params(decoder) for each in f.slices}
+
+
+def test_inputs_are_those_of_the_linears(decoder: Decoder) -> None:
+    batches = [batch(2, 8), batch(3, 8)]
+    moments = collect(decoder, batches)
+    x = torch.cat([decoder.embed[each.tokens.reshape(-1)] for each in batches]).detach()
+    x = (
+        x
+        * (x.square().mean(-1, keepdim=True) + decoder.model.norm_eps).rsqrt()
+        * weights(decoder)["layers.0.attn_norm"]
+    )
+    torch.testing.assert_close(moments["layers.0.qkv"].inputs, (x.T @ x / len(x)).detach())
+    assert moments.keys() == {f"layers.{n}.{g}" for n in range(2) for g in ("qkv", "o", "gate_up", "down")}
+    assert all(p.grad is None and p.requires_grad for p in decoder.parameters())
+
+
+def test_gradients_are_those_of_targets_drawn_from_the_model(decoder: Decoder) -> None:
+    """Of a single token, dW = g x^T, so g g^T = dW dW^T / |x|^2."""
+    one = batch(1, 1)
+    moments = collect(decoder, [one], seed=7)
+    targets = _sampled(decoder, one, torch.Generator().manual_seed(7))
+    decoder(one.tokens, targets).backward()
+    for name, group in (("attn.v", "qkv"), ("attn.o", "o"), ("mlp.up", "gate_up"), ("mlp.down", "down")):
+        found = moments[f"layers.1.{group}"]
+        fused = next(f for f in fused_params(decoder) for s in f.slices if s.parameter.name == f"layers.1.{name}.W")
+        view = next(s for s in fused.slices if s.parameter.name == f"layers.1.{name}.W")
+        assert fused.parameter.grad is not None
+        dw = view.view(fused.parameter.grad)
+        torch.testing.assert_close(found.outputs[name], dw @ dw.T / found.inputs.trace())
+
+
+def test_targets_follow_the_predictions(decoder: Decoder) -> None:
+    tokens = torch.full((400, 1), 3)
+    drawn = _sampled(decoder, Batch(tokens, tokens), torch.Generator().manual_seed(0)).reshape(-1)
+    expected = decoder.logits_of(tokens[:1], torch.tensor([0])).softmax(-1)[0]
+    frequencies = torch.bincount(drawn, minlength=64) / 400
+    assert (frequencies - expected).abs().max() < 0.1
+
+
+def test_sums_over_batches_are_double() -> None:
+    into = torch.zeros(1, 1, dtype=torch.double)
+    for value in (1e4, 1e-1):
+        add_moment(into, torch.full((1, 1), value))
+    assert float(into) == pytest.approx(1e8 + 1e-2, rel=1e-12, abs=0)
+
+
+def test_memory_of_the_moments() -> None:
+    model: ModelConfig = toy.toy_config(model={"family": "dense"}).model
+    decoder = new_decoder(model, torch.double, toy.CPU)
+    initialize(decoder, 0)
+    found = collect(decoder, [batch(1, 4)])
+    held = sum(m.nbytes for each in found.values() for m in (each.inputs, *each.outputs.values()))
+    assert moment_bytes(model) == held
+    assert isinstance(decoder.layout, ObservedLayout)

@@ -1,0 +1,122 @@
+"""Factors of a dense model under one budget: exact where the weights are low-rank, ranks that fit meshes, clear refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from boost.config.architecture import parameter_count
+from boost.config.load import from_tree
+from boost.convert.compress import Compression, linear_parameters
+from boost.convert.importing import Imported, import_weights
+from boost.errors import BoostError, ConfigError
+from tests import toy
+from tests.convert.toys import LLAMA, all_logits, llama_folder, loaded, write_folder
+
+LINEARS = ("_proj.weight",)
+
+
+def low_rank_folder(folder: Path, store: Path, rank: int) -> None:
+    """A LLaMA folder whose linears all have this rank."""
+    tensors = llama_folder(folder, vocab_size=300)
+    generator = torch.Generator().manual_seed(3)
+
+    def product(w: Tensor) -> Tensor:
+        out, width = w.shape
+        b, a = (torch.randn(shape, generator=generator) for shape in ((out, rank), (rank, width)))
+        return b @ a * 0.2 / rank**0.5
+
+    made = {name: product(w) if name.endswith(LINEARS) else w for name, w in tensors.items()}
+    write_folder(folder, {**LLAMA, "vocab_size": 300}, made)
+    (folder / "tokenizer.json").write_text((store / "tokenizer.json").read_text())
+
+
+def compressed(source: Path, out: Path, store: Path, budget: float, **how: Any) -> Imported:
+    compression = Compression(budget, str(store), **{"tokens": 2048, "multiple": 4, **how})
+    return import_weights(source, out, None, None, compression, 10**9)
+
+
+def test_low_rank_weights_lose_nothing(tmp_path: Path, store: Path) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 4)
+    import_weights(tmp_path / "theirs", tmp_path / "dense", None, None, None, 10**9)
+    done = compressed(tmp_path / "theirs", tmp_path / "svd", store, 0.5)
+    dense, (svd, checkpoint) = loaded(tmp_path / "dense")[0], loaded(tmp_path / "svd")
+    tokens, _ = toy.toy_tokens(toy.toy_config())
+    expected = all_logits(dense, tokens)
+    # Damping shows in directions that few tokens of the text have, and these tokens are random.
+    assert (all_logits(svd, tokens) - expected).abs().max() <= 1e-2 * expected.abs().max()
+    report = done.report
+    assert report is not None and json.loads((tmp_path / "svd" / "report.json").read_text()) == report
+    assert all(row["cost"] < 1e-8 and row["energy"] > 1 - 1e-6 for row in report["linears"])
+    assert report["heldout"]["factorized"] == pytest.approx(report["heldout"]["dense"], abs=1e-4)
+    assert report["parameters"]["factors"] <= 0.5 * linear_parameters(dense.model)
+    freed = linear_parameters(dense.model) - report["parameters"]["factors"]
+    assert parameter_count(dense.model) - parameter_count(checkpoint.config.model) == freed
+    assert checkpoint.tokenizer.is_file()
+
+
+def test_more_budget_loses_less(tmp_path: Path, store: Path) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 16)
+    reports = [
+        compressed(tmp_path / "theirs", tmp_path / f"svd{budget}", store, budget).report for budget in (0.4, 0.7, 1.0)
+    ]
+    costs = [sum(row["cost"] for row in report["linears"]) for report in reports if report]
+    assert costs[0] > costs[1] > costs[2]
+
+
+def test_cola_is_close_to_the_dense_model(tmp_path: Path, store: Path) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 4)
+    report = compressed(tmp_path / "theirs", tmp_path / "cola", store, 0.5, family="cola").report
+    model = loaded(tmp_path / "cola")[1].config.model
+    assert report is not None
+    assert (model.family, model.latent_act) == ("cola", "silu")
+    assert report["heldout"]["factorized"] == pytest.approx(report["heldout"]["dense"], abs=0.02)
+
+
+def test_ranks_fit_every_mesh_that_is_named(tmp_path: Path, store: Path) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 16)
+    meshes = ("vanilla:4", "btp:2", "vanilla:2")
+    compressed(tmp_path / "theirs", tmp_path / "svd", store, 0.8, multiple=1, meshes=meshes)
+    model = loaded(tmp_path / "svd")[1].config.model
+    assert len({model.rank_of(0, "attn.q"), *model.ranks.values()}) > 1, "ranks differ"
+    for layout, tp in (("vanilla", 4), ("vanilla", 2), ("btp", 2), ("btp-sp", 2)):
+        from_tree({"model": model.model_dump(), "parallel": {"layout": layout, "tp": tp}})
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"budget": 0.0}, r"--budget = 0.0 must be in"),
+        ({"budget": 1.2}, r"--budget = 1.2 must be in"),
+        ({"budget": 0.1}, r"--budget = 0.1 is too small for factors of rank 4 .* smallest valid value: 0\.\d+"),
+        ({"multiple": 0}, r"--multiple = 0 is out of range \(1 to 16.* nearest valid value: 1"),
+        ({"multiple": 17}, r"--multiple = 17 is out of range .* nearest valid value: 16"),
+        ({"tokens": 0}, r"--calibrate-tokens = 0 is too small"),
+        ({"meshes": ("vanilla",)}, r"--mesh = 'vanilla' is not LAYOUT:TP, such as vanilla:4"),
+        ({"meshes": ("vanila:4",)}, r"--mesh = 'vanila:4' is not LAYOUT:TP"),
+        ({"meshes": ("btp:3",)}, r"parallel.tp = 3 must divide"),
+        ({"meshes": ("megatron:2",)}, r"shards dense linears"),
+    ],
+)
+def test_what_cannot_be_made(tmp_path: Path, store: Path, how: dict[str, Any], message: str) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 4)
+    with pytest.raises(ConfigError, match=message):
+        compressed(tmp_path / "theirs", tmp_path / "out", store, **{"budget": 0.5, **how})
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibration_text_needs_the_models_tokenizer(tmp_path: Path, store: Path) -> None:
+    low_rank_folder(tmp_path / "theirs", store, 4)
+    theirs = json.loads((tmp_path / "theirs" / "tokenizer.json").read_text())
+    theirs["normalizer"] = {"type": "NFC"}
+    (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(theirs))
+    with pytest.raises(BoostError, match="differs from that of the model"):
+        compressed(tmp_path / "theirs", tmp_path / "out", store, 0.5)
+    (tmp_path / "theirs" / "tokenizer.json").unlink()
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    llama_folder(tmp_path / "small", **{**config, "vocab_size": 64})
+    with pytest.raises(ConfigError, match=r"--calibrate = .* has token ids up to \d+, but the model has 64"):
+        compressed(tmp_path / "small", tmp_path / "out", store, 0.5)
