@@ -1,9 +1,12 @@
 """Token store to batches: the order of samples is a function of (seed, step) alone, independent of the number of processes.
 
 Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets.
+The samples of a mixture are those of its first store, then those of its second store, and so on.
 Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 """
 
+import bisect
+import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import numpy.typing as npt
 
 from boost.config.architecture import IGNORED
 from boost.config.context import chunks_of
+from boost.data.mixture import AnySplit, Proportions, parts_of
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 
@@ -74,28 +78,24 @@ def _import_grain() -> Any:
 class Batches:
     """Training batches of a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
 
-    Trailing tokens that do not fill a window are dropped. Raises `DataError` if the split has no full window.
+    In a mixture this holds for the samples of each store, and `Proportions` chooses the store of each sample. Trailing tokens that
+    do not fill a window are dropped. Raises `DataError` if a store has no full window.
     """
 
-    def __init__(self, split: Split, seq_len: int, global_batch: int, seed: int) -> None:
+    def __init__(self, split: AnySplit, seq_len: int, global_batch: int, seed: int) -> None:
         if seq_len < 1 or global_batch < 1:
             raise ConfigError(f"train.seq_len {seq_len} and the global batch {global_batch} must be at least 1")
         if not 0 <= seed < 1 << 32:
             raise ConfigError(f"seed {seed}: must be from 0 to {(1 << 32) - 1}")
-        if split.n_tokens < seq_len + 1:
-            raise DataError(
-                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
-                f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
-            )
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
-        self.n_samples = (split.n_tokens - 1) // seq_len
-        if self.n_samples > MAX_SAMPLES:
-            smallest = -(-split.n_tokens // MAX_SAMPLES)
-            raise DataError(
-                f"{split.path}: {self.n_samples} sequences of {seq_len} are more than {MAX_SAMPLES}; "
-                f"set train.seq_len to {smallest} or more"
-            )
-        self._order = shuffled_order(self.n_samples, seed)
+        parts = parts_of(split)
+        self.splits = [part for part, _ in parts]
+        self.samples_of = [_count_samples(part, seq_len) for part in self.splits]
+        """Number of samples of each store."""
+        self._first = list(itertools.accumulate(self.samples_of, initial=0))
+        self.n_samples = self._first[-1]
+        self._proportions = Proportions([weight for _, weight in parts])
+        self._orders = [shuffled_order(n, _seed_of(seed, i)) for i, n in enumerate(self.samples_of)]
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -105,7 +105,8 @@ class Batches:
     def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
         """Sample indices of one optimizer step, int64 [G]; `step` counts from 0."""
         first = step * self.global_batch
-        return np.array([self._order[first + i] for i in range(self.global_batch)], dtype=np.int64)
+        found = [self._proportions[first + i] for i in range(self.global_batch)]
+        return np.array([self._first[source] + self._orders[source][count] for source, count in found], dtype=np.int64)
 
     def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
         """This DP rank's G / dp samples of a step, in order, `micro_batch` at a time.
@@ -130,7 +131,29 @@ class Batches:
 
     def sample(self, index: int) -> Batch:
         """One sample by index, as a batch of one row without the row axis: arrays [S]."""
-        return _row(self.split, index, self.seq_len)
+        source = bisect.bisect_right(self._first, index) - 1
+        return _row(self.splits[source], index - self._first[source], self.seq_len)
+
+
+def _count_samples(split: Split, seq_len: int) -> int:
+    if split.n_tokens < seq_len + 1:
+        raise DataError(
+            f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
+            f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
+        )
+    n_samples = (split.n_tokens - 1) // seq_len
+    if n_samples > MAX_SAMPLES:
+        smallest = -(-split.n_tokens // MAX_SAMPLES)
+        raise DataError(
+            f"{split.path}: {n_samples} sequences of {seq_len} are more than {MAX_SAMPLES}; "
+            f"set train.seq_len to {smallest} or more"
+        )
+    return n_samples
+
+
+def _seed_of(seed: int, source: int) -> int:
+    """Seed of a store's order. Different, so that stores of equal size, such as translations, are not read in step."""
+    return int(np.random.SeedSequence((seed, source)).generate_state(1)[0]) if source else seed
 
 
 class EvaluationBatches:

@@ -23,7 +23,7 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
     for path in resume_from:
         try:
             found = ckpt.open_checkpoint(path)
-            check_resumable(found, trainer.config, trainer.store)
+            check_resumable(found, trainer.config, trainer.corpus)
             trainer.load(found)
         except DamagedCheckpointError as error:
             damaged.append(str(error))

@@ -215,6 +215,10 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
+        for name, each in evaluation.sources.items():
+            print(
+                f"  {name:18}{each.loss:.4f} nats/token over {each.tokens} tokens, {each.bits_per_byte:.4f} bits per byte"
+            )
         print(f"unigram entropy     {entropy:.4f} nats/token (loss of a model that knows only token frequencies)")
         print(f"held-out perplexity {evaluation.perplexity:.2f}")
         print(f"bits per byte       {evaluation.bits_per_byte:.4f}")
