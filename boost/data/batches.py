@@ -1,6 +1,7 @@
 """Token store to batches: the order of samples is a function of (seed, step) alone, independent of the number of processes.
 
-Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets.
+Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets. In a split
+with a loss mask, samples are packed documents, and only the tokens of its mask are targets (`boost.data.windows`).
 The samples of a mixture are those of its first store, then those of its second store, and so on.
 Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 """
@@ -19,6 +20,7 @@ from boost.config.architecture import IGNORED
 from boost.config.context import chunks_of
 from boost.data.mixture import AnySplit, Proportions, parts_of
 from boost.data.store import Split
+from boost.data.windows import Windows, windows_of
 from boost.errors import ConfigError, DataError
 
 # The index permutation of grain works on 32-bit integers.
@@ -90,7 +92,8 @@ class Batches:
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
         parts = parts_of(split)
         self.splits = [part for part, _ in parts]
-        self.samples_of = [_count_samples(part, seq_len) for part in self.splits]
+        self._windows = [_windows(part, seq_len) for part in self.splits]
+        self.samples_of = [len(windows) for windows in self._windows]
         """Number of samples of each store."""
         self._first = list(itertools.accumulate(self.samples_of, initial=0))
         self.n_samples = self._first[-1]
@@ -132,23 +135,25 @@ class Batches:
     def sample(self, index: int) -> Batch:
         """One sample by index, as a batch of one row without the row axis: arrays [S]."""
         source = bisect.bisect_right(self._first, index) - 1
-        return _row(self.splits[source], index - self._first[source], self.seq_len)
+        window = self._windows[source][index - self._first[source]]
+        return _row(self.splits[source], window, self.seq_len)
 
 
-def _count_samples(split: Split, seq_len: int) -> int:
-    if split.n_tokens < seq_len + 1:
+def _windows(split: Split, seq_len: int) -> Windows:
+    """The windows of a training split. Raises `DataError` if there is none, or if there are too many."""
+    windows = windows_of(split, seq_len, partial=False)
+    if not len(windows):
         raise DataError(
             f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
             f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
         )
-    n_samples = (split.n_tokens - 1) // seq_len
-    if n_samples > MAX_SAMPLES:
+    if len(windows) > MAX_SAMPLES:
         smallest = -(-split.n_tokens // MAX_SAMPLES)
         raise DataError(
-            f"{split.path}: {n_samples} sequences of {seq_len} are more than {MAX_SAMPLES}; "
+            f"{split.path}: {len(windows)} sequences of {seq_len} are more than {MAX_SAMPLES}; "
             f"set train.seq_len to {smallest} or more"
         )
-    return n_samples
+    return windows
 
 
 def _seed_of(seed: int, source: int) -> int:
@@ -157,7 +162,8 @@ def _seed_of(seed: int, source: int) -> int:
 
 
 class EvaluationBatches:
-    """Windows of the split in order, `batch` rows at a time. Every token except the first is a target exactly once.
+    """Windows of the split in order, `batch` rows at a time. Every token except the first is a target exactly once; with a loss
+    mask, every token of the mask.
 
     Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
     because every rank must participate in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
@@ -172,9 +178,10 @@ class EvaluationBatches:
                 f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, too few to predict one; add text"
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
-        self._windows = self._selected = -(-(split.n_tokens - 1) // seq_len)
+        self._windows = windows_of(split, seq_len, partial=True)
+        self._selected = len(self._windows)
         if max_tokens is not None:
-            self._selected = min(self._windows, max(max_tokens // seq_len, 1))
+            self._selected = min(self._selected, max(max_tokens // seq_len, 1))
 
     def __len__(self) -> int:
         return -(-self._selected // (self._batch * self._dp))
@@ -183,20 +190,24 @@ class EvaluationBatches:
         for step in range(len(self)):
             first = (step * self._dp + self._dp_rank) * self._batch
             numbers = range(first, first + self._batch)
-            chosen = [i * self._windows // self._selected if i < self._selected else None for i in numbers]
-            yield _stack([_row(self._split, index, self._seq_len) for index in chosen])
+            chosen = [i * len(self._windows) // self._selected if i < self._selected else None for i in numbers]
+            yield _stack([_row(self._split, self._window(index), self._seq_len) for index in chosen])
+
+    def _window(self, index: int | None) -> tuple[int, int]:
+        return (0, 0) if index is None else self._windows[index]
 
 
-def _row(split: Split, index: int | None, seq_len: int) -> Batch:
-    """Window `index` [S], padded beyond the split with a separate document; None: padding only."""
-    start = (index or 0) * seq_len
-    n_inputs = 0 if index is None else min(seq_len, split.n_tokens - 1 - start)
+def _row(split: Split, window: tuple[int, int], seq_len: int) -> Batch:
+    """The row [S] of a window (start, n_inputs), padded with a separate document."""
+    start, n_inputs = window
     tokens = np.full(seq_len, split.eos, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     ids = np.zeros(seq_len, dtype=np.int32)
     if n_inputs:
-        window = split.window(start, n_inputs + 1)
-        tokens[:n_inputs], targets[:n_inputs] = window[:-1], window[1:]
+        found = split.window(start, n_inputs + 1)
+        tokens[:n_inputs], targets[:n_inputs] = found[:-1], found[1:]
+        if split.targets is not None:
+            targets[:n_inputs][~split.targets.counted(start + 1, n_inputs)] = IGNORED
         ids[:n_inputs] = split.document_ids(start, n_inputs)
         ids[n_inputs:] = ids[n_inputs - 1] + 1
     return Batch(tokens, targets, ids)

@@ -78,7 +78,8 @@ class MixedSplit:
     def unigram_entropy(self) -> float:
         """Entropy of the token frequencies of the mixture, nats per token: the loss of the best unigram model."""
         parts = zip(self.parts, self.weights, strict=True)
-        share = np.sum([part.token_counts() * (float(weight) / part.n_tokens) for part, weight in parts], axis=0)
+        counts = [(part.token_counts(), float(weight)) for part, weight in parts]
+        share = np.sum([each * (weight / each.sum()) for each, weight in counts], axis=0)
         share = share[share > 0]
         return float(-(share * np.log(share)).sum())
 

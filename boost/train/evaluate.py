@@ -33,7 +33,7 @@ class Evaluation:
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """loss / ln 2 x tokens of the split / bytes of its text: comparable across tokenizers."""
+    """loss / ln 2 x tokens of the split / bytes of its text (of its targets, with a loss mask): comparable across tokenizers."""
     sources: "Mapping[str, Evaluation]" = field(default_factory=dict)
     """Evaluations of the stores of a mixture by name; `loss` is the mean of theirs, weighted as in training."""
 
@@ -73,7 +73,7 @@ def _weighted(split: MixedSplit, found: Mapping[str, Evaluation]) -> Evaluation:
     weights = dict(zip(split.names, map(float, split.weights), strict=True))
     parts = dict(zip(split.names, split.parts, strict=True))
     loss = sum(weights[name] * each.loss for name, each in found.items())
-    bytes_per_token = sum(weights[name] * parts[name].n_bytes / parts[name].n_tokens for name in found)
+    bytes_per_token = sum(weights[name] * parts[name].bytes_per_target for name in found)
     tokens = sum(each.tokens for each in found.values())
     return Evaluation(tokens, loss, _perplexity(loss), loss / math.log(2) / bytes_per_token, dict(found))
 
@@ -106,5 +106,5 @@ def _evaluate_store(
             total = all_reduce(total, axis)
     nats, count = total.tolist()
     loss = nats / count
-    bits_per_byte = loss / math.log(2) * split.n_tokens / split.n_bytes
+    bits_per_byte = loss / math.log(2) / split.bytes_per_target
     return Evaluation(round(count), loss, _perplexity(loss), bits_per_byte)

@@ -147,7 +147,7 @@ def _train(
     if recovery is not None:
         hooks = [TakesOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.put_out_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
-    trainer.add_data(inherited_data(candidates, start_from))
+    trainer.add_data(inherited_data(trainer.corpus, candidates, start_from))
     if recovery is None:
         trainer.start(candidates, start_from)
     elif recovery.comes_back:
