@@ -60,8 +60,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--start-from",
-        metavar="CHECKPOINT",
-        help="start at step 0 with the weights of a checkpoint (from a run or 'boost import') and a fresh optimizer; [model] "
+        metavar="CHECKPOINT|RUN",
+        help="start at step 0 with the weights of a checkpoint, a run or an imported model, and a fresh optimizer; [model] "
         "comes from the checkpoint; if CONFIG has one too, it must be the same",
     )
     parser.add_argument(
