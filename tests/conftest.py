@@ -70,3 +70,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = tuple(str(module.__file__) for module in (argparse, ast, secrets, textwrap))
     prepare(PrepareOptions(out=path, inputs=inputs, tokenizer="train:300", heldout=0.1))
     return path
+
+
+@pytest.fixture(scope="session")
+def mixture(store: Path) -> dict[str, float]:
+    """Weights of that store and a smaller one, `other`, for data.mixture."""
+    import csv
+    import shlex
+
+    from boost.data.prepare import PrepareOptions, prepare
+
+    other = store.with_name("other")
+    inputs = tuple(str(module.__file__) for module in (csv, shlex))
+    prepare(PrepareOptions(out=other, inputs=inputs, tokenizer=str(store), heldout=0.1))
+    return {str(store): 0.7, str(other): 0.3}

@@ -1,7 +1,7 @@
 """`boost eval`: evaluates a checkpoint on held-out text, or on tasks."""
 
 import argparse
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from boost.cli.eval_tasks import add_task_arguments, evaluate_tasks, require_tasks
@@ -26,7 +26,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_checkpoint_arguments(parser)
-    parser.add_argument("--store", metavar="PATH", help="token store (default: the one used for training)")
+    parser.add_argument(
+        "--store", metavar="PATH", help="token store (default: the one used for training, or the mixture)"
+    )
     parser.add_argument("--split", choices=("heldout", "train"), default="heldout", help="default: heldout")
     parser.add_argument(
         "--batch", type=int, default=0, metavar="N", help="sequences per batch (default: train.micro_batch)"
@@ -51,10 +53,17 @@ def run(args: argparse.Namespace) -> int:
     return run_on_mesh(evaluate_process, args)
 
 
+def by_source(losses: Mapping[str, float], as_json: bool) -> dict[str, Any]:
+    """Entries of the output for the losses of a mixture's stores."""
+    if as_json:
+        return {"losses": dict(losses)} if losses else {}
+    return {f"loss on {name}": loss for name, loss in losses.items()}
+
+
 def evaluate_process(args: argparse.Namespace) -> int:
     """Runs the evaluation on one process of the mesh; the main process prints the result."""
     from boost.data.fit import check_vocabulary
-    from boost.data.store import TokenStore
+    from boost.data.mixture import Corpus
     from boost.parallel.mesh import close_mesh
     from boost.train.evaluate import evaluate
 
@@ -64,10 +73,11 @@ def evaluate_process(args: argparse.Namespace) -> int:
         mesh.barrier()
         close_mesh()
         return 0
-    store = TokenStore.open(Path(args.store or config.data.store))
-    store.require_tokenizer(checkpoint.require_tokenizer(), f"'{checkpoint.path}'")
-    check_vocabulary(config, store)
-    split = store.split(args.split)
+    corpus = Corpus.open({args.store: 1.0} if args.store else config.data.sources)
+    for store in corpus.stores:
+        store.require_tokenizer(checkpoint.require_tokenizer(), f"'{checkpoint.path}'")
+        check_vocabulary(config, store)
+    split = corpus.split(args.split)
     result = evaluate(
         decoder,
         split,
@@ -88,7 +98,8 @@ def evaluate_process(args: argparse.Namespace) -> int:
             "perplexity": result.perplexity,
             "bits_per_byte": result.bits_per_byte,
         }
-        dump(facts, args.json)
+        losses = {name: each.loss for name, each in result.sources.items()}
+        dump(facts | by_source(losses, args.json), args.json)
     mesh.barrier()
     close_mesh()
     return 0

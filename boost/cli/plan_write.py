@@ -51,7 +51,7 @@ def undecided(config: Config, asked: frozenset[str]) -> Iterator[str]:
             f"train.steps = {train.steps:,} is {format_count(whole)} tokens, {whole / parameters:,.3g} per parameter; "
             f"{TOKENS_PER_PARAMETER} per parameter take {enough:,} steps"
         )
-    if "data.store" not in asked:
+    if not asked & {"data.store", "data.mixture"}:
         yield (
             f"data.store = '{config.data.store}' must be prepared with a tokenizer of at most {config.model.vocab_size:,} tokens "
             "('boost prepare')"

@@ -21,6 +21,7 @@ examples:
   boost prepare posts.jsonl --text-field body     one document per line
   boost prepare --hf roneneldan/TinyStories --max-documents 100000 --tokenizer gpt2
   boost prepare corpus/ --tokenizer runs/a/tokenizer.json --overwrite
+  boost prepare --chat chats.jsonl --tokenizer models/llama-chat      conversations; only what the assistant says is learned
 
 Without --out, the store is data/stdlib or data/NAME, where NAME is that of the first input. Running the same command
 again does nothing if the input is unchanged. An interrupted run leaves no store; an existing store is kept until the new
@@ -81,6 +82,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FRACTION",
         help="fraction of the documents to hold out (default: %(default)s)",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the inputs are conversations (messages, ShareGPT or Alpaca, as .jsonl, .json or .parquet); formats them by the chat "
+        "template in the folder --tokenizer, with a mask so that only what the assistant says counts in the loss",
+    )
     parser.add_argument("--max-documents", type=int, metavar="N", help="read at most N documents")
     parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
@@ -102,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         text_field=args.text_field,
         heldout=args.heldout,
         max_documents=args.max_documents,
+        chat=args.chat,
         overwrite=args.overwrite,
     )
     result = prepare(options, None if args.json else progress_display())
@@ -168,11 +176,15 @@ def print_report(result: "PrepareResult") -> None:
     _print_skipped(console, report["sources"])
     held = Table(title="\nstore", title_justify="left", box=None, pad_edge=False)
     held.add_column("split")
-    for heading in ("documents", "bytes", "tokens", "bytes/token", "unigram entropy"):
+    in_loss = ["in the loss"] if result.store.is_masked else []
+    for heading in ("documents", "bytes", "tokens", *in_loss, "bytes/token", "unigram entropy"):
         held.add_column(heading, justify="right")
     for name, split in report["splits"].items():
         sizes = [f"{split[key]:,}" for key in ("documents", "bytes", "tokens")]
-        held.add_row(name, *sizes, f"{split['bytes_per_token']:.3f}", f"{split['unigram_entropy']:.4f} nats/token")
+        counted = [f"{split['targets']:,}"] if result.store.is_masked else []
+        held.add_row(
+            name, *sizes, *counted, f"{split['bytes_per_token']:.3f}", f"{split['unigram_entropy']:.4f} nats/token"
+        )
     console.print(held)
     for note in report["notes"]:
         console.print(Text(f"note: {note}"), soft_wrap=True)

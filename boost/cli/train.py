@@ -67,8 +67,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--start-from",
-        metavar="CHECKPOINT",
-        help="start at step 0 with the weights of a checkpoint (from a run or 'boost import') and a fresh optimizer; [model] "
+        metavar="CHECKPOINT|RUN",
+        help="start at step 0 with the weights of a checkpoint, a run or an imported model, and a fresh optimizer; [model] "
         "comes from the checkpoint; if CONFIG has one too, it must be the same",
     )
     parser.add_argument(

@@ -20,7 +20,9 @@ from boost.errors import ConfigError
 
 _PRESETS = resources.files("boost.config") / "presets"
 RANKS = "model.ranks"
-"""The only field that is a table."""
+"""A table of integers whose entries are keys too: --model.ranks.attn."""
+MIXTURE = "data.mixture"
+"""A table of numbers. Its keys are paths, so it is always given as a whole."""
 
 
 def presets() -> list[str]:
@@ -56,6 +58,9 @@ def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
         of_section = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{section}.")}
         if isinstance(table := tree.get(section, {}), dict):
             root.switch(table, of_section)
+    for key, other in ((MIXTURE, "store"), ("data.store", MIXTURE.partition(".")[2])):
+        if key in changes and isinstance(table := tree.get("data"), dict):
+            table.pop(other, None)  # one of them says where the data is
     for key, value in changes.items():
         *sections, name = key.split(".", 2) if key.startswith(f"{RANKS}.") else key.split(".", 1)
         table = tree
@@ -134,7 +139,8 @@ def type_name(info: FieldInfo) -> str:
     if get_origin(annotation) is tuple:
         return _INTEGERS
     if get_origin(annotation) is dict:
-        return _TABLE
+        value = get_args(annotation)[1]
+        return _NUMBERS if get_args(value)[0] is float else _TABLE
     for choice in (annotation, *get_args(annotation)):
         plain = get_args(choice)[0] if get_origin(choice) is Annotated else choice
         if plain in _TYPE_NAMES:
@@ -144,6 +150,8 @@ def type_name(info: FieldInfo) -> str:
 
 _INTEGERS = "list of integers"
 _TABLE = "table of integers"
+_NUMBERS = "table of numbers"
+_MIXTURE_EXAMPLE = '{ "data/c4" = 0.7, "data/code" = 0.3 }'
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 
 
@@ -168,7 +176,7 @@ def parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_value(text: str, expected: str) -> Any:
-    if expected not in (_INTEGERS, _TABLE, *_TYPE_NAMES.values()) or expected == "text":
+    if expected not in (_INTEGERS, _TABLE, _NUMBERS, *_TYPE_NAMES.values()) or expected == "text":
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -184,16 +192,20 @@ def _integers_to_floats(tree: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(table, dict):
             result[section] = table
             continue
-        result[section] = {
-            name: float(value)
-            if type(value) is int
-            and abs(value) < 10**300
-            and f"{section}.{name}" in known
-            and type_name(known[f"{section}.{name}"]) == "number"
-            else value
-            for name, value in table.items()
-        }
+        result[section] = {name: _floats(value, known.get(f"{section}.{name}")) for name, value in table.items()}
     return result
+
+
+def _floats(value: Any, info: FieldInfo | None) -> Any:
+    if info is None or type_name(info) not in ("number", _NUMBERS):
+        return value
+    if isinstance(value, dict):
+        return {key: _floats_of(each) for key, each in value.items()}
+    return _floats_of(value)
+
+
+def _floats_of(value: Any) -> Any:
+    return float(value) if type(value) is int and abs(value) < 10**300 else value
 
 
 def _explain(error: ValidationError) -> str:
@@ -229,11 +241,13 @@ def _explain(error: ValidationError) -> str:
             return f"{key} = {shown} contains NUL, which is not allowed in a path; use another path"
         case "less_than_equal":
             return f"{key} = {shown} is too large; largest valid value: {context['le']}"
+    if key.startswith(f"{MIXTURE}."):
+        return f"{key} = {shown} is not of type number; write {MIXTURE} = {_MIXTURE_EXAMPLE}"
     if key.startswith(f"{RANKS}."):
         return f"{key} = {shown} is not of type integer; write {key} = integer"
     if key not in known:  # an item of a list
         key, shown = key.rpartition(".")[0], f"an item {shown}"
-    examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }"}
+    examples: dict[str, Any] = {_INTEGERS: [9, 7], _TABLE: "{ attn = 128, mlp = 256 }", _NUMBERS: _MIXTURE_EXAMPLE}
     default = examples.get(type_name(known[key]), known[key].default)
     example = "" if known[key].is_required() or default is None else f", as {_toml_value(default)}"
     return f"{key} = {shown} is not of type {type_name(known[key])}; write {key} = {type_name(known[key])}{example}"

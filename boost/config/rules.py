@@ -27,6 +27,7 @@ def _problems(config: Config) -> Iterator[str]:
     yield from _parallel_problems(config)
     yield from _sharding_problems(config)
     yield from _train_problems(config)
+    yield from _data_problems(config)
     yield from config.optim.problems(config)
     yield from config.distill.problems(config)
     yield from _pipeline_problems(config)
@@ -332,6 +333,12 @@ def _indivisible(config: Config) -> Iterator[str]:
 def _shares(kv_heads: int, processes: int) -> bool:
     """Whether key/value heads divide evenly over processes, or processes over key/value heads."""
     return kv_heads % processes == 0 or processes % kv_heads == 0
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.mixture and data.store != type(data).model_fields["store"].default:
+        yield f"data.store = '{data.store}' and data.mixture are both set; remove one, or add '{data.store}' to data.mixture"
 
 
 def _train_problems(config: Config) -> Iterator[str]:

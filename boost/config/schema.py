@@ -256,7 +256,12 @@ class DataConfig(Section):
     """Training and held-out data."""
 
     store: Place = "data/stdlib"
-    """Token store written by 'boost prepare'."""
+    """Token store written by 'boost prepare'. Not used with data.mixture."""
+
+    mixture: dict[Place, Positive] = Field(default={})
+    """Several token stores and their weights, such as { "data/c4" = 0.7, "data/code" = 0.3 }: fractions of the training sequences,
+    after dividing by their sum. All stores need the same tokenizer. The held-out loss is the weighted mean of the losses of the
+    stores. Empty: data.store alone."""
 
     isolate_documents: bool = False
     """True: tokens attend only to earlier tokens of the same document. False: to all earlier tokens of the sequence."""
@@ -266,8 +271,13 @@ class DataConfig(Section):
     cached per machine until the size, modification time or inode of a file changes. False: verify only file sizes."""
 
     recheck_every: Natural = 100
-    """Steps between spot checks during training: each process verifies one random 4 MB block of the training tokens (about 5 ms).
-    0: never."""
+    """Steps between spot checks during training: each process verifies one random 4 MB block of the training tokens of each store
+    (about 5 ms). 0: never."""
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """Weight of each token store: data.mixture, or data.store alone."""
+        return dict(self.mixture) or {self.store: 1.0}
 
 
 class RunConfig(Section):

@@ -1,9 +1,13 @@
 """Token store to batches: the order of samples is a function of (seed, step) alone, independent of the number of processes.
 
-Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets.
+Sample i of a split is the window tokens[i * S : i * S + S + 1]: its first S tokens are inputs, its last S are targets. In a split
+with a loss mask, samples are packed documents, and only the tokens of its mask are targets (`boost.data.windows`).
+The samples of a mixture are those of its first store, then those of its second store, and so on.
 Shapes: G samples in a global batch, B in a micro-batch, S tokens in a sequence.
 """
 
+import bisect
+import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +18,9 @@ import numpy.typing as npt
 
 from boost.config.architecture import IGNORED
 from boost.config.context import chunks_of
+from boost.data.mixture import AnySplit, Proportions, parts_of
 from boost.data.store import Split
+from boost.data.windows import Windows, windows_of
 from boost.errors import ConfigError, DataError
 
 # The index permutation of grain works on 32-bit integers.
@@ -74,28 +80,25 @@ def _import_grain() -> Any:
 class Batches:
     """Training batches of a split: every sample once per epoch, in a new order each epoch; batches may span two epochs.
 
-    Trailing tokens that do not fill a window are dropped. Raises `DataError` if the split has no full window.
+    In a mixture this holds for the samples of each store, and `Proportions` chooses the store of each sample. Trailing tokens that
+    do not fill a window are dropped. Raises `DataError` if a store has no full window.
     """
 
-    def __init__(self, split: Split, seq_len: int, global_batch: int, seed: int) -> None:
+    def __init__(self, split: AnySplit, seq_len: int, global_batch: int, seed: int) -> None:
         if seq_len < 1 or global_batch < 1:
             raise ConfigError(f"train.seq_len {seq_len} and the global batch {global_batch} must be at least 1")
         if not 0 <= seed < 1 << 32:
             raise ConfigError(f"seed {seed}: must be from 0 to {(1 << 32) - 1}")
-        if split.n_tokens < seq_len + 1:
-            raise DataError(
-                f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
-                f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
-            )
         self.split, self.seq_len, self.global_batch, self.seed = split, seq_len, global_batch, seed
-        self.n_samples = (split.n_tokens - 1) // seq_len
-        if self.n_samples > MAX_SAMPLES:
-            smallest = -(-split.n_tokens // MAX_SAMPLES)
-            raise DataError(
-                f"{split.path}: {self.n_samples} sequences of {seq_len} are more than {MAX_SAMPLES}; "
-                f"set train.seq_len to {smallest} or more"
-            )
-        self._order = shuffled_order(self.n_samples, seed)
+        parts = parts_of(split)
+        self.splits = [part for part, _ in parts]
+        self._windows = [_windows(part, seq_len) for part in self.splits]
+        self.samples_of = [len(windows) for windows in self._windows]
+        """Number of samples of each store."""
+        self._first = list(itertools.accumulate(self.samples_of, initial=0))
+        self.n_samples = self._first[-1]
+        self._proportions = Proportions([weight for _, weight in parts])
+        self._orders = [shuffled_order(n, _seed_of(seed, i)) for i, n in enumerate(self.samples_of)]
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -105,7 +108,8 @@ class Batches:
     def sample_indices(self, step: int) -> npt.NDArray[np.int64]:
         """Sample indices of one optimizer step, int64 [G]; `step` counts from 0."""
         first = step * self.global_batch
-        return np.array([self._order[first + i] for i in range(self.global_batch)], dtype=np.int64)
+        found = [self._proportions[first + i] for i in range(self.global_batch)]
+        return np.array([self._first[source] + self._orders[source][count] for source, count in found], dtype=np.int64)
 
     def micro_batches(self, step: int, dp_rank: int, dp: int, micro_batch: int) -> Iterator[Batch]:
         """This DP rank's G / dp samples of a step, in order, `micro_batch` at a time.
@@ -130,11 +134,36 @@ class Batches:
 
     def sample(self, index: int) -> Batch:
         """One sample by index, as a batch of one row without the row axis: arrays [S]."""
-        return _row(self.split, index, self.seq_len)
+        source = bisect.bisect_right(self._first, index) - 1
+        window = self._windows[source][index - self._first[source]]
+        return _row(self.splits[source], window, self.seq_len)
+
+
+def _windows(split: Split, seq_len: int) -> Windows:
+    """The windows of a training split. Raises `DataError` if there is none, or if there are too many."""
+    windows = windows_of(split, seq_len, partial=False)
+    if not len(windows):
+        raise DataError(
+            f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, fewer than one sequence of "
+            f"{seq_len} + 1; set train.seq_len to {max(split.n_tokens - 1, 1)} or less, or prepare more text"
+        )
+    if len(windows) > MAX_SAMPLES:
+        smallest = -(-split.n_tokens // MAX_SAMPLES)
+        raise DataError(
+            f"{split.path}: {len(windows)} sequences of {seq_len} are more than {MAX_SAMPLES}; "
+            f"set train.seq_len to {smallest} or more"
+        )
+    return windows
+
+
+def _seed_of(seed: int, source: int) -> int:
+    """Seed of a store's order. Different, so that stores of equal size, such as translations, are not read in step."""
+    return int(np.random.SeedSequence((seed, source)).generate_state(1)[0]) if source else seed
 
 
 class EvaluationBatches:
-    """Windows of the split in order, `batch` rows at a time. Every token except the first is a target exactly once.
+    """Windows of the split in order, `batch` rows at a time. Every token except the first is a target exactly once; with a loss
+    mask, every token of the mask.
 
     Targets beyond the end are `IGNORED`. All DP ranks yield the same number of batches, padded with rows without targets,
     because every rank must participate in the collectives. `max_tokens` limits evaluation to as many windows as fit, at least
@@ -149,9 +178,10 @@ class EvaluationBatches:
                 f"{split.path}: split {split.name!r} has {split.n_tokens} tokens, too few to predict one; add text"
             )
         self._split, self._seq_len, self._batch, self._dp_rank, self._dp = split, seq_len, batch, dp_rank, dp
-        self._windows = self._selected = -(-(split.n_tokens - 1) // seq_len)
+        self._windows = windows_of(split, seq_len, partial=True)
+        self._selected = len(self._windows)
         if max_tokens is not None:
-            self._selected = min(self._windows, max(max_tokens // seq_len, 1))
+            self._selected = min(self._selected, max(max_tokens // seq_len, 1))
 
     def __len__(self) -> int:
         return -(-self._selected // (self._batch * self._dp))
@@ -160,20 +190,24 @@ class EvaluationBatches:
         for step in range(len(self)):
             first = (step * self._dp + self._dp_rank) * self._batch
             numbers = range(first, first + self._batch)
-            chosen = [i * self._windows // self._selected if i < self._selected else None for i in numbers]
-            yield _stack([_row(self._split, index, self._seq_len) for index in chosen])
+            chosen = [i * len(self._windows) // self._selected if i < self._selected else None for i in numbers]
+            yield _stack([_row(self._split, self._window(index), self._seq_len) for index in chosen])
+
+    def _window(self, index: int | None) -> tuple[int, int]:
+        return (0, 0) if index is None else self._windows[index]
 
 
-def _row(split: Split, index: int | None, seq_len: int) -> Batch:
-    """Window `index` [S], padded beyond the split with a separate document; None: padding only."""
-    start = (index or 0) * seq_len
-    n_inputs = 0 if index is None else min(seq_len, split.n_tokens - 1 - start)
+def _row(split: Split, window: tuple[int, int], seq_len: int) -> Batch:
+    """The row [S] of a window (start, n_inputs), padded with a separate document."""
+    start, n_inputs = window
     tokens = np.full(seq_len, split.eos, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     ids = np.zeros(seq_len, dtype=np.int32)
     if n_inputs:
-        window = split.window(start, n_inputs + 1)
-        tokens[:n_inputs], targets[:n_inputs] = window[:-1], window[1:]
+        found = split.window(start, n_inputs + 1)
+        tokens[:n_inputs], targets[:n_inputs] = found[:-1], found[1:]
+        if split.targets is not None:
+            targets[:n_inputs][~split.targets.counted(start + 1, n_inputs)] = IGNORED
         ids[:n_inputs] = split.document_ids(start, n_inputs)
         ids[n_inputs:] = ids[n_inputs - 1] + 1
     return Batch(tokens, targets, ids)

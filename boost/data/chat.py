@@ -1,7 +1,13 @@
 """Chat templates: the Jinja template of a tokenizer, which formats messages as the text that a model was fine-tuned on."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from boost.errors import ConfigError, DataError
 
@@ -17,25 +23,135 @@ def load_chat_template(folder: Path) -> Callable[[list[Message]], str] | None:
     transformers is not installed, DataError if it cannot read the files. The function raises DataError if the template rejects
     the messages.
     """
-    try:
-        from transformers import PreTrainedTokenizerFast
-    except ImportError:
-        raise ConfigError("--chat needs transformers; install it with: pip install transformers") from None
-    from jinja2 import TemplateError
-
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the Rust side raises a plain Exception for anything it cannot parse
-        raise DataError(f"transformers cannot read the tokenizer in '{folder}': {error}") from None
+    tokenizer = _load(folder)
     if not tokenizer.chat_template:
         return None
 
     def render(messages: list[Message]) -> str:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except _template_errors() as error:
             raise DataError(
                 f"the chat template of '{folder}' rejects these messages: {error}; fix the template"
             ) from None
 
     return render
+
+
+def _load(folder: Path) -> Any:
+    """The tokenizer of transformers in a folder."""
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError:
+        raise ConfigError("--chat needs transformers; install it with: pip install transformers") from None
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the Rust side raises a plain Exception for anything it cannot parse
+        raise DataError(f"transformers cannot read the tokenizer in '{folder}': {error}") from None
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    from jinja2 import TemplateError
+
+    return TemplateError, ArithmeticError, LookupError, TypeError, ValueError
+
+
+class Rejected(Exception):
+    """A conversation that the template cannot format for training: why."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A formatted conversation: token `ids` [n], and `mask` [n], True for those that count in the loss."""
+
+    ids: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    text: str
+
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Marker of the assistant's part in a template."""
+
+
+class ChatTemplate:
+    """Formats conversations for training, such that only what the assistant says counts in the loss.
+
+    A template with {% generation %} markers says itself what that is. Otherwise it is what each message of the assistant adds to
+    the prompt before it: the text of the conversation up to and including the message, without the prompt with which generation of
+    the message would begin.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: see `load_chat_template`. Raises ConfigError or DataError, also if it has no template."""
+        self._tokenizer = _load(folder)
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                f"--tokenizer {folder}: has no chat template; add a file chat_template.jinja, or use the tokenizer of a chat model"
+            )
+        self.template: str = self._tokenizer.get_chat_template()
+        self.has_markers = _GENERATION.search(self.template) is not None
+        self.straddling = 0
+        """Answers so far that begin within a token: the model sees another token there when it generates."""
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by their role, such as eos_token, which the template may use."""
+        return {
+            role: str(token) for role, token in self._tokenizer.special_tokens_map.items() if isinstance(token, str)
+        }
+
+    def encode(self, messages: Sequence[dict[str, Any]]) -> list[Encoded]:
+        """The conversation as one document; or, if the template formats a message differently once others follow it (as those that
+        drop earlier reasoning do), as one document per message of the assistant, in which only that message counts.
+
+        Raises Rejected.
+        """
+        try:
+            documents = [self._by_markers(messages)] if self.has_markers else self._by_prefixes(messages)
+        except _template_errors() as error:
+            raise Rejected(f"the chat template rejects the conversation: {error}".splitlines()[0]) from None
+        for document in documents:
+            document.mask[:1] = False  # nothing precedes it
+            if not document.mask.any():
+                raise Rejected("no token counts in the loss")
+        return documents
+
+    def _by_markers(self, messages: Sequence[dict[str, Any]]) -> Encoded:
+        found = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids = np.array(found["input_ids"], dtype=np.int64)
+        return Encoded(ids, np.array(found["assistant_masks"], dtype=np.bool_), self._render(messages))
+
+    def _by_prefixes(self, messages: Sequence[dict[str, Any]]) -> list[Encoded]:
+        whole, spans, stable = self._render(messages), list[tuple[str, int]](), True
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt, answered = self._render(messages[:i], prompt=True), self._render(messages[: i + 1])
+            if not answered.startswith(prompt):
+                raise Rejected("the prompt of the chat template is not the start of what it formats with the answer")
+            spans.append((answered, len(prompt)))
+            stable = stable and whole.startswith(answered)
+        if stable:
+            return [self._tokenized(whole, [(start, len(answered)) for answered, start in spans])]
+        return [self._tokenized(answered, [(start, len(answered))]) for answered, start in spans]
+
+    def _render(self, messages: Sequence[dict[str, Any]], prompt: bool = False) -> str:
+        if not messages:
+            return ""
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+
+    def _tokenized(self, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+        """Counts the tokens that begin in one of the spans of characters."""
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        mask = np.zeros(len(offsets), dtype=np.bool_)
+        for start, end in spans:
+            mask |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
+            self.straddling += bool(((offsets[:, 0] < start) & (offsets[:, 1] > start)).any())
+        return Encoded(np.array(found["input_ids"], dtype=np.int64), mask, text)
+
+    def text_of(self, ids: npt.NDArray[np.int64]) -> str:
+        """The text of tokens, special tokens included."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,28 +1,34 @@
-"""Checks that a token store matches a configuration, before processes start and again in each of them."""
-
-from pathlib import Path
+"""Checks that token stores match a configuration, before processes start and again in each of them."""
 
 from boost.config import Config
 from boost.data.batches import Batches, EvaluationBatches
+from boost.data.mixture import Corpus
 from boost.data.store import TokenStore
 from boost.data.verify import Progress, verify_once
 from boost.errors import ConfigError
 
 
-def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
-    """Opens the token store of a configuration and verifies it unless data.verify is false. `progress` wraps the iteration over the
-    blocks to verify; a store that this machine has verified before is not read again.
+def open_corpus(config: Config, progress: Progress = iter) -> Corpus:
+    """Opens the token stores of a configuration and verifies them unless data.verify is false. `progress` wraps the iteration over
+    the blocks to verify; a store that this machine has verified before is not read again.
 
-    Raises DataError or ConfigError if the store is missing, damaged, too small for one sequence, or contains token ids outside the
-    model's vocabulary.
+    Raises DataError or ConfigError if a store is missing, damaged, too small for one sequence, contains token ids outside the
+    model's vocabulary, or has another tokenizer than the others.
     """
-    store = TokenStore.open(Path(config.data.store))
-    check_vocabulary(config, store)
-    if config.data.verify:
-        verify_once(store, progress)
-    Batches(store.split("train"), config.train.seq_len, config.train.global_batch, config.train.seed)
-    EvaluationBatches(store.split("heldout"), config.train.seq_len, config.train.micro_batch)
-    return store
+    corpus, train = Corpus.open(config.data.sources), config.train
+    for store in corpus.stores:
+        check_vocabulary(config, store)
+        if config.data.verify:
+            verify_once(store, progress)
+    Batches(corpus.split("train"), train.seq_len, train.global_batch, train.seed)
+    for store in corpus.stores:
+        EvaluationBatches(store.split("heldout"), train.seq_len, train.micro_batch)
+    return corpus
+
+
+def open_fitting_store(config: Config, progress: Progress = iter) -> TokenStore:
+    """Like `open_corpus`. Returns the store with the largest weight; all have its tokenizer."""
+    return open_corpus(config, progress).stores[0]
 
 
 def check_vocabulary(config: Config, store: TokenStore) -> None:
@@ -31,6 +37,6 @@ def check_vocabulary(config: Config, store: TokenStore) -> None:
         tp = config.parallel.tp
         valid = -(-store.vocab_size // tp) * tp
         raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size}, but data.store = '{store.path}' contains token ids up to "
+            f"model.vocab_size = {config.model.vocab_size}, but the store '{store.path}' contains token ids up to "
             f"{store.largest_token}; set it to the tokenizer's vocabulary size, {valid}"
         )

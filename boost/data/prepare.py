@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+from boost.data.chat import ChatTemplate
+from boost.data.conversations import open_conversations
 from boost.data.encode import Encoder, split_text
+from boost.data.prepare_chat import build_chat
 from boost.data.readers import ConsistentPasses, Document
 from boost.data.report import PrepareReport
 from boost.data.sources import Source, open_sources
@@ -57,6 +60,8 @@ class PrepareOptions:
     """Fraction of the documents to hold out, between 0 and 1."""
     max_documents: int | None = None
     """Stop after this many documents."""
+    chat: bool = False
+    """The inputs are files of conversations, and `tokenizer` is a folder with a chat template (`boost.data.prepare_chat`)."""
     overwrite: bool = False
     """Replace an existing store that was made from different input."""
 
@@ -92,13 +97,7 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     started = time.monotonic()
     progress = progress or Progress()
     _check_options(options)
-    sources = open_sources(
-        options.inputs,
-        stdlib=options.stdlib,
-        hf=options.hf,
-        hf_split=options.hf_split,
-        text_field=options.text_field,
-    )
+    sources: list[Source] = _open_sources(options)
     fingerprint = input_fingerprint(options, sources)
     out = options.out
     fresh = (out / STORE_FILE).exists() and _is_current(options, fingerprint)
@@ -115,6 +114,18 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     return PrepareResult(TokenStore.open(out), fresh, time.monotonic() - started)
 
 
+def _open_sources(options: PrepareOptions) -> list[Source]:
+    if options.chat:
+        return list(open_conversations(options.inputs))
+    return open_sources(
+        options.inputs,
+        stdlib=options.stdlib,
+        hf=options.hf,
+        hf_split=options.hf_split,
+        text_field=options.text_field,
+    )
+
+
 def _check_options(options: PrepareOptions) -> None:
     if not 0.0 < options.heldout < 1.0:
         raise DataError(f"--heldout {options.heldout}: must be a fraction between 0 and 1, such as 0.05")
@@ -123,6 +134,13 @@ def _check_options(options: PrepareOptions) -> None:
     if options.out.name in ("", ".."):
         raise DataError(f"--out {options.out}: must name a folder, such as data/mine")
     parse_training(options.tokenizer)
+    if options.chat and (options.stdlib or options.hf):
+        raise DataError("--chat reads files of conversations; remove --stdlib and --hf")
+    if options.chat and not Path(options.tokenizer).is_dir():
+        raise DataError(
+            f"--tokenizer {options.tokenizer}: with --chat, name the folder of a tokenizer.json and a chat template, such as "
+            "that of the model to fine-tune"
+        )
 
 
 def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str:
@@ -135,6 +153,8 @@ def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str
         "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else options.tokenizer,
         "options": [options.eos, options.text_field, options.heldout, options.max_documents],
     }
+    if options.chat:
+        content["chat"] = ChatTemplate(Path(options.tokenizer)).template
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -164,6 +184,9 @@ def _is_current(options: PrepareOptions, fingerprint: str) -> bool:
 
 def _build(options: PrepareOptions, sources: list[Source], fingerprint: str, folder: Path, progress: Progress) -> None:
     """Reads the sources and fills the folder of a new store."""
+    if options.chat:
+        build_chat(options, sources, fingerprint, folder, progress)
+        return
     sizes = [source.size for source in sources]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
     reading = _Reading(sources, options.max_documents, total, progress)

@@ -6,6 +6,8 @@
     STORE/train.tokens         little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
     STORE/train.documents      little-endian int64, n_documents + 1 offsets into the tokens, from 0 to n_tokens
     STORE/heldout.tokens, STORE/heldout.documents
+    STORE/train.targets        with a loss mask (`boost prepare --chat`, format 2): little-endian int64, 2 n_spans boundaries of
+    STORE/heldout.targets      the spans of tokens that count in the loss
 
 Every document ends with the end-of-document token. A store gets its name only once it is complete.
 """
@@ -21,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from boost.data.blocks import DIGEST_BYTES, FileArray, block_digest
+from boost.data.spans import Spans
 from boost.data.tokenizer import parse_tokenizer, tokenizer_fingerprint
 from boost.errors import DataError
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 1
+MASKED_FORMAT = 2
+"""Format of stores with a loss mask: releases that would ignore the mask refuse them."""
 SPLITS = ("train", "heldout")
 STORE_FILE, REPORT_FILE, TOKENIZER_FILE = "store.json", "report.json", "tokenizer.json"
 OFFSET_DTYPE = np.dtype("<i8")
@@ -55,6 +60,12 @@ class Split:
     eos: int
     largest_token: int | None = None
     """Largest id that may occur; None: vocab_size - 1."""
+    targets: Spans | None = None
+    """The tokens that count in the loss; None: all."""
+    n_targets: int | None = None
+    """Number of tokens that count in the loss, with a loss mask."""
+    n_target_bytes: int | None = None
+    """UTF-8 length of their text."""
 
     @property
     def n_tokens(self) -> int:
@@ -63,6 +74,13 @@ class Split:
     @property
     def n_documents(self) -> int:
         return len(self.documents) - 1
+
+    @property
+    def bytes_per_target(self) -> float:
+        """Bytes of text per token that counts in the loss."""
+        if self.n_targets is None or self.n_target_bytes is None:
+            return self.n_bytes / self.n_tokens
+        return self.n_target_bytes / self.n_targets
 
     def window(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [length] from `start`, copied to int64. Raises IndexError out of range, `DataError` if the file became shorter
@@ -87,16 +105,19 @@ class Split:
             raise IndexError(f"tokens {start}..{start + length} of split {self.name!r}, which has {self.n_tokens}")
 
     def token_counts(self) -> npt.NDArray[np.int64]:
-        """Token frequencies, int64 [vocab_size]; reads the whole split in chunks."""
+        """Frequencies of the tokens that count in the loss, int64 [vocab_size]; reads the whole split in chunks."""
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, self.n_tokens, _CHUNK):
-            counts += np.bincount(self.tokens[start : start + _CHUNK], minlength=self.vocab_size)
+            tokens = self.tokens[start : start + _CHUNK]
+            if self.targets is not None:
+                tokens = tokens[self.targets.counted(start, len(tokens))]
+            counts += np.bincount(tokens, minlength=self.vocab_size)
         return counts
 
     def unigram_entropy(self) -> float:
         """Entropy of the token frequencies in nats per token: the loss of the best unigram model."""
         counts = self.token_counts()
-        share = counts[counts > 0] / self.n_tokens
+        share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
 
 
@@ -111,8 +132,9 @@ class TokenStore:
         """Opens and checks a store. Raises `DataError` if it is missing, unfinished, damaged or has another format."""
         path = Path(path)
         meta = read_meta(path)
-        if meta["format"] != FORMAT:
-            raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {FORMAT}")
+        if meta["format"] not in (FORMAT, MASKED_FORMAT):
+            known = f"{FORMAT} and {MASKED_FORMAT}"
+            raise damaged(path, f"has format {meta['format']} ({STORE_FILE}), but this version of boost reads {known}")
         try:
             tokenizer_json = (path / TOKENIZER_FILE).read_text(encoding="utf-8")
             fingerprint = tokenizer_fingerprint(tokenizer_json)
@@ -131,6 +153,8 @@ class TokenStore:
             f"{name}.tokens": sizes["tokens"] * np.dtype(self.meta["dtype"]).itemsize,
             f"{name}.documents": (sizes["documents"] + 1) * OFFSET_DTYPE.itemsize,
         }
+        if self.is_masked:
+            expected[f"{name}.targets"] = 2 * sizes["target_spans"] * OFFSET_DTYPE.itemsize
         for file, size in expected.items():
             found = (self.path / file).stat().st_size if (self.path / file).is_file() else None
             if found is None:
@@ -155,6 +179,17 @@ class TokenStore:
     def eos(self) -> int:
         """Id of the token that ends every document."""
         return int(self.meta["eos"]["id"])
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether only some tokens count in the loss."""
+        return bool(self.meta["format"] == MASKED_FORMAT)
+
+    @property
+    def chat(self) -> dict[str, Any] | None:
+        """`{"template": ..., "tokenizer": {...}}` of a store of conversations: the chat template, and the special tokens by their
+        role, such as eos_token."""
+        return self.meta.get("chat")
 
     @property
     def fingerprint(self) -> str:
@@ -199,6 +234,7 @@ class TokenStore:
     def split(self, name: str) -> Split:
         """The split `train` or `heldout`."""
         sizes = self.meta["splits"][name]
+        targets = Spans(FileArray(self.path / f"{name}.targets", OFFSET_DTYPE)) if self.is_masked else None
         return Split(
             name=name,
             path=self.path,
@@ -208,6 +244,9 @@ class TokenStore:
             vocab_size=self.vocab_size,
             eos=self.eos,
             largest_token=int(sizes["largest_token"]),
+            targets=targets,
+            n_targets=int(sizes["targets"]) if targets else None,
+            n_target_bytes=int(sizes["target_bytes"]) if targets else None,
         )
 
 
@@ -231,8 +270,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def _check_shape(meta: Any) -> None:
     """Accesses every field that is used later, so that a damaged file fails here instead of during training."""
-    if meta["format"] != FORMAT:
+    if meta["format"] not in (FORMAT, MASKED_FORMAT):
         return
+    masked = meta["format"] == MASKED_FORMAT
     for key in ("tokenizer_fingerprint", "input_fingerprint", "options", "report"):
         meta[key]
     vocab_size = int(meta["vocab_size"])
@@ -240,13 +280,16 @@ def _check_shape(meta: Any) -> None:
         raise ValueError("dtype, vocab_size and eos are inconsistent")
     for name in SPLITS:
         meta["splits"][name]["sha256"]
-        if min(int(meta["splits"][name][key]) for key in ("tokens", "documents", "bytes", "largest_token")) < 1:
+        keys = ["tokens", "documents", "bytes", "largest_token"]
+        keys += ["targets", "target_spans", "target_bytes"] if masked else []
+        if min(int(meta["splits"][name][key]) for key in keys) < 1:
             raise ValueError(f"split {name} is empty")
     if "blocks" in meta or "digest" in meta:  # stores of earlier releases have digests of tokens only
         files = {
             REPORT_FILE,
             TOKENIZER_FILE,
             *(f"{name}.{kind}" for name in SPLITS for kind in ("tokens", "documents")),
+            *(f"{name}.targets" for name in SPLITS if masked),
         }
         if meta["blocks"].keys() != files or any(len(d) % (2 * DIGEST_BYTES) for d in meta["blocks"].values()):
             raise ValueError("the block digests do not match the files")

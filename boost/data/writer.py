@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -192,7 +192,7 @@ class TokenWriter:
     def _create(self, name: str) -> Any:
         return self._files.enter_context(open(self.folder / name, "xb", buffering=0))
 
-    def __enter__(self) -> "TokenWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from boost.data.mixture import Corpus
 from boost.errors import CheckpointError, DamagedCheckpointError
 from boost.train import checkpoint as ckpt
 from boost.train.model import initialize_model
@@ -23,7 +24,7 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
     for path in resume_from:
         try:
             found = ckpt.open_checkpoint(path)
-            check_resumable(found, trainer.config, trainer.store)
+            check_resumable(found, trainer.config, trainer.corpus)
             trainer.load(found)
         except DamagedCheckpointError as error:
             damaged.append(str(error))
@@ -43,15 +44,25 @@ def begin(trainer: "Trainer", resume_from: Sequence[Path], start_from: str | Non
         ckpt.supersede(folder, trainer.position.step, trainer.mesh)
 
 
-def inherited_data(resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
+def inherited_data(corpus: Corpus, resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
     """Data that this run's checkpoints inherit from the checkpoint it resumes or starts from: what the original Hugging Face folder
-    contained besides weights, such as a chat template. Replicas that rejoin later, without loading a checkpoint, need it too."""
+    contained besides weights, such as a chat template. If that has no template, the one of a store of conversations. Replicas that
+    rejoin later, without loading a checkpoint, need it too."""
+    hub = _hub_data(resume_from, start_from)
+    chat = next((store.chat for store in corpus.stores if store.chat), None)
+    if chat and not hub.get("chat_templates"):
+        tokenizer = {**chat["tokenizer"], **hub.get("tokenizer", {})}
+        hub = {**hub, "tokenizer": tokenizer, "chat_templates": {"default": chat["template"]}}
+    return {ckpt.HUB: hub} if hub else {}
+
+
+def _hub_data(resume_from: Sequence[Path], start_from: str | None) -> dict[str, Any]:
     for path in (*resume_from, *([Path(start_from)] if start_from else [])):
         try:
             data = ckpt.open_checkpoint(path).data
         except CheckpointError:  # `begin` reports it, or falls back to the previous checkpoint
             continue
-        return {ckpt.HUB: data[ckpt.HUB]} if ckpt.HUB in data else {}
+        return dict(data.get(ckpt.HUB) or {})
     return {}
 
 

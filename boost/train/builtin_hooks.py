@@ -90,14 +90,15 @@ class ReplicaCheck(Hook):
 
 
 class StoreCheck(Hook):
-    """Verifies a random block of the token store every `every` steps (0: never), a different one on each process."""
+    """Verifies a random block of each token store every `every` steps (0: never), a different one on each process."""
 
     def __init__(self, every: int) -> None:
         self.every = every
 
     def after_step(self, trainer: "Trainer", event: StepEnd) -> None:
         if _due(event.metrics.step, self.every):
-            recheck(trainer.store, trainer.batches.split, f"{event.metrics.step}/{trainer.mesh.rank}")
+            for store, split in zip(trainer.corpus.stores, trainer.batches.splits, strict=True):
+                recheck(store, split, f"{event.metrics.step}/{trainer.mesh.rank}")
 
 
 class EarlyStopping(Hook):

@@ -145,11 +145,25 @@ def _introduction(trainer: "Trainer") -> list[str]:
         f"{trainer.mesh.device.type}, "
         f"{trainer.batches.n_samples} training sequences of {train.seq_len} tokens"
     ]
+    lines += _mixture_lines(trainer)
     lines += [f"warning: {warning}" for warning in trainer.warnings]
     if trainer.started_from:
         lines.append(f"initialized from the weights of {trainer.started_from}")
     if trainer.resumed_from:
         lines.append(f"resumed at step {trainer.position.step} of {train.steps} from {trainer.resumed_from}")
+    return lines
+
+
+def _mixture_lines(trainer: "Trainer") -> list[str]:
+    """`  70% c4: 120,000 sequences, 0.8 epochs`, for each store of a mixture."""
+    corpus, train = trainer.corpus, trainer.config.train
+    if len(corpus.stores) == 1:
+        return []
+    lines = []
+    for name, weight, samples in zip(corpus.names, corpus.weights, trainer.batches.samples_of, strict=True):
+        epochs = float(weight) * train.steps * train.global_batch / samples
+        share = format_percent(float(weight))
+        lines.append(f"  {share} {name}: {samples:,} training sequences, {epochs:.1f} epochs in {train.steps} steps")
     return lines
 
 
@@ -271,10 +285,14 @@ def step_stats(metrics: StepMetrics, eta: float, width: int) -> str:
 
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
-    """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`"""
+    """`eval   120/1000  held-out loss 4.3210  perplexity 75.26  bits/byte 1.512  8.2k tokens`; for a mixture followed by
+    `  (c4 4.5012  code 3.9007)`."""
+    each = "  ".join(f"{name} {loss:.4f}" for name, loss in metrics.heldout_losses.items())
     return (
         f"eval {_step_of_total(metrics.step, total_steps)}  held-out loss {metrics.heldout_loss:.4f}  "
         f"perplexity {metrics.perplexity:.2f}  bits/byte {metrics.bits_per_byte:.4f}  {format_count(metrics.tokens, 2)} tokens"
+        + f"  ({each})"
+        * bool(each)
     )
 
 

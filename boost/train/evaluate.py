@@ -1,13 +1,17 @@
-"""Unbiased held-out loss: the sum of the loss over all tokens divided by their number, on any number of processes."""
+"""Unbiased held-out loss: the sum of the loss over all tokens divided by their number, on any number of processes.
+
+For a mixture of stores: the weighted mean of the losses of the stores.
+"""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from boost.config.architecture import IGNORED
 from boost.data.batches import EvaluationBatches
+from boost.data.mixture import AnySplit, MixedSplit
 from boost.data.store import Split
 from boost.parallel.collectives import all_reduce
 from boost.parallel.mesh import Mesh
@@ -29,7 +33,9 @@ class Evaluation:
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float
-    """loss / ln 2 x tokens of the split / bytes of its text: comparable across tokenizers."""
+    """loss / ln 2 x tokens of the split / bytes of its text (of its targets, with a loss mask): comparable across tokenizers."""
+    sources: "Mapping[str, Evaluation]" = field(default_factory=dict)
+    """Evaluations of the stores of a mixture by name; `loss` is the mean of theirs, weighted as in training."""
 
 
 class EvaluationStopped(Exception):
@@ -39,7 +45,7 @@ class EvaluationStopped(Exception):
 @torch.no_grad()
 def evaluate(
     model: Model,
-    split: Split,
+    split: AnySplit,
     seq_len: int,
     batch: int,
     isolate: bool,
@@ -49,12 +55,46 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates on the whole split, or on about `max_tokens` spread evenly over it. All processes return the same result.
 
+    The stores of a mixture are evaluated one after the other. They share `max_tokens` by weight; each has one sequence at least.
     `stopped` is called every few batches and must return the same value on all processes. Raises EvaluationStopped if it returns
     True.
     """
+    if isinstance(split, Split):
+        return _evaluate_store(model, split, (seq_len, batch, isolate, max_tokens), mesh, stopped, "evaluate")
+    found = {}
+    for name, part, weight in zip(split.names, split.parts, split.weights, strict=True):
+        share = None if max_tokens is None else max(round(max_tokens * weight), 1)
+        found[name] = _evaluate_store(model, part, (seq_len, batch, isolate, share), mesh, stopped, f"evaluate {name}")
+    return _weighted(split, found)
+
+
+def _weighted(split: MixedSplit, found: Mapping[str, Evaluation]) -> Evaluation:
+    """The evaluation of a mixture from those of its stores."""
+    weights = dict(zip(split.names, map(float, split.weights), strict=True))
+    parts = dict(zip(split.names, split.parts, strict=True))
+    loss = sum(weights[name] * each.loss for name, each in found.items())
+    bytes_per_token = sum(weights[name] * parts[name].bytes_per_target for name in found)
+    tokens = sum(each.tokens for each in found.values())
+    return Evaluation(tokens, loss, _perplexity(loss), loss / math.log(2) / bytes_per_token, dict(found))
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))
+
+
+def _evaluate_store(
+    model: Model,
+    split: Split,
+    sizes: tuple[int, int, bool, int | None],
+    mesh: Mesh,
+    stopped: Callable[[], bool],
+    label: str,
+) -> Evaluation:
+    """`sizes`: seq_len, batch, isolate and max_tokens of `evaluate`."""
+    seq_len, batch, isolate, max_tokens = sizes
     total = torch.zeros(2, dtype=torch.double, device=mesh.device)
     batches = EvaluationBatches(split, seq_len, batch, mesh.dp.rank, mesh.dp.size, max_tokens)
-    for index, part in enumerate(progress(batches, "evaluate", enabled=mesh.is_main)):
+    for index, part in enumerate(progress(batches, label, enabled=mesh.is_main)):
         if index % STOP_CHECK_EVERY == 0 and stopped():
             raise EvaluationStopped
         tokens, targets, documents = to_device(part.share(mesh.cp.rank, mesh.cp.size), isolate, mesh.device)
@@ -66,5 +106,5 @@ def evaluate(
             total = all_reduce(total, axis)
     nats, count = total.tolist()
     loss = nats / count
-    bits_per_byte = loss / math.log(2) * split.n_tokens / split.n_bytes
-    return Evaluation(round(count), loss, math.exp(min(loss, 700)), bits_per_byte)
+    bits_per_byte = loss / math.log(2) / split.bytes_per_target
+    return Evaluation(round(count), loss, _perplexity(loss), bits_per_byte)

@@ -16,7 +16,7 @@ import torch
 from boost.config import Config
 from boost.config.architecture import flops_per_token
 from boost.data.batches import Batches
-from boost.data.fit import open_fitting_store
+from boost.data.fit import open_corpus
 from boost.errors import NonFiniteError, StorageError, TrainingError
 from boost.models.fused import fused_params
 from boost.optim.build import build_optimizer
@@ -51,7 +51,6 @@ from boost.train.outcome import RunTrouble, TrainResult, early_stop
 from boost.train.recoverable_step import stepper_of
 from boost.train.recovery import Recovery
 from boost.train.replica_check import require_sound
-from boost.train.resume import data_identity
 from boost.train.rollback import Rollbacks
 from boost.train.rundir import RunDirectory
 from boost.train.signals import StopRequest
@@ -87,9 +86,9 @@ class Trainer:
         """
         self.config, self.mesh, self.run, self.recovery = config, mesh, run, recovery
         train = config.train
-        self.store = open_fitting_store(config)
-        self.heldout = self.store.split("heldout")
-        self.batches = Batches(self.store.split("train"), train.seq_len, train.global_batch, train.seed)
+        self.corpus = open_corpus(config)
+        self.store, self.heldout = self.corpus.stores[0], self.corpus.split("heldout")
+        self.batches = Batches(self.corpus.split("train"), train.seq_len, train.global_batch, train.seed)
         torch.manual_seed(train.seed + mesh.rank)
         self.model: Model = build_model(config, mesh)
         self.fused_params = list(fused_params(self.model))
@@ -128,7 +127,7 @@ class Trainer:
         self._rollback: str | None = None
         self.rollbacks = Rollbacks()
         # Read once: the store on disk may be replaced or deleted while the run trains.
-        tokenizer, data = self.store.tokenizer_json.encode(), data_identity(self.store)
+        tokenizer, data = self.store.tokenizer_json.encode(), self.corpus.identity()
         self._saver = ckpt.CheckpointSaver(self.model, self.optimizer, config, tokenizer, data, mesh)
 
     def start(self, resume_from: list[Path], start_from: str | None = None) -> None:
@@ -278,8 +277,9 @@ class Trainer:
             return None
         finally:
             self._signals_to_reduce = True
-        losses = result.loss, result.perplexity, result.bits_per_byte
-        metrics = EvalMetrics(self.position.step, *losses, result.tokens, final=self.at_end and max_tokens is None)
+        losses = result.loss, result.perplexity, result.bits_per_byte, result.tokens
+        by_source = {name: each.loss for name, each in result.sources.items()}
+        metrics = EvalMetrics(self.position.step, *losses, self.at_end and max_tokens is None, by_source)
         self.recent.append(metrics)
         self.notify(Hook.on_evaluation, EvaluationEnd(metrics, complete=max_tokens is None))
         return result

@@ -12,8 +12,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -75,6 +75,9 @@ class EvalMetrics:
     """Held-out tokens evaluated."""
     final: bool = False
     """Whether it is the final evaluation of the run, on the whole held-out split."""
+    heldout_losses: Mapping[str, float] = field(default_factory=dict)
+    """Mean cross-entropy of each store of data.mixture by its name, in nats per token; `heldout_loss` is their weighted mean. Empty
+    without a mixture."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,11 @@ class MetricsWriter:
         with storage_errors(self._run.path):
             self._file.write(_to_line({"kind": kind, **values}))
             self._file.flush()
-            named = {f"{prefix}/{name}": value for name, value in values.items() if name not in ("step", "final")}
+            named = {
+                f"{prefix}/{name}": value
+                for name, value in flat_config(values, separator="/").items()
+                if name not in ("step", "final")
+            }
             for name, value in named.items():
                 self._board.add_scalar(name, value, metrics.step)
         for tracker in self._trackers:
@@ -312,11 +319,12 @@ def _preformatted(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
-def flat_config(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_config(tree: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
     """Flattens a tree to dotted keys: {"train": {"steps": 3}} becomes {"train.steps": 3}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flat_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        inner = isinstance(value, dict)
+        flat |= flat_config(value, f"{prefix}{key}{separator}", separator) if inner else {f"{prefix}{key}": value}
     return flat
 
 
@@ -405,11 +413,19 @@ def truncate_metrics(path: Path, last_step: int, at_end: bool = False, in_progre
 
 
 def _to_line(values: dict[str, Any]) -> str:
-    finite = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(_finite(values), allow_nan=False) + "\n"
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Non-finite numbers as strings, in nested tables too."""
+    return {
+        name: _finite(value)
+        if isinstance(value, dict)
+        else str(value)
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
         for name, value in values.items()
     }
-    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
@@ -419,7 +435,16 @@ def _from_line(line: bytes, path: Path | str, number: int) -> dict[str, Any]:
         values = None
     if not isinstance(values, dict):
         raise DataError(f"line {number} of '{path}' is not a JSON object; fix or remove that line")
+    return _numbers(values)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of `_finite`."""
     return {
-        name: _NOT_FINITE.get(value, value) if isinstance(value, str) and name not in TEXTS else value
+        name: _numbers(value)
+        if isinstance(value, dict)
+        else _NOT_FINITE.get(value, value)
+        if isinstance(value, str) and name not in TEXTS
+        else value
         for name, value in values.items()
     }

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from boost.config import Config
+from boost.data.mixture import Corpus
 from boost.data.store import TokenStore
 from boost.errors import CheckpointError, ConfigError
 from boost.optim.schedule import learning_rate
@@ -106,15 +107,10 @@ def check_start(start_from: str, config: Config, store: TokenStore) -> Checkpoin
     return found
 
 
-def data_identity(store: TokenStore) -> dict[str, Any]:
-    """What a checkpoint records about its data. A resumed run must match it, and generation needs the tokenizer."""
-    return {"tokenizer": store.fingerprint, "content": store.content("train"), "eos": store.eos}
-
-
-def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> None:
+def check_resumable(found: Checkpoint, config: Config, corpus: Corpus) -> None:
     """Raises ConfigError or CheckpointError if resuming would repeat or skip samples, or train on different data.
 
-    The order of the data is a function of the seed, the sequence length and the global batch.
+    The order of the data is a function of the seed, the sequence length, the global batch and the weights of data.mixture.
     """
     if found.updates == 0 and found.data.get("content") is None:
         raise CheckpointError(
@@ -132,9 +128,22 @@ def check_resumable(found: Checkpoint, config: Config, store: TokenStore) -> Non
             f"train.steps = {config.train.steps}, but '{found.path}' has done {found.position.step} steps; "
             f"smallest valid value: {found.position.step}"
         )
-    store.require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
-    if found.data.get("content") != store.content("train"):
-        raise CheckpointError(
-            f"'{found.path}' was trained on different text than data.store = '{config.data.store}' holds; "
-            "resume with the store that it was trained on"
+    corpus.stores[0].require_tokenizer(str(found.data.get("tokenizer")), f"'{found.path}'")
+    _check_content(found, config, corpus)
+
+
+def _check_content(found: Checkpoint, config: Config, corpus: Corpus) -> None:
+    identity = corpus.identity()
+    if found.data.get("content") == identity["content"]:
+        return
+    before, now = (sorted(each["content"] for each in data.get("sources", ())) for data in (found.data, identity))
+    if before and before == now:
+        raise ConfigError(
+            f"data.mixture = {config.data.mixture}, but '{found.path}' was trained with the weights "
+            f"{found.config.data.mixture}, and the order of the data depends on them; resume with those, or choose another run.dir"
         )
+    setting = f"data.mixture = {config.data.mixture}" if config.data.mixture else f"data.store = '{config.data.store}'"
+    raise CheckpointError(
+        f"'{found.path}' was trained on different text than {setting} holds; "
+        "resume with the stores that it was trained on"
+    )

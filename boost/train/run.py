@@ -147,7 +147,7 @@ def _train(
     if recovery is not None:
         hooks = [TakeOver(), *hooks, SlowReplicas(config.run.slow_steps, config.run.exclude_slow)]
     trainer = Trainer(config, mesh, run, hooks=hooks, recovery=recovery)
-    trainer.add_data(inherited_data(candidates, start_from))
+    trainer.add_data(inherited_data(trainer.corpus, candidates, start_from))
     if recovery is None:
         trainer.start(candidates, start_from)
     elif recovery.is_restart:
@@ -215,6 +215,10 @@ def _print_result(config: Config, trainer: Trainer, result: TrainResult) -> None
     if result.evaluation:
         evaluation, entropy = result.evaluation, trainer.heldout.unigram_entropy()
         print(f"\nheld-out loss       {evaluation.loss:.4f} nats/token over {evaluation.tokens} tokens")
+        for name, each in evaluation.sources.items():
+            print(
+                f"  {name:18}{each.loss:.4f} nats/token over {each.tokens} tokens, {each.bits_per_byte:.4f} bits per byte"
+            )
         print(f"unigram entropy     {entropy:.4f} nats/token (loss of a model that knows only token frequencies)")
         print(f"held-out perplexity {evaluation.perplexity:.2f}")
         print(f"bits per byte       {evaluation.bits_per_byte:.4f}")

@@ -9,6 +9,7 @@ from boost.cli import prepare as command
 from boost.cli.main import print_error
 from boost.data.store import TokenStore
 from boost.errors import BoostError
+from tests.data.chats import chat_tokenizer, write_conversations
 
 
 def boost(*argv):
@@ -123,3 +124,15 @@ def test_help_shows_examples(capsys):
         boost("--help")
     out = capsys.readouterr().out
     assert stopped.value.code == 0 and "boost prepare --stdlib " in out and "--hf NAME[:CONFIG]" in out
+
+
+def test_conversations(tmp_path, capsys):
+    chats = write_conversations(tmp_path / "chats.jsonl", 30)
+    arguments = ("--chat", chats, "--tokenizer", chat_tokenizer(tmp_path / "tokenizer"), "--out", tmp_path / "store")
+    assert boost(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "in the loss" in out and "tokens count in the loss, by the prompts of the chat template" in out
+    sizes = TokenStore.open(tmp_path / "store").meta["splits"]["train"]
+    assert f"{sizes['targets']:,}" in out and 0 < sizes["targets"] < sizes["tokens"]
+    assert boost("--chat", tmp_path / "none.jsonl", "--tokenizer", tmp_path / "tokenizer") != 0
+    assert "no such file; --chat reads .jsonl" in capsys.readouterr().err

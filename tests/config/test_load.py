@@ -13,6 +13,10 @@ from boost.config.lr_schedules import Cosine
 from boost.errors import ConfigError
 
 BAD = [
+    (["--data.mixture", "{ a = 0 }"], ["data.mixture.a = 0", "greater than 0"]),
+    (["--data.mixture", "{ a = 'x' }"], ["data.mixture.a = 'x'", "number", '{ "data/c4" = 0.7, "data/code" = 0.3 }']),
+    (["--data.mixture", "a"], ["data.mixture = 'a'", "table of numbers", '{ "data/c4" = 0.7, "data/code" = 0.3 }']),
+    (["--data.store", "a", "--data.mixture", "{ b = 1 }"], ["data.store = 'a' and data.mixture are both set"]),
     (["--train.step", "3"], ["train.step", "did you mean 'train.steps'"]),
     (["--train.tp", "2"], ["train.tp", "did you mean 'parallel.tp'"]),
     (["--lr", "1"], ["--lr", "did you mean '--optim.lr'"]),
@@ -386,3 +390,14 @@ def test_a_mistake_is_answered_before_torch_is_imported() -> None:
 )
 def test_what_a_layout_can_carry_is_legal(overrides: str) -> None:
     load(None, overrides.split())
+
+
+def test_a_mixture_and_a_store_replace_each_other(tmp_path: Path) -> None:
+    config = load(None, ["--data.mixture", '{ "data/v1.2" = 3, b = 0.5 }'])
+    assert config.data.sources == {"data/v1.2": 3.0, "b": 0.5}
+    (file := tmp_path / "run.toml").write_text(to_toml(config))
+    assert load(str(file)).data == config.data
+    one = load(str(file), ["--data.store", "c"])
+    assert one.data.sources == {"c": 1.0}
+    file.write_text('[data]\nstore = "c"\n')
+    assert load(str(file), ["--data.mixture", "{ a = 1, b = 2 }"]).data.sources == {"a": 1.0, "b": 2.0}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from boost.config.architecture import IGNORED
 from boost.data.batches import Batches, EvaluationBatches, shuffled_order
+from boost.data.mixture import MixedSplit
 from boost.data.store import Split
 from boost.errors import ConfigError, DataError
 
@@ -71,6 +73,55 @@ def test_ranks_and_micro_batches_only_cut_the_global_batch(dp, micro_batch):
     assert all(part.tokens.shape == (micro_batch, 8) for part in parts)
     for name in ("tokens", "targets", "document_ids"):
         np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+def mixed(*sizes):
+    """A mixture of splits of so many tokens; the first has most weight. Tokens of source i start at 10,000 i."""
+    parts = []
+    for i, n in enumerate(sizes):
+        part = make_split(n)
+        tokens = part.tokens + np.uint32(10_000 * i)
+        parts.append(Split("train", f"STORE{i}", tokens, part.documents, n, 100_000, eos=99_999))
+    weights = [Fraction(k + 1, sum(range(len(sizes) + 1))) for k in reversed(range(len(sizes)))]
+    return MixedSplit(tuple(parts), tuple(weights), tuple(f"s{i}" for i in range(len(sizes))))
+
+
+def test_a_mixture_repeats_and_skips_no_sample_of_a_source_over_resumes_with_other_replicas():
+    split, taken = mixed(301, 121, 81), []
+    assert [float(weight) for weight in split.weights] == [3 / 6, 2 / 6, 1 / 6]
+    step = 0
+    for dp, steps in ((1, 3), (2, 4), (4, 2), (3, 5)):  # three resumes, each in a process of its own
+        batches = Batches(split, seq_len=10, global_batch=12, seed=4)
+        for _ in range(steps):
+            parts = [part for rank in range(dp) for part in batches.micro_batches(step, rank, dp, 1)]
+            taken += [int(part.tokens[0, 0]) for part in parts]
+            step += 1
+    by_source = [[t % 10_000 // 10 for t in taken if t // 10_000 == i] for i in range(3)]
+    assert [len(found) for found in by_source] == [84, 56, 28], "12 x 14 samples in shares of 3, 2 and 1 sixths"
+    for found, n in zip(by_source, (30, 12, 8), strict=True):
+        epochs = [found[start : start + n] for start in range(0, len(found), n)]
+        assert len(epochs) > 2
+        assert all(sorted(epoch) == list(range(n)) for epoch in epochs[:-1])
+        assert len(set(epochs[-1])) == len(epochs[-1])
+
+
+def test_a_mixture_of_one_store_is_that_store():
+    part = make_split(301)
+    alone, mixture = Batches(part, 10, 8, 5), Batches(MixedSplit((part,), (Fraction(1),), ("s",)), 10, 8, 5)
+    for step in range(9):
+        np.testing.assert_array_equal(alone.sample_indices(step), mixture.sample_indices(step))
+
+
+def test_stores_of_equal_size_are_not_read_in_step():
+    batches = Batches(mixed(501, 501), seq_len=10, global_batch=60, seed=4)
+    found = batches.sample_indices(0)
+    first, second = found[found < 50][:20], found[found >= 50][:20] - 50
+    assert len(second) == 20 and sum(first == second) < 5
+
+
+def test_a_store_of_a_mixture_that_is_too_small_is_named():
+    with pytest.raises(DataError, match="STORE1: split 'train' has 9 tokens, fewer than one sequence"):
+        Batches(mixed(301, 9), 10, 1, 0)
 
 
 def test_a_sample_is_a_window_with_its_documents():

@@ -14,15 +14,17 @@ RATE = 3e-3
 """Of every step here. At 1e-2 the toy model itself amplifies a difference of one bit to 1e-6 within 100 steps."""
 
 
-def make_config(store: Path, run: Path, tp: int = 1, dtype: str = "float64", **sections: Any) -> Config:
-    """A run in the folder `run`."""
+def make_config(
+    store: Path | dict[str, float], run: Path, tp: int = 1, dtype: str = "float64", **sections: Any
+) -> Config:
+    """A run in the folder `run`, on a store or a mixture."""
     sections["train"] = {"steps": 6, "seq_len": 32, "micro_batch": 2, "global_batch": 4, **sections.get("train", {})}
     return toy.toy_config(
         dtype,
         model={"vocab_size": 300, **sections.pop("model", {})},
         parallel={"tp": tp, **sections.pop("parallel", {})},
         optim={"lr": RATE, "warmup_steps": 3},
-        data={"store": str(store)},
+        data={"store": str(store)} if isinstance(store, Path) else {"mixture": store},
         run={"dir": str(run), "device": "cpu", "peak_tflops": 1.0},
         **sections,
     )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from boost.data.mixture import Corpus, MixedSplit
 from boost.data.store import TokenStore
 from boost.train.evaluate import Evaluation, evaluate
 from tests import toy
@@ -53,6 +54,26 @@ def test_neither_batch_nor_mesh_matters(store: Path) -> None:
         for result in run_distributed(4, evaluation, store, make_config(**parallel), 30):
             assert result.tokens == expected.tokens
             assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+def test_a_mixture_is_the_weighted_mean_of_its_stores(store: Path, mixture: dict[str, float]) -> None:
+    model, mesh = toy.toy_model(make_config())
+    corpus = Corpus.open(mixture)
+    split = corpus.split("heldout")
+    assert isinstance(split, MixedSplit)
+    result = evaluate(model, split, 32, 8, False, mesh)
+    parts = {
+        name: evaluation(Path(path), make_config(), 8) for name, path in zip(("store", "other"), mixture, strict=True)
+    }
+    assert result.sources == parts
+    assert result.loss == pytest.approx(0.7 * parts["store"].loss + 0.3 * parts["other"].loss, rel=1e-14)
+    assert result.tokens == sum(part.tokens for part in parts.values())
+    bytes_per_token = sum(
+        float(w) * part.n_bytes / part.n_tokens for w, part in zip(split.weights, split.parts, strict=True)
+    )
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / bytes_per_token)
+    some = evaluate(model, split, 32, 8, False, mesh, 320)
+    assert {name: each.tokens for name, each in some.sources.items()} == {"store": 224, "other": 96}
 
 
 def test_part_of_the_tokens(store: Path) -> None:

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from boost.config import Config
-from boost.errors import CheckpointError
+from boost.errors import CheckpointError, ConfigError
 from boost.train import checkpoint as ckpt
 from boost.train.metrics import MetricsHook, read_metrics
 from boost.train.resume import changes, require_nothing_lost, resume_candidates
@@ -113,6 +114,30 @@ def test_a_resumed_run_says_what_changed_and_what_becomes_of_the_learning_rate(s
     same = make_trainer(config)
     same.start([ckpt.checkpoint_path(run.checkpoints, 4)])
     assert same.warnings == []
+
+
+def numbers(run: RunDirectory) -> list[tuple[str, int, float, dict[str, float]]]:
+    lines = [line for line in read_metrics(run.metrics) if line["kind"] in ("step", "eval")]
+    return [(x["kind"], x["step"], x.get("loss", x.get("heldout_loss")), x.get("heldout_losses", {})) for x in lines]
+
+
+def test_a_mixture_resumes_to_the_bit_and_refuses_other_weights(mixture: dict[str, float], tmp_path: Path) -> None:
+    sizes = {"steps": 6, "eval_every": 3, "save_every": 2, "eval_tokens": 96}
+    run = trained(make_config(mixture, tmp_path / "run", train=sizes))
+    whole = numbers(run)
+    assert [set(losses) for kind, *_, losses in whole if kind == "eval"] == [{"store", "other"}] * 2
+    again = make_trainer(make_config(dict(reversed(mixture.items())), tmp_path / "run", train=sizes), MetricsHook())
+    again.start([ckpt.checkpoint_path(run.checkpoints, 2)])
+    assert again.warnings == []
+    again.fit()
+    assert numbers(run) == whole
+    refused: list[tuple[Any, str]] = [
+        (dict.fromkeys(mixture, 1.0), "data.mixture = .*1.0.*was trained with the weights .*0.7"),
+        (Path(next(iter(mixture))), "different text than data.store = "),
+    ]
+    for other, words in refused:
+        with pytest.raises((ConfigError, CheckpointError), match=words):
+            make_trainer(make_config(other, tmp_path / "run", train=sizes)).start(candidates(run))
 
 
 def test_the_step_that_was_saved_is_noted_outside_the_checkpoints(store: Path, tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Which tokens of a formatted conversation count in the loss: those of the assistant, by the template's word or by its prompts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from boost.data.chat import ChatTemplate, Encoded, Rejected
+from boost.errors import DataError
+from tests.data.chats import CHATML, MARKED, chat_tokenizer, conversation
+
+FORGETFUL = CHATML.replace("{{ m['content'] + '<|im_end|>' }}{% else %}",
+    "{{ ('<think>' if loop.last else '') + m['content'] + '<|im_end|>' }}{% else %}")  # fmt: skip
+"""Formats the last answer differently, as templates do that drop earlier reasoning."""
+
+
+def counted(template: ChatTemplate, document: Encoded) -> list[str]:
+    """The text of each run of counted tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], document.mask.astype(int), [0]])))
+    return [template.text_of(document.ids[start:end]) for start, end in edges.reshape(-1, 2)]
+
+
+def answers(number: int, end: str) -> list[str]:
+    return [m["content"] + end for m in conversation(number) if m["role"] == "assistant"]
+
+
+@pytest.fixture(scope="module")
+def by_prefixes(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    return ChatTemplate(chat_tokenizer(tmp_path_factory.mktemp("prefixes")))
+
+
+@pytest.fixture(scope="module")
+def by_markers(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
+    return ChatTemplate(chat_tokenizer(tmp_path_factory.mktemp("markers"), MARKED))
+
+
+def test_only_what_the_assistant_says_counts(by_prefixes: ChatTemplate, by_markers: ChatTemplate) -> None:
+    assert by_markers.has_markers and not by_prefixes.has_markers
+    for number in range(9):
+        (ours,), (theirs,) = (each.encode(conversation(number)) for each in (by_prefixes, by_markers))
+        assert ours.text == theirs.text
+        np.testing.assert_array_equal(ours.ids, theirs.ids)
+        assert counted(by_prefixes, ours) == answers(number, "<|im_end|>\n")
+        assert counted(by_markers, theirs) == answers(number, "<|im_end|>")
+        assert by_prefixes.text_of(ours.ids) == ours.text
+        prompt = by_prefixes.encode(conversation(number))[0].ids[: int(np.flatnonzero(ours.mask)[0])]
+        assert by_prefixes.text_of(prompt).endswith("<|im_start|>assistant\n")
+    assert by_prefixes.straddling == 0
+
+
+def test_a_template_that_changes_earlier_answers_gives_one_document_for_each(tmp_path: Path) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path, FORGETFUL))
+    documents = template.encode(conversation(2))  # three exchanges
+    assert [counted(template, each) for each in documents] == [[f"<think>{a}"] for a in answers(2, "<|im_end|>\n")]
+    lengths = [len(each.ids) for each in documents]
+    assert lengths == sorted(lengths) and len(set(lengths)) == 3
+
+
+def test_an_answer_that_begins_within_a_token_is_noticed(tmp_path: Path) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}"))
+    # "model" is a token; cut in two, its first part is the prompt.
+    (document,) = template.encode(
+        [{"role": "user", "content": "a mod"}, {"role": "assistant", "content": "el and why"}]
+    )
+    assert template.straddling == 1
+    assert counted(template, document) == [" and why"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "rejects the conversation: roles must alternate"),
+        ("{{ messages[0]['none']['none'] }}", "rejects the conversation"),
+        (
+            "{% if add_generation_prompt %}>{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "not the start of",
+        ),
+        ("{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}", "no token counts"),
+    ],
+)
+def test_what_a_template_cannot_format(tmp_path: Path, source: str, words: str) -> None:
+    template = ChatTemplate(chat_tokenizer(tmp_path, source))
+    with pytest.raises(Rejected, match=words):
+        template.encode(conversation(1))
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no chat template; add a file chat_template.jinja"):
+        ChatTemplate(chat_tokenizer(tmp_path, None))

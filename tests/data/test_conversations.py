@@ -1,0 +1,113 @@
+"""The usual forms of conversations, the files that hold them, and what is said of records that are none."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from boost.data.conversations import ConversationFile, Malformed, messages_of, open_conversations
+from boost.data.report import PrepareReport
+from boost.errors import DataError
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+USER, ANSWER = said("user", "a"), said("assistant", "b")
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+FORMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    ({"messages": [USER, ANSWER]}, [USER, ANSWER]),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER]}, [USER, ANSWER]),
+    ({"messages": [USER, ANSWER, said("user", "c")]}, [USER, ANSWER]),
+    ({"conversations": SHARED}, [USER, ANSWER]),
+    ({"conversations": [USER, ANSWER]}, [USER, ANSWER]),
+    ({"system": "s", "conversations": SHARED}, [said("system", "s"), USER, ANSWER]),
+    ({"instruction": "a", "input": "", "output": "b"}, [USER, ANSWER]),
+    ({"instruction": "a", "input": "x", "output": "b"}, [said("user", "a\n\nx"), ANSWER]),
+    ({"prompt": "a", "completion": "b"}, [USER, ANSWER]),
+    ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+]
+
+
+@pytest.mark.parametrize(("record", "messages"), FORMS)
+def test_forms(record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    assert messages_of(record) == messages
+
+
+def test_what_a_template_may_need_is_kept() -> None:
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    record = {"messages": [said("user", "a"), {"role": "assistant", "content": None, "tool_calls": calls}]}
+    assert messages_of(record)[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ([1], "a list, not an object"),
+        ({"text": "a"}, "neither messages, conversations"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": [said("user", "a")]}, "no message of the assistant"),
+        ({"messages": [said("narrator", "a")]}, "unknown role 'narrator'"),
+        ({"messages": ["a"]}, "a message without 'role'"),
+        ({"messages": [{"role": "user"}, said("assistant", "b")]}, "'content' is null, not text"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "'value' is a number, not text"),
+        ({"instruction": "a", "output": " "}, "an empty answer"),
+    ],
+)
+def test_what_is_no_conversation(record: Any, words: str) -> None:
+    with pytest.raises(Malformed, match=words):
+        messages_of(record)
+
+
+RECORDS = [{"messages": [said("user", f"question {i}"), said("assistant", f"answer {i}")]} for i in range(5)]
+
+
+def test_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in RECORDS)
+    files = [tmp_path / name for name in ("a.jsonl", "a.jsonl.gz", "a.json", "a.jsonl.zst", "a.parquet")]
+    files[0].write_text("\ufeff" + lines, encoding="utf-8")
+    files[1].write_bytes(gzip.compress(lines.encode()))
+    files[2].write_text(json.dumps(RECORDS, indent=1))
+    with pyarrow.CompressedOutputStream(str(files[3]), "zstd") as out:
+        out.write(lines.encode())
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), files[4])
+    for source in open_conversations([str(file) for file in files]):
+        found = [json.loads(document.text) for document in source.documents(PrepareReport())]
+        assert found == [record["messages"] for record in RECORDS], source.name
+
+
+def test_bad_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        f'{json.dumps(RECORDS[0])}\n\nno json\n{{"text": "x"}}\n{json.dumps(RECORDS[1])}\n'
+    )
+    report = PrepareReport()
+    documents = list(ConversationFile(tmp_path / "a.jsonl").documents(report))
+    assert [document.key for document in documents] == ["a.jsonl:1", "a.jsonl:5"]
+    skipped = report.sources[0].files[0].skipped
+    assert {reason: skip.count for reason, skip in skipped.items()} == {
+        "blank line": 1,
+        "not a line of JSON": 1,
+        "neither messages, conversations, instruction and output, nor prompt and completion": 1,
+    }
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        ConversationFile(tmp_path / "none.jsonl")
+    for name, content, words in (("a.txt", b"x", "not a file of conversations"), ("a.json", b"[1, ", "not a JSON array"),
+                                 ("a.parquet", b"x", "not a Parquet file"), ("a.jsonl.gz", b"x", "cannot be read")):  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            list(ConversationFile(tmp_path / name).documents(PrepareReport()))
+    with pytest.raises(DataError, match="no input given"):
+        open_conversations([])
+    (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
+    source = ConversationFile(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").write_text(json.dumps(RECORDS[0]) + "\n\n")
+    with pytest.raises(DataError, match="changed during the preparation"):
+        list(source.documents(PrepareReport()))

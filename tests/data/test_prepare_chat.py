@@ -1,0 +1,131 @@
+"""`boost prepare --chat`: the mask in the store is that of the conversations, and training and evaluation take no other targets."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from boost.config.architecture import IGNORED
+from boost.data.batches import Batches, EvaluationBatches
+from boost.data.chat import ChatTemplate
+from boost.data.prepare import PrepareOptions, prepare
+from boost.data.store import SPLITS, TokenStore
+from boost.data.verify import verify
+from boost.errors import DataError
+from tests.data.chats import CHATML, MARKED, chat_tokenizer, conversation, write_conversations
+
+COUNT = 60
+
+
+def prepared(folder: Path, template: str = CHATML) -> TokenStore:
+    options = PrepareOptions(
+        out=folder / "store",
+        inputs=(str(write_conversations(folder / "chats.jsonl", COUNT)),),
+        tokenizer=str(chat_tokenizer(folder / "tokenizer", template)),
+        heldout=0.2,
+        chat=True,
+    )
+    return prepare(options).store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    return prepared(tmp_path_factory.mktemp("chat"))
+
+
+def texts(store: TokenStore, split: str) -> list[tuple[str, str]]:
+    """(text, text of the counted tokens) of every document."""
+    found, part, tokenizer = [], store.split(split), store.tokenizer()
+    assert part.targets is not None
+    for start, end in zip(part.documents[:-1], part.documents[1:], strict=True):
+        ids, mask = part.window(int(start), int(end - start)), part.targets.counted(int(start), int(end - start))
+        decode = [tokenizer.decode(each.tolist(), skip_special_tokens=False) for each in (ids, ids[mask])]
+        found.append((decode[0], decode[1]))
+    return found
+
+
+def test_every_conversation_is_a_document_with_its_answers_counted(store: TokenStore) -> None:
+    template = ChatTemplate(store.path.parent / "tokenizer")
+    expected = {}
+    for number in range(COUNT):
+        (document,) = template.encode(conversation(number))
+        answers = [m["content"] + "<|im_end|>\n" for m in conversation(number) if m["role"] == "assistant"]
+        expected[document.text.rstrip("\n")] = "".join(answers).removesuffix("\n")
+    assert dict([*texts(store, "train"), *texts(store, "heldout")]) == expected, (
+        "each ends with one <|im_end|>, which counts"
+    )
+    for name in SPLITS:
+        part, sizes = store.split(name), store.meta["splits"][name]
+        counted = [answer for _, answer in texts(store, name)]
+        ends = sum(len("<|im_end|>") for _ in counted)  # the last one of each: written by the store
+        assert sizes["target_bytes"] == sum(map(len, counted)) - ends
+        assert part.targets is not None
+        assert sizes["targets"] == int(part.targets.before(np.array([part.n_tokens]))[0]) == part.token_counts().sum()
+    assert store.eos == store.tokenizer().token_to_id("<|im_end|>")
+    assert store.meta["format"] == 2
+    assert store.chat == {"template": CHATML, "tokenizer": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}}
+
+
+def test_markers_of_the_template_decide(tmp_path: Path) -> None:
+    store = prepared(tmp_path, MARKED)
+    for text, counted in texts(store, "train"):
+        answers = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
+        assert counted == "".join(f"{answer}<|im_end|>" for answer in answers)
+    assert "markers" in store.report["notes"][0]
+
+
+def test_batches_have_the_counted_tokens_as_targets_and_no_others(store: TokenStore) -> None:
+    part = store.split("train")
+    assert part.targets is not None
+    mask = part.targets.counted(0, part.n_tokens)
+    batches = Batches(part, 48, 4, 0)
+    rows = [batches.sample(i) for i in range(batches.n_samples)]
+    taken = np.concatenate([row.targets[row.targets != IGNORED] for row in rows])
+    np.testing.assert_array_equal(taken, np.asarray(part.tokens[:])[mask])
+    heldout = store.split("heldout")
+    evaluated = [part.targets[part.targets != IGNORED] for part in EvaluationBatches(heldout, 48, 3)]
+    assert len(np.concatenate(evaluated)) == heldout.n_targets
+
+
+def test_a_second_time_does_nothing_and_another_template_is_another_store(tmp_path: Path) -> None:
+    first = prepared(tmp_path)
+    options = PrepareOptions(
+        **{**first.meta["options"], "out": first.path, "inputs": tuple(first.meta["options"]["inputs"])}
+    )
+    assert prepare(options).up_to_date
+    chat_tokenizer(tmp_path / "tokenizer", MARKED)
+    with pytest.raises(DataError, match="already holds a token store made from different input"):
+        prepare(options)
+    assert not prepare(replace(options, overwrite=True)).up_to_date
+
+
+@pytest.mark.parametrize("damage", ["flip", "short", "gone"])
+def test_a_damaged_mask_is_found(tmp_path: Path, damage: str) -> None:
+    store = prepared(tmp_path)
+    file = store.path / "train.targets"
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flip" else content[:-8])
+    with pytest.raises(DataError, match=r"train\.targets"):
+        verify(TokenStore.open(store.path))
+
+
+def test_conversations_that_cannot_be_used(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
+    file = tmp_path / "chats.jsonl"
+    options = PrepareOptions(out=tmp_path / "store", inputs=(str(file),), tokenizer=str(tokenizer), chat=True)
+    file.write_text(json.dumps({"messages": conversation(1)}) + "\n" + '{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"the only conversation can be used.*1 skipped: 1 neither messages"):
+        prepare(options)
+    file.write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match="no conversation can be used"):
+        prepare(options)
+    with pytest.raises(DataError, match="--tokenizer train:4096: with --chat, name the folder"):
+        prepare(replace(options, tokenizer="train:4096"))
+    with pytest.raises(DataError, match="remove --stdlib and --hf"):
+        prepare(replace(options, stdlib=True))

@@ -1,0 +1,131 @@
+"""Training on conversations: under every layout, mesh and micro-batch, the loss is the mean over the counted tokens of the global
+batch, and its gradient that of the model on one process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from boost.config import Config
+from boost.config.architecture import IGNORED
+from boost.data.mixture import Corpus
+from boost.data.prepare import PrepareOptions, prepare
+from boost.train.begin import inherited_data
+from boost.train.checkpoint import HUB
+from boost.train.evaluate import Evaluation, evaluate
+from tests import toy
+from tests.data.chats import CHATML, chat_tokenizer, write_conversations
+from tests.distributed import run_distributed
+from tests.matrices import LAYOUTS, family_of, ids
+from tests.train.runs import RATE, make_config, make_trainer
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of conversations."""
+    folder = tmp_path_factory.mktemp("chats")
+    inputs = (str(write_conversations(folder / "chats.jsonl", 40)),)
+    tokenizer = str(chat_tokenizer(folder / "tokenizer"))
+    return prepare(
+        PrepareOptions(out=folder / "store", inputs=inputs, tokenizer=tokenizer, heldout=0.2, chat=True)
+    ).store.path
+
+
+def config_on(store: Any, run: Path, tp: int = 1, isolate: bool = False, **sections: Any) -> Config:
+    model = {"vocab_size": 304, **sections.pop("model", {})}
+    train = {"global_batch": 8, "micro_batch": 2, **sections.pop("train", {})}
+    config = make_config(store, run, tp, model=model, train=train, **sections)
+    return config.model_copy(update={"data": config.data.model_copy(update={"isolate_documents": isolate})})
+
+
+def numbers(config: Config) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of a few steps: the later ones depend on every gradient before."""
+    trainer = make_trainer(config)
+    trainer.start([])
+    steps = [trainer.step(RATE) for _ in range(STEPS)]
+    return [(step.loss, step.gradient_norm) for step in steps]
+
+
+def assert_same(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-10)
+
+
+def test_the_loss_is_that_of_the_answers_alone(chats: Path, tmp_path: Path) -> None:
+    """Against torch's own cross-entropy, with the tokens of the answers looked up in the store."""
+    trainer = make_trainer(config_on(chats, tmp_path))
+    trainer.start([])
+    (batch,) = trainer.batches.micro_batches(0, 0, 1, 8)
+    counted = batch.targets != IGNORED
+    assert 0.05 < counted.mean() < 0.6
+    per_row = counted.sum(1)
+    assert len(set(per_row.tolist())) > 2, "a mean of means would be another number"
+    model = trainer.model
+    with torch.no_grad():
+        losses = np.zeros(batch.targets.shape)
+        for row, column in zip(*np.nonzero(counted), strict=True):
+            targets = np.full_like(batch.targets[row : row + 1], IGNORED)
+            targets[0, column] = batch.targets[row, column]
+            losses[row, column] = model(torch.from_numpy(batch.tokens[row : row + 1]), torch.from_numpy(targets)).item()
+    assert trainer.step(RATE).loss == pytest.approx(losses[counted].mean(), rel=1e-12)
+
+
+def test_micro_batches_do_not_matter(chats: Path, tmp_path: Path) -> None:
+    whole = numbers(config_on(chats, tmp_path, train={"micro_batch": 8}))
+    assert_same(numbers(config_on(chats, tmp_path, train={"micro_batch": 1})), whole)
+
+
+MESHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({"family": family_of(layout), "kv_heads": 4}, {**layout, "tp": 2}) for layout in LAYOUTS),
+    ({}, {"layout": "ulysses", "tp": 2}),
+    ({}, {"layout": "btp-sp", "tp": 2, "overlap": "halves"}),
+    ({}, {"tp": 1, "dp": 2}),
+    ({}, {"tp": 1, "dp": 2, "shard": "full"}),
+    ({}, {"tp": 1, "cp": 2}),
+    ({}, {"tp": 1, "pp": 2}),
+    ({}, {"tp": 1, "pp": 2, "schedule": "zero-bubble"}),
+]
+"""Every kind of head and residual stream, and every way to share a batch."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "parallel"), MESHES, ids=ids(MESHES))
+def test_every_layout_and_mesh_is_one_process(
+    chats: Path, tmp_path: Path, model: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    model = {"layers": 1 + (parallel.get("pp", 1) - 1), "dim": 32, **model}
+    rest = {key: value for key, value in parallel.items() if key != "tp"}
+    config = config_on(chats, tmp_path, parallel["tp"], isolate=True, model=model, parallel=rest)
+    toy.skip_what_torch_cannot(config)
+    alone = config_on(chats, tmp_path, isolate=True, model=model)
+    expected = numbers(alone)
+    for found in run_distributed(2, numbers, config):
+        assert_same(found, expected)
+
+
+def evaluation(store: Path, config: Config, batch: int) -> Evaluation:
+    model, mesh = toy.toy_model(config)
+    return evaluate(model, Corpus.open({str(store): 1.0}).split("heldout"), 32, batch, False, mesh)
+
+
+def test_evaluation_is_over_the_answers(chats: Path, tmp_path: Path) -> None:
+    split = Corpus.open({str(chats): 1.0}).stores[0].split("heldout")
+    config = config_on(chats, tmp_path)
+    result = evaluation(chats, config, 3)
+    assert result.tokens == split.n_targets
+    assert result.bits_per_byte == pytest.approx(
+        result.loss / np.log(2) * split.n_targets / split.n_target_bytes  # type: ignore[operator]
+    )
+    assert evaluation(chats, config, 8).loss == pytest.approx(result.loss, rel=1e-12)
+
+
+def test_checkpoints_of_a_run_on_conversations_have_their_chat_template(
+    chats: Path, store: Path, tmp_path: Path
+) -> None:
+    data = inherited_data(Corpus.open({str(chats): 1.0}), [], None)
+    assert data[HUB]["chat_templates"] == {"default": CHATML}
+    assert data[HUB]["tokenizer"]["eos_token"] == "<|im_end|>"
+    assert inherited_data(Corpus.open({str(store): 1.0}), [], None) == {}
