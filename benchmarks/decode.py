@@ -1,6 +1,8 @@
 """Speed of generation: a low-rank model, its factors grouped and unmerged, against the dense model of its shape in transformers.
 
-    python -m benchmarks.decode [--rounds 9] [--threads 1 2] [--sizes ...] [--dtypes ...]      writes benchmarks/decode.json
+    python -m benchmarks.decode [--rounds 9] [--threads 1 2] [--sizes ...] [--dtypes ...] [--batches ...]
+
+writes benchmarks/decode.json. A result replaces the one of the same size, dtype, threads and batch.
 
 In every round, each contender continues the same prompts once, greedily: the low-rank (CoLA) model in `boost generate`'s code,
 its export in transformers, and the dense model of the same width, depth and vocabulary in transformers. Prefill is the time to
@@ -16,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,18 +82,31 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES, help="default: all")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default float32 bfloat16")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), choices=BATCHES, help="default: all")
     parser.add_argument("--out", type=Path, default=RESULT, metavar="PATH", help=f"default {RESULT.name}")
     args = parser.parse_args()
     if args.rounds < LEAST_ROUNDS:
         parser.error(f"--rounds = {args.rounds} is too small; smallest valid value: {LEAST_ROUNDS}")
-    found: dict[str, Any] = {"environment": environment(load("demo", [])), "rounds": args.rounds, "results": []}
     for size in args.sizes:
         for dtype in args.dtypes:
             with tempfile.TemporaryDirectory() as folder:
-                found["results"] += measure(size, dtype, args.threads, args.rounds, Path(folder))
+                for result in measure(size, dtype, args.threads, args.batches, args.rounds, Path(folder)):
+                    show(result)
+                    save(args.out, result)
             gc.collect()
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Adds a result to a file, in place of an earlier one."""
+
+    def identity(each: dict[str, Any]) -> list[Any]:
+        return [each[key] for key in ("size", "dtype", "batch", "threads")]
+
+    others = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    kept = [each for each in others if identity(each) != identity(result)]
+    results = sorted([*kept, result], key=identity)
+    path.write_text(json.dumps({"results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 def config_of(size: str, family: str, dtype: str) -> Config:
@@ -194,10 +209,13 @@ def prompts_of(batch: int, length: int) -> list[list[int]]:
     return found
 
 
-def measure(size: str, dtype: str, threads: Sequence[int], rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Every batch and number of threads."""
-    models, results = Models(size, dtype, folder), []
-    for batch, (length, new) in BATCHES.items():
+def measure(
+    size: str, dtype: str, threads: Sequence[int], batches: Sequence[int], rounds: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Yields the result of every batch and number of threads."""
+    models, measured_in = Models(size, dtype, folder), environment(load("demo", []))
+    for batch in batches:
+        length, new = BATCHES[batch]
         equal = models.equal(batch)
         if dtype == "float32" and min(equal.values()) < 1:
             raise MeasurementError(
@@ -208,9 +226,8 @@ def measure(size: str, dtype: str, threads: Sequence[int], rounds: int, folder: 
             torch.set_num_threads(count)
             runs = interleaved(contenders, dtype, rounds, prompts_of(batch, length), new)
             facts = {"size": size, "dtype": dtype, "threads": count, "batch": batch, "prompt": length, "new": new}
-            results.append(facts | {"equal_greedy_tokens": equal} | summary(size, dtype, batch, length, new, runs))
-            show(results[-1])
-    return results
+            facts |= {"rounds": rounds, "equal_greedy_tokens": equal, "environment": measured_in}
+            yield facts | summary(size, dtype, batch, length, new, runs)
 
 
 def interleaved(

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from boost.errors import ConfigError
 from boost.format import format_bytes
 from boost.models.cache import CacheRows, NextTokenRows, PromptRows
+from boost.parallel.pipeline import Pipeline
 from boost.train.hardware import available_memory
 from boost.train.model import Model
 
@@ -169,6 +171,9 @@ class _Batch:
 
     def __init__(self, model: Model, sampling: Sampling, size: int, capacity: int) -> None:
         self._model, self._sampling, self._size = model, sampling, size
+        # Weights that are gathered from replicas, and what stages exchange, outlive a forward pass.
+        lasting = isinstance(model, Pipeline | FSDPModule)
+        self._mode = torch.no_grad if lasting else torch.inference_mode
         self._caches = model.make_caches(size, capacity)
         self._sequences: list[_Sequence] = []
         self._generators: list[torch.Generator] = []
@@ -255,9 +260,8 @@ class _Batch:
             each.cached += 1
         return logits_BV
 
-    @torch.no_grad()
     def _next_logits(self, tokens: list[list[int]], rows: CacheRows) -> Tensor:
-        tokens_BS = torch.tensor(tokens, device=self._model.device)
         # Compiled blocks have static shapes: a growing cache would recompile them for each token.
-        with torch.compiler.set_stance("force_eager"):
+        with self._mode(), torch.compiler.set_stance("force_eager"):
+            tokens_BS = torch.tensor(tokens, device=self._model.device)
             return self._model.next_logits(tokens_BS, self._caches, rows=rows).cpu()

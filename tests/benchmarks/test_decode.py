@@ -1,5 +1,6 @@
 """The benchmark of generation: what it compares computes the same, and its limits are those of the model."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_a_tiny_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "GEMM_WIDTH": 64,
     }.items():
         monkeypatch.setattr(decode, name, value)
-    first, second = decode.measure("tiny", "float32", [1], 7, tmp_path)
+    first, second = decode.measure("tiny", "float32", [1], [1, 3], 7, tmp_path)
     assert (first["batch"], second["batch"], second["prompt"], second["new"]) == (1, 3, 5, 4)
     for result in (first, second):
         assert result["equal_greedy_tokens"] == {"cola": 1.0, "dense": 1.0}
@@ -44,3 +45,7 @@ def test_a_tiny_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     attention = 2 * 5 * 32 * 2
     assert limits["prefill_flops"] == 3 * (5 * (2 * linears + attention) + 2 * 320 * 32)
     assert decode.config_of("tiny", "dense", "float32").model.family == "dense"
+    out = tmp_path / "found.json"
+    for result in (second, first, second | {"rounds": 8}):
+        decode.save(out, result)
+    assert [(each["batch"], each["rounds"]) for each in json.loads(out.read_text())["results"]] == [(1, 7), (3, 8)]
