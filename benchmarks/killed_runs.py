@@ -25,8 +25,6 @@ from boost.train.metrics import read_metrics
 BOOST = [sys.executable, "-m", "boost.cli.main"]
 PROCESSES = 4
 """Per run."""
-SETTLES_S = 3.0
-"""Seconds after which a new membership has certainly resharded the optimizer moments: that takes one step."""
 
 
 class Run:
@@ -39,7 +37,6 @@ class Run:
         self.temporary.mkdir(parents=True)
         self.spares_pairs = False
         """Kill only one process at a time, and none before the optimizer moments are resharded."""
-        self._latest = -1, 0.0
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*BOOST, *training(args, folder, words)],
@@ -81,6 +78,13 @@ class Run:
                     break
                 time.sleep(0.05)
 
+    def has_resharded(self, replicas: int) -> bool:
+        """Whether a step has been completed since the replicas changed, to `replicas`: it has resharded the optimizer moments."""
+        changes = lines(self.folder, "membership")
+        if not changes:
+            return True
+        return changes[-1]["replicas"] == replicas and lines(self.folder, "step")[-1]["step"] > changes[-1]["step"]
+
     def workers(self) -> list[Beat]:
         """The live processes that send heartbeats, once all of them train."""
         launch = next(self.temporary.glob("boost-launch-*"), None)
@@ -96,9 +100,7 @@ class Run:
         if not (self.folder / "metrics.jsonl").exists() or not lines(self.folder, "step"):
             return []  # losing a process before the first step aborts the run
         decision, gone = latest
-        if decision.number != self._latest[0]:
-            self._latest = decision.number, time.monotonic()
-        if self.spares_pairs and time.monotonic() - self._latest[1] < SETTLES_S:
+        if self.spares_pairs and not self.has_resharded(len(decision.members)):
             return []
         beats = {beat.incarnation: beat for beat in read_beats(launch) if alive(beat.pid)}
         by_member: dict[str, list[Beat]] = {}
