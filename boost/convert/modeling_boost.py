@@ -12,6 +12,7 @@ a x b its most balanced factorization, H query heads, E head dimension.
 
 import inspect
 import math
+import sys
 from typing import Any, ClassVar
 
 import torch
@@ -465,6 +466,11 @@ class ColaForCausalLM(BoostForCausalLM):
     config_class = ColaConfig
     _tp_plan = None
 
+
+# `transformers serve` looks up the class that config.json names among transformers' own, even with --trust-remote-code.
+if (_server := sys.modules.get("transformers.cli.serving.model_manager")) is not None:
+    for _class in (BoostForCausalLM, ColaForCausalLM):
+        setattr(_server.transformers, _class.__name__, _class)
 
 if CONVERTS:
     for _model in (ColaModel, ColaForCausalLM):

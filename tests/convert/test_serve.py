@@ -60,7 +60,7 @@ def test_transformers_serve(tmp_path: Path, store: Path) -> None:
     decoder, folder = exported("cola", tmp_path, store, vocab_size=300)
     tokenizer = load_tokenizer(store / "tokenizer.json")
     texts = ["def ", "import os", "class Toy", "x"]
-    prompts = [[1, *tokenizer.encode(text, add_special_tokens=False).ids] for text in texts]
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     expected: list[list[int]] = [[] for _ in prompts]
     for new in generate_batch(decoder, prompts, 8, Sampling(0.0), 1, batch=4):
         expected[new.prompt].append(new.token)
