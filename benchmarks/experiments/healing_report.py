@@ -79,9 +79,8 @@ def _starts_table(facts: Facts, budgets: Sequence[float]) -> Table:
             if not found:
                 continue
             ratios = [rise / plain[seed] for seed, rise in found.items()]
-            sizes = [
-                row["parameters"] for row in facts["rows"] if row.get("budget") == budget and row.get("start") == start
-            ]
+            kept = {"kind": "start", "budget": budget, "start": start}
+            sizes = [row["parameters"] for row in facts["rows"] if kept.items() <= row.items()]
             cells = _spread(list(found.values()), ".3f"), _spread(ratios, ".3f")
             rows.append((f"{budget:g}", words, f"{sizes[0] / 1e6:.2f}", *cells, f"{len(found)}"))
     return Table(
@@ -123,11 +122,8 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def _figure(facts: Facts, budget: float) -> Figure:
-    reports = [
-        row["report"]
-        for row in facts["rows"]
-        if row.get("budget") == budget and row.get("start") == "all" and "report" in row
-    ]
+    kept = {"kind": "start", "budget": budget, "start": "all"}
+    reports = [row["report"] for row in facts["rows"] if kept.items() <= row.items()]
     return Figure(
         "healing",
         f"Cost of every direction of every linear, nats per token, in descending order; dots: the rank at budget {budget:g}. The "
