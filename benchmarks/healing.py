@@ -34,7 +34,9 @@ def add_parser(experiments: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--heal", type=float, default=0.02, metavar="FRACTION", help="of the dense model's steps (default 0.02)"
     )
-    parser.add_argument("--heal-lr", type=float, default=3e-4, metavar="LR", help="peak rate of healing (default 3e-4)")
+    parser.add_argument(
+        "--heal-lrs", type=float, nargs="+", default=[1e-4], metavar="LR", help="peak rates of healing (default 1e-4)"
+    )
     parser.add_argument(
         "--calibrate-tokens", type=int, default=1 << 15, metavar="N", help="calibration tokens (default 32768)"
     )
@@ -52,13 +54,15 @@ def run(args: argparse.Namespace) -> int:
     for flag, values in (("--budgets", args.budgets), ("--heal", [args.heal])):
         if not all(0 < value <= 1 for value in values):
             raise ConfigError(f"{flag} = {' '.join(f'{v:g}' for v in values)} must be fractions in (0, 1]")
-    if not 0 < args.heal_lr < float("inf"):
-        raise ConfigError(f"--heal-lr = {args.heal_lr} must be above 0; typical value: 1e-3")
+    if not all(0 < lr < float("inf") for lr in args.heal_lrs):
+        raise ConfigError(
+            f"--heal-lrs = {' '.join(f'{v:g}' for v in args.heal_lrs)} must be above 0; typical value: 1e-4"
+        )
 
     from benchmarks.experiments.healing import HealingExperiment, measure
 
     plan = HealingExperiment(
-        tuple(args.seeds), tuple(args.budgets), args.heal, args.heal_lr, args.calibrate_tokens, args.work
+        tuple(args.seeds), tuple(args.budgets), args.heal, tuple(args.heal_lrs), args.calibrate_tokens, args.work
     )
     return measure(config, plan, args.out)
 

@@ -6,12 +6,13 @@ model as teacher. What is finished is kept in the results and the work folder: t
 """
 
 import functools
+import itertools
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -60,7 +61,8 @@ class HealingExperiment:
     budgets: tuple[float, ...]
     heal: float
     """Fraction of the dense run's steps."""
-    heal_lr: float
+    heal_lrs: tuple[float, ...]
+    """Peak learning rates of the runs that heal."""
     tokens: int
     """Calibration tokens."""
     work: Path
@@ -108,9 +110,9 @@ def _parts(config: Config, plan: HealingExperiment, seed: int, facts: Facts) -> 
                 path = folder / f"{budget:g}-{start}"
                 if missing(key, path):
                     yield functools.partial(done, key, functools.partial(factorize, dense, path, config, plan, key))
-            for start, weight in heals:
-                key = {"seed": seed, "kind": "heal", "budget": budget, "start": start, "weight": weight}
-                run = folder / f"{budget:g}-{start}-{weight:g}"
+            for lr, (start, weight) in itertools.product(plan.heal_lrs, heals):
+                key = {"seed": seed, "kind": "heal", "budget": budget, "start": start, "weight": weight, "lr": lr}
+                run = folder / f"{budget:g}-{start}-{weight:g}-{lr:g}"
                 if missing(key, run):
                     source = folder / f"{budget:g}-{start}"
                     yield functools.partial(done, key, functools.partial(heal, config, plan, key, source, run))
@@ -130,7 +132,7 @@ def heal(config: Config, plan: HealingExperiment, key: Facts, source: Path, run:
     steps = max(round(plan.heal * config.train.steps), 1)
     tree["model"] = open_checkpoint(source).config.model.model_dump()
     tree["train"] |= {"seed": key["seed"] + 1000, "steps": steps, "eval_every": 0, "save_every": 0}
-    tree["optim"] |= {"lr": plan.heal_lr, "warmup_steps": max(steps // 8, 1), "weight_decay": 0.0}
+    tree["optim"] |= {"lr": key["lr"], "warmup_steps": max(steps // 8, 1), "weight_decay": 0.0}
     tree["parallel"], tree["run"]["dir"] = {"layout": "single"}, str(run)
     if key["weight"]:
         tree["distill"] = {"teacher": str(run.parent / "dense"), "weight": key["weight"]}
@@ -178,7 +180,7 @@ def _begin(config: Config, plan: HealingExperiment, out: Path) -> Facts:
     settings = {
         "config": described,
         "text": [store.content(split) for split in ("train", "heldout")],
-        "plan": {**asdict(plan), "work": "", "seeds": [], "budgets": []},
+        "plan": {"heal": plan.heal, "tokens": plan.tokens},
     }
     settings = json.loads(json.dumps(settings))
     fresh = facts_of("healing", config, settings=settings, rows=[], complete=False)

@@ -37,10 +37,10 @@ def rises(facts: Facts, budget: float, start: str) -> dict[int, float]:
     return {seed: math.exp(loss) - math.exp(dense[seed]) for seed, loss in found.items()}
 
 
-def healed(facts: Facts, budget: float, start: str, weight: float) -> dict[int, float]:
+def healed(facts: Facts, budget: float, start: str, weight: float, lr: float) -> dict[int, float]:
     """By seed: perplexity after training as a fraction of the dense model's, minus 1."""
     dense = losses(facts, kind="dense")
-    found = losses(facts, kind="heal", budget=budget, start=start, weight=weight)
+    found = losses(facts, kind="heal", budget=budget, start=start, weight=weight, lr=lr)
     return {seed: math.exp(loss - dense[seed]) - 1 for seed, loss in found.items()}
 
 
@@ -54,8 +54,7 @@ def section(facts: Facts) -> Section:
     words = (
         f"Dense: width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}, "
         f"{train['steps']} steps ({tokens / 1e6:.2f}M tokens), seeds {', '.join(str(seed) for seed in dense)}: held-out perplexity "
-        f"{perplexities}. Calibration: {plan['tokens']} tokens. Healing: {plan['heal']:.0%} of the dense model's steps, peak "
-        f"learning rate {plan['heal_lr']:g}. A budget is the fraction of the linears' parameters that remains; embedding, head and "
+        f"{perplexities}. Calibration: {plan['tokens']} tokens. Healing: {plan['heal']:.0%} of the dense model's steps. A  budget is the fraction of the linears' parameters that remains; embedding, head and "
         "norms stay."
     )
     budgets = sorted({row["budget"] for row in facts["rows"] if "budget" in row}, reverse=True)
@@ -79,9 +78,8 @@ def _starts_table(facts: Facts, budgets: Sequence[float]) -> Table:
             if not found:
                 continue
             ratios = [rise / plain[seed] for seed, rise in found.items()]
-            sizes = [
-                row["parameters"] for row in facts["rows"] if row.get("budget") == budget and row.get("start") == start
-            ]
+            kept = {"kind": "start", "budget": budget, "start": start}
+            sizes = [row["parameters"] for row in facts["rows"] if kept.items() <= row.items()]
             cells = _spread(list(found.values()), ".3f"), _spread(ratios, ".3f")
             rows.append((f"{budget:g}", words, f"{sizes[0] / 1e6:.2f}", *cells, f"{len(found)}"))
     return Table(
@@ -94,25 +92,18 @@ def _starts_table(facts: Facts, budgets: Sequence[float]) -> Table:
 
 def _heals_table(facts: Facts, budgets: Sequence[float]) -> Table:
     rows = []
-    keys = {(row["start"], row["weight"]): None for row in facts["rows"] if row["kind"] == "heal"}
+    keys = {(row["start"], row["weight"], row["lr"]): None for row in facts["rows"] if row["kind"] == "heal"}
     for budget in budgets:
-        for start, weight in keys:
-            found = healed(facts, budget, start, weight)
+        for start, weight, lr in keys:
+            found = healed(facts, budget, start, weight, lr)
             if found:
                 how = f"{weight:g}" if weight else "0 (text only)"
-                rows.append(
-                    (
-                        f"{budget:g}",
-                        STARTS[start],
-                        how,
-                        _spread([100 * v for v in found.values()], "+.2f"),
-                        f"{len(found)}",
-                    )
-                )
+                above = _spread([100 * value for value in found.values()], "+.2f")
+                rows.append((f"{budget:g}", STARTS[start], how, f"{lr:g}", above, f"{len(found)}"))
     return Table(
         f"Measured after training: held-out perplexity above the dense model's, in percent (goal: at most {HEALED_GOAL:.0%}). "
         "Teacher: `distill.weight`.",
-        ("budget", "factorized by", "teacher", "above dense, %:", "seeds:"),
+        ("budget", "factorized by", "teacher", "peak rate:", "above dense, %:", "seeds:"),
         tuple(rows),
     )
 
@@ -123,11 +114,8 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def _figure(facts: Facts, budget: float) -> Figure:
-    reports = [
-        row["report"]
-        for row in facts["rows"]
-        if row.get("budget") == budget and row.get("start") == "all" and "report" in row
-    ]
+    kept = {"kind": "start", "budget": budget, "start": "all"}
+    reports = [row["report"] for row in facts["rows"] if kept.items() <= row.items()]
     return Figure(
         "healing",
         f"Cost of every direction of every linear, nats per token, in descending order; dots: the rank at budget {budget:g}. The "

@@ -28,7 +28,7 @@ def config(store: Path, tmp_path: Path) -> Config:
 
 
 def plan(tmp_path: Path, **changes: Any) -> HealingExperiment:
-    return HealingExperiment(**{"seeds": (0, 1), "budgets": (0.6,), "heal": 0.5, "heal_lr": 1e-3, "tokens": 512,
+    return HealingExperiment(**{"seeds": (0, 1), "budgets": (0.6,), "heal": 0.5, "heal_lrs": (1e-3,), "tokens": 512,
                                 "work": tmp_path / "work", **changes})  # fmt: skip
 
 
@@ -68,10 +68,10 @@ def test_what_is_finished_is_kept(config: Config, tmp_path: Path, monkeypatch: p
     assert isinstance(starts, Table) and isinstance(heals, Table)
     whole = next(row for row in starts.rows if row[1] == healing_report.STARTS["all"])
     assert whole[4] == "0.100 ± 0.000"
-    assert {row[3].split()[0] for row in heals.rows if row[2] != "0 (text only)"} == {"+1.00"}
-    assert {row[3].split()[0] for row in heals.rows if row[2] == "0 (text only)"} == {"+10.00"}
+    assert {row[4].split()[0] for row in heals.rows if row[2] != "0 (text only)"} == {"+1.00"}
+    assert {row[4].split()[0] for row in heals.rows if row[2] == "0 (text only)"} == {"+10.00"}
     with pytest.raises(ConfigError, match="holds results of other settings"):
-        measure(config, plan(tmp_path, heal_lr=2e-3), out)
+        measure(config, plan(tmp_path, heal=0.25), out)
 
 
 @pytest.mark.nightly
