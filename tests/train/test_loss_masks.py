@@ -78,21 +78,28 @@ def test_micro_batches_do_not_matter(chats: Path, tmp_path: Path) -> None:
     assert_same(numbers(config_on(chats, tmp_path, train={"micro_batch": 1})), whole)
 
 
+HEADS = [{"layout": "btp", "norm": "online"}, {"layout": "btp-sp"}, {"layout": "btp-cp"}, {"layout": "megatron-sp"}]
 MESHES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(({"family": family_of(layout), "kv_heads": 4}, {**layout, "tp": 2}) for layout in LAYOUTS),
-    ({}, {"layout": "ulysses", "tp": 2}),
-    ({}, {"layout": "btp-sp", "tp": 2, "overlap": "halves"}),
-    ({}, {"tp": 1, "dp": 2}),
+    *(({"family": family_of(layout), "kv_heads": 4}, {**layout, "tp": 2}) for layout in HEADS),
     ({}, {"tp": 1, "dp": 2, "shard": "full"}),
     ({}, {"tp": 1, "cp": 2}),
     ({}, {"tp": 1, "pp": 2}),
+]
+NIGHTLY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({"family": family_of(layout), "kv_heads": 4}, {**layout, "tp": 2}) for layout in LAYOUTS if layout not in HEADS),
+    ({}, {"layout": "ulysses", "tp": 2}),
+    ({}, {"layout": "btp-sp", "tp": 2, "overlap": "halves"}),
+    ({}, {"tp": 1, "dp": 2}),
     ({}, {"tp": 1, "pp": 2, "schedule": "zero-bubble"}),
+]
+EVERY = [
+    *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MESHES),
+    *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY),
 ]
 """Every kind of head and residual stream, and every way to share a batch."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "parallel"), MESHES, ids=ids(MESHES))
+@pytest.mark.parametrize(("model", "parallel"), EVERY, ids=ids([*MESHES, *NIGHTLY]))
 def test_every_layout_and_mesh_is_one_process(
     chats: Path, tmp_path: Path, model: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
