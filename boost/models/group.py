@@ -128,7 +128,9 @@ class LinearGroup:
             inputs = saved.tensors if len(saved.tensors) > 1 else [x_TI] * len(self.shape.slots)
             return [linear(x, w_OI) for x, w_OI in zip(inputs, self.outer_weights(x_TI.dtype), strict=True)]
         weights = self.outer_weights(x_TI.dtype)
-        return list(linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
+        return list(
+            linear(x_TI, torch.cat(cast(list[Tensor], weights))).split([w_OI.shape[0] for w_OI in weights], dim=-1)
+        )
 
     def dense_out(self, hidden: Tensor) -> Tensor:
         """W x of a group with one slot."""
