@@ -59,6 +59,8 @@ def encode(value: Any) -> Any:
         return {"error": type(value).__name__, "text": str(value)}
     if isinstance(value, list | tuple):
         return {"list" if isinstance(value, list) else "tuple": [encode(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: encode(each) for key, each in value.items()}}
     if type(value).__name__ in _KINDS:
         fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"kind": type(value).__name__, "fields": fields}
@@ -78,6 +80,8 @@ def decode(value: Any) -> Any:
         return [decode(each) for each in value["list"]]
     if "tuple" in value:
         return tuple(decode(each) for each in value["tuple"])
+    if "dict" in value:
+        return {key: decode(each) for key, each in value["dict"].items()}
     if "kind" in value:
         return _KINDS[value["kind"]](**{name: decode(each) for name, each in value["fields"].items()})
     raise TrainingError(f"a replica was lost while exchanging {value['unknown']}; resume with --resume auto")

@@ -23,7 +23,7 @@ GB = 10**9
 
 
 def bring(source: Path, out: Path, **choices: Any) -> Any:
-    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "truncation": None, "file_bytes": GB, **choices}
+    given: dict[str, Any] = {"dtype": None, "tokenizer": None, "how": None, "file_bytes": GB, **choices}
     return import_weights(source, out, **given)
 
 

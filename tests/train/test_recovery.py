@@ -404,6 +404,7 @@ def test_heartbeats_tell_a_silent_replica_from_a_restarted_one(monkeypatch: pyte
         [Path("a"), None],
         (1, (True,)),
         Evaluation(5, 1.0, 2.0, 3.0),
+        Evaluation(5, 1.0, 2.0, 3.0, {"code": Evaluation(2, 1.0, 2.0, 3.0)}),
         SavedCheckpoint(3, Path("step-3"), ("slow disk",)),
         ReplicaReport((Mismatch((1, 2), 4, True),), ((0, "embed"),), ("a", "b")),
     ],
