@@ -78,7 +78,7 @@ class TransformerBlock(Attention, MLP, FusedModule):
         return interleave(runs, layout.lag)
 
     @property
-    def groups(self) -> tuple[FusedLinearGroup, FusedLinearGroup, FusedLinearGroup, FusedLinearGroup]:
+    def groups(self) -> tuple[LinearGroup, LinearGroup, LinearGroup, LinearGroup]:
         """The groups of linears in forward order."""
         return self.qkv, self.o, self.gate_up, self.down
 
@@ -236,7 +236,7 @@ class Decoder(FusedModule):
                 parameter.data = parameter.data.to(self.compute_dtype)
         if not PackedWeight.is_supported(self.device, self.compute_dtype) or not self.layout.grouping:
             return
-        groups = [group for block in self._blocks for group in block.groups]
+        groups = [group for block in self._blocks for group in block.groups if isinstance(group, FusedLinearGroup)]
         if batch == 1 and self.compute_dtype == torch.float32:
             for group in groups:
                 group.store_by_columns()

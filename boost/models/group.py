@@ -123,7 +123,7 @@ class LinearGroup:
         if not grouped:
             inputs = saved.tensors if len(saved.tensors) > 1 else [x_TI] * len(self.shape.slots)
             return [linear(x, w_OI) for x, w_OI in zip(inputs, self.outer_weights(x_TI.dtype), strict=True)]
-        weights = self.outer_weights(x_TI.dtype)
+        weights = [w_OI for w_OI in self.outer_weights(x_TI.dtype) if not isinstance(w_OI, PackedWeight)]
         return list(linear(x_TI, torch.cat(weights)).split([w_OI.shape[0] for w_OI in weights], dim=-1))
 
     def dense_out(self, hidden: Tensor) -> Tensor:
@@ -184,6 +184,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
 
     def pack(self) -> None:
         """Packs the weights for inference (`PackedWeight`). Parameters become empty."""
+        assert self.low_rank or len(self._outer) == 1, "on one process, a dense group is one tensor"
         for name in ("A", *self._outer) if self.low_rank else self._outer:
             parameter = getattr(self, name)
             self._packed[name] = PackedWeight(parameter)

@@ -20,7 +20,7 @@ class PackedWeight:
     @staticmethod
     def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether this build of torch and this machine can multiply packed weights."""
-        if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False

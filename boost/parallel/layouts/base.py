@@ -138,7 +138,7 @@ class BaseLayout:
 
         return self.head_input(x, gamma).then(finish)
 
-    def gathered_logits(self, normed_ND: Tensor, head_VD: Tensor) -> Tensor:
+    def gathered_logits(self, normed_ND: Tensor, head_VD: Weight) -> Tensor:
         """Logits over the whole vocabulary, [N, p V], from each process's rows of the head. One all-gather."""
         rows = collectives.all_gather(linear(normed_ND, head_VD), self.axis)
         return collectives.rows_to_features(rows, self.axis)
