@@ -251,7 +251,7 @@ class Decoder(FusedModule):
                 parameter.data = parameter.data.to(self.compute_dtype)
         if not PackedWeight.is_supported(self.device, self.compute_dtype) or not self.layout.grouping:
             return
-        groups = [cast(FusedLinearGroup, group) for block in self._blocks for group in block.groups]
+        groups = [group for block in self._blocks for group in block.groups if isinstance(group, FusedLinearGroup)]
         if batch == 1 and self.compute_dtype == torch.float32:
             for group in groups:
                 group.store_by_columns()

@@ -208,6 +208,7 @@ class FusedLinearGroup(LinearGroup, FusedModule):
 
     def pack(self) -> None:
         """Packs the weights for inference (`PackedWeight`). Parameters become empty."""
+        assert self.low_rank or len(self._outer) == 1, "on one process, a dense group is one tensor"
         for name in ("A", *self._outer) if self.low_rank else self._outer:
             parameter = getattr(self, name)
             self._packed[name] = PackedWeight(parameter)
