@@ -54,8 +54,8 @@ def section(facts: Facts) -> Section:
     words = (
         f"Dense: width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}, "
         f"{train['steps']} steps ({tokens / 1e6:.2f}M tokens), seeds {', '.join(str(seed) for seed in dense)}: held-out perplexity "
-        f"{perplexities}. Calibration: {plan['tokens']} tokens. Healing: {plan['heal']:.0%} of the dense model's steps. A budget is "
-        "the fraction of the linears' parameters that remains; embedding, head and norms stay."
+        f"{perplexities}. Calibration: {plan['tokens']} tokens. Healing: {plan['heal']:.0%} of the dense model's steps. A "
+        "budget is the fraction of the linears' parameters that remains; embedding, head and norms stay."
     )
     budgets = sorted({row["budget"] for row in facts["rows"] if "budget" in row}, reverse=True)
     return Section(
