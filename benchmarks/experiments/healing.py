@@ -43,7 +43,7 @@ INGREDIENTS = {
 """Each one adds to the one before it: weights of the inputs, of the outputs' gradients, ranks by cost."""
 STARTS = ("plain", "all")
 """How the model is factorized, for every seed: by plain SVD with the same fraction in every linear, and by the whole method."""
-STARTS_OF_ONE_SEED = (*INGREDIENTS, "cola")
+STARTS_OF_ONE_SEED = ("cola", *INGREDIENTS)
 """For the first seed only. cola: the whole method, with SiLU on the latents."""
 HEALS = (("plain", 0.5), ("all", 0.0), ("all", 0.5), ("all", 1.0))
 """(start, distill.weight) of the runs that heal. 0: text only."""

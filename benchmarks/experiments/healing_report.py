@@ -16,7 +16,7 @@ STARTS = {
     "inputs": "weighted by calibration inputs (SVD-LLM)",
     "gradients": "and by output gradients",
     "ranks": "and ranks by cost",
-    "all": "and sequential: `boost import --calibrate`",
+    "all": "and sequential, the whole of `boost import --calibrate`",
     "cola": "the same with SiLU on the latents (cola)",
 }
 RISE_GOAL = 1 / 5
@@ -55,8 +55,7 @@ def section(facts: Facts) -> Section:
         f"Dense: width {model['dim']}, MLP {model['ffn_dim']}, {model['layers']} blocks, vocabulary {model['vocab_size']}, "
         f"{train['steps']} steps ({tokens / 1e6:.2f}M tokens), seeds {', '.join(str(seed) for seed in dense)}: held-out perplexity "
         f"{perplexities}. Calibration: {plan['tokens']} tokens. Healing: {plan['heal']:.0%} of the dense model's steps. A "
-        f"budget is the fraction of the linears' parameters that remains; embedding, head and "
-        "norms stay."
+        "budget is the fraction of the linears' parameters that remains; embedding, head and norms stay."
     )
     budgets = sorted({row["budget"] for row in facts["rows"] if "budget" in row}, reverse=True)
     return Section(
