@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from boost.data.readers import Document, accept, missing_package
+from boost.data.documents import Document, accept, missing_package
 from boost.data.report import PrepareReport
 from boost.errors import DataError
 

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+from boost.data.documents import Document
 from boost.data.encode import Encoder, split_text
-from boost.data.readers import ConsistentPasses, Document
+from boost.data.from_tokens import TokenInput, build_from_tokens
+from boost.data.readers import ConsistentPasses
 from boost.data.report import PrepareReport
 from boost.data.sources import Source, open_sources
 from boost.data.split import SplitRule, choose_split
@@ -47,12 +49,16 @@ class PrepareOptions:
     """NAME or NAME:CONFIG of a Hugging Face dataset."""
     hf_split: str = "train"
     """Split of the dataset to read. The whole split becomes the corpus; `heldout` is taken from it."""
+    from_tokens: str | None = None
+    """Token ids that another tool wrote (`boost.data.token_files`), instead of text."""
+    token_dtype: str = "uint16"
+    """`uint16` or `uint32`: type of the ids in a .bin file without a header."""
     tokenizer: str = "train:4096"
     """`train:SIZE`, a tokenizer.json or its folder, or a tokenizer's name on the Hugging Face Hub."""
     eos: str | None = None
     """End-of-document token; None: found by its usual names, such as </s>."""
-    text_field: str = "text"
-    """Field or column with the text, for JSONL, Parquet and datasets."""
+    text_field: str | None = None
+    """Field or column with the text; None: `text`, `content`, or the only one that holds strings."""
     heldout: float = 0.02
     """Fraction of the documents to hold out, between 0 and 1."""
     max_documents: int | None = None
@@ -92,14 +98,19 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
     started = time.monotonic()
     progress = progress or Progress()
     _check_options(options)
-    sources = open_sources(
-        options.inputs,
-        stdlib=options.stdlib,
-        hf=options.hf,
-        hf_split=options.hf_split,
-        text_field=options.text_field,
+    tokens = TokenInput(options) if options.from_tokens is not None else None
+    sources = (
+        []
+        if tokens
+        else open_sources(
+            options.inputs,
+            stdlib=options.stdlib,
+            hf=options.hf,
+            hf_split=options.hf_split,
+            text_field=options.text_field,
+        )
     )
-    fingerprint = input_fingerprint(options, sources)
+    fingerprint = input_fingerprint(options, [tokens] if tokens else sources)
     out = options.out
     fresh = (out / STORE_FILE).exists() and _is_current(options, fingerprint)
     if not fresh:
@@ -109,7 +120,10 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Prepar
             if not fresh:
                 try:
                     with new_store(out) as folder:
-                        _build(options, sources, fingerprint, folder, progress)
+                        if tokens:
+                            build_from_tokens(options, tokens, fingerprint, folder, progress)
+                        else:
+                            _build(options, sources, fingerprint, folder, progress)
                 finally:
                     progress.close()
     return PrepareResult(TokenStore.open(out), fresh, time.monotonic() - started)
@@ -125,7 +139,7 @@ def _check_options(options: PrepareOptions) -> None:
     parse_training(options.tokenizer)
 
 
-def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str:
+def input_fingerprint(options: PrepareOptions, sources: Iterable[Source | TokenInput]) -> str:
     """sha256 (hex) of everything that the store depends on: names, sizes and modification times of files, not their contents."""
     tokenizer = Path(options.tokenizer)
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -133,7 +147,7 @@ def input_fingerprint(options: PrepareOptions, sources: Iterable[Source]) -> str
         "format": FORMAT,
         "sources": [[type(source).__name__, source.fingerprint()] for source in sources],
         "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else options.tokenizer,
-        "options": [options.eos, options.text_field, options.heldout, options.max_documents],
+        "options": [options.eos, options.text_field or "text", options.heldout, options.max_documents],
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

@@ -11,11 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from boost.data.readers import Document, Unreadable, read_file, require_unchanged
+from boost.data.documents import Document, Unreadable
+from boost.data.readers import read_file, require_unchanged
 from boost.data.report import PrepareReport, SourceReport
 from boost.data.store import STORE_FILE
 from boost.data.writer import is_leftover
 from boost.errors import DataError
+
+# Of folders that `datasets` writes with save_to_disk: one with the splits as folders, and one with the shards of a split.
+DATASET_DICT = "dataset_dict.json"
+DATASET_METADATA = {"dataset_info.json", "state.json"}
 
 
 class Source(Protocol):
@@ -68,7 +73,7 @@ class FilesSource:
     can be reached twice is read once. Keys are paths relative to the folder, so moving a corpus does not change its split.
     """
 
-    def __init__(self, path: str | Path, text_field: str = "text", seen: SeenInputs | None = None) -> None:
+    def __init__(self, path: str | Path, text_field: str | None = None, seen: SeenInputs | None = None) -> None:
         self.path, self.name, self.text_field = Path(path), str(path), text_field
         self._skipped: list[tuple[str, str]] = []
         self._seen = seen or SeenInputs()
@@ -92,6 +97,12 @@ class FilesSource:
                 self._skip(folder, "a token store")
                 folders.clear()
                 continue
+            if DATASET_DICT in names:
+                self._keep_train(folder, folders)
+            metadata = DATASET_METADATA if set(names) >= DATASET_METADATA else {DATASET_DICT} & set(names)
+            for name in sorted(metadata):
+                self._skip(os.path.join(folder, name), "metadata of a saved dataset")
+            names = [name for name in names if name not in metadata]
             for name in sorted((*folders, *names)):
                 if name.startswith("."):
                     self._skip(os.path.join(folder, name), "hidden")
@@ -99,6 +110,16 @@ class FilesSource:
             yield from (
                 Path(folder, name) for name in sorted(names) if not name.startswith(".") and not is_leftover(name)
             )
+
+    def _keep_train(self, folder: str, splits: list[str]) -> None:
+        """Of a dataset that `datasets` saved with its splits, reads the train split. Raises `DataError` if there is none."""
+        if "train" not in splits:
+            found = ", ".join(sorted(splits)) or "none"
+            raise DataError(f"{folder}: a saved dataset without a train split; name the folder of a split: {found}")
+        for name in sorted(splits):
+            if name != "train":
+                self._skip(os.path.join(folder, name), "another split than train; to read it, name its folder")
+        splits[:] = ["train"]
 
     def _skip(self, path: str, reason: str) -> None:
         self._skipped.append((os.path.relpath(path, self.path), reason))
@@ -154,7 +175,7 @@ def open_sources(
     stdlib: bool = False,
     hf: str | None = None,
     hf_split: str = "train",
-    text_field: str = "text",
+    text_field: str | None = None,
 ) -> list[Source]:
     """The sources of one command line, in the order stdlib, paths, dataset. Raises `DataError` if there is none."""
     sources: list[Source] = []
@@ -167,9 +188,9 @@ def open_sources(
     if hf is not None:
         from boost.data.hub import HubSource
 
-        sources.append(HubSource(hf, hf_split, text_field))
+        sources.append(HubSource(hf, hf_split, text_field or "text"))
     if not sources:
         raise DataError(
-            "no input given; name text, JSONL or Parquet files, --hf NAME, or --stdlib for a corpus without files"
+            "no input given; name text, JSON, CSV, Parquet or Arrow files, --hf NAME, or --stdlib for a corpus without files"
         )
     return sources
