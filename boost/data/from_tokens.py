@@ -1,7 +1,7 @@
 """`boost prepare --from-tokens`: turns the token ids that another tool wrote into a token store.
 
-The ids are copied, not linked: a store has offsets of documents and ends each of them with eos, and its digests would no longer match
-files that another tool writes again.
+The ids are copied, not linked: a store has offsets of documents and ends each of them with eos, and its digests would no longer
+match files that another tool writes again.
 """
 
 import json
@@ -136,7 +136,8 @@ class _Reading:
             self._tokens.require_unchanged(file)
             for ids, end in file.chunks(self._eos, entry):
                 self._check(file, ids, read)
-                read += len(ids)
+                read, consumed = read + len(ids), consumed + ids.nbytes
+                self._progress.update(min(consumed, self._tokens.size), documents)
                 if end and len(ids) and ids[-1] == self._eos:
                     ids = ids[:-1]
                 length, self.ids = length + len(ids), self.ids + len(ids)
@@ -149,10 +150,8 @@ class _Reading:
                 else:
                     entry.skip("empty document", f"document {number}")
                 number, length = number + 1, 0
-                self._progress.update(min(consumed + read * ids.dtype.itemsize, self._tokens.size), documents)
                 if documents == self._limit:
                     return
-            consumed += sum(path.stat().st_size for path in file.paths())
             self._tokens.require_unchanged(file)
 
     def _check(self, file: TokenFile, ids: npt.NDArray[Any], before: int) -> None:

@@ -199,7 +199,7 @@ class _LongLine:
         """Bytes of the line so far."""
         begun = (first.removeprefix(_MARK)[at : at + CHUNK] for at in range(0, len(first), CHUNK))
         self._chunks = chain(begun, self._rest(first, file))
-        self._buffer, self._position = b"", 0
+        self._buffer, self._position, self._dropped = b"", 0, 0
 
     def _rest(self, last: bytes, file: IO[bytes]) -> Iterator[bytes]:
         while not last.endswith(b"\n") and (last := file.readline(CHUNK)):
@@ -252,6 +252,7 @@ class _LongLine:
     def _fill(self) -> bool:
         """Drops what has been parsed and reads on; False at the end of the line."""
         chunk = next(self._chunks, b"")
+        self._dropped += self._position
         self._buffer, self._position = self._buffer[self._position :] + chunk, 0
         return bool(chunk)
 
@@ -264,6 +265,9 @@ class _LongLine:
             if not self._fill():
                 return b""
 
+    def _where(self) -> str:
+        return f"at byte {self._dropped + self._position}"
+
     def _end(self, pattern: re.Pattern[bytes]) -> int:
         match = pattern.match(self._buffer, self._position)
         return match.end() if match else self._position
@@ -271,7 +275,7 @@ class _LongLine:
     def _take(self, expected: bytes, advance: bool = True) -> bytes:
         found = self._peek()
         if not found or found not in expected:
-            raise _BadRecord("not a line of JSON", f": no {' or '.join(expected.decode())} near byte {self.read}")
+            raise _BadRecord("not a line of JSON", f": no {' or '.join(expected.decode())} {self._where()}")
         self._position += advance
         return found
 
@@ -310,7 +314,7 @@ class _LongLine:
                 while self._position == len(self._buffer) and self._fill():
                     self._position = self._end(_SCALAR)
             else:
-                raise _BadRecord("not a line of JSON", f": no value near byte {self.read}")
+                raise _BadRecord("not a line of JSON", f": no value {self._where()}")
             if not depth:
                 return
 

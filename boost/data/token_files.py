@@ -1,8 +1,8 @@
 """Token ids that other tools wrote: Megatron's indexed datasets, nanoGPT's and llm.c's .bin files, and columns of `datasets`.
 
-- Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a code for
-  the type of the ids (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32) and
-  its byte offset (int64), and the document indices (int64): document i is the sequences from index i up to index i + 1.
+- Megatron-LM (`IndexedDataset`): PREFIX.bin holds the ids. PREFIX.idx is little-endian: `MMIDIDX\\0\\0`, version 1 (uint64), a code
+  for the type of the ids (uint8), the numbers of sequences and of document indices (2 uint64), the length of each sequence (int32)
+  and its byte offset (int64), and the document indices (int64): document i is the sequences from index i up to index i + 1.
 - nanoGPT: ids without a header, uint16. A folder has train.bin and, held out, val.bin.
 - llm.c: the same after a header of 256 int32: a magic number, which determines the type of the ids, a version, the number of ids.
 - `datasets`: a column of lists of integers, in Arrow or Parquet. With `attention_mask`, ids whose mask is 0 are padding.
@@ -30,10 +30,17 @@ _BLOCK = 1 << 20
 
 
 class TokenFile(Protocol):
-    """One file of token ids. `split`: the split that it is for; None if its documents are divided by their hash."""
+    """One file of token ids."""
 
-    key: str
-    split: str | None
+    @property
+    def key(self) -> str:
+        """Its name, from which the keys of its documents are made."""
+        ...
+
+    @property
+    def split(self) -> str | None:
+        """The split that it is for; None if its documents are divided by their hash."""
+        ...
 
     def paths(self) -> list[Path]:
         """The files that it consists of."""
