@@ -34,8 +34,8 @@ def ids(tokenizer):
     return [tokenizer[0].encode(text).ids for text in TEXTS]
 
 
-def options(tmp_path, tokenizer, path, **changes):
-    given = {"out": tmp_path / "store", "from_tokens": str(path), "tokenizer": tokenizer[1], "heldout": 0.1, **changes}
+def options(tmp_path, made, path, **changes):
+    given = {"out": tmp_path / "store", "from_tokens": str(path), "tokenizer": made[1], "heldout": 0.1, **changes}
     return PrepareOptions(**given)
 
 
@@ -150,14 +150,17 @@ def test_ids_outside_the_vocabulary_are_found(bad, tmp_path, tokenizer, ids):
     assert not (tmp_path / "store").exists()
 
 
-def test_uint16_ids_of_a_wide_vocabulary_are_widened(tmp_path, tokenizer, ids):
-    wide = Tokenizer.from_file(tokenizer[1])
-    wide.add_tokens([f"<extra{i}>" for i in range(70_000)])
-    wide.save(str(tmp_path / "wide.json"))
-    index = write_megatron(tmp_path / "x", [[each] for each in [*ids, [70_299]]], "int32")
-    store = prepare(options(tmp_path, tokenizer, index, tokenizer=str(tmp_path / "wide.json"))).store
-    assert store.split("train").tokens.dtype == np.dtype("<u4") and store.largest_token == 70_299
-    check(store, [*ids, [70_299]])
+def test_wide_vocabularies_need_wide_tokens(tmp_path, tokenizer):
+    words = {"</s>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
+    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(tmp_path / "wide.json"))
+    np.array([1, 2, 0, 69_999, 0], "<u4").tofile(tmp_path / "x.bin")
+    wide = {"tokenizer": str(tmp_path / "wide.json"), "token_dtype": "uint32"}
+    store = prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", **wide)).store
+    assert store.split("train").tokens.dtype == np.dtype("<u4") and store.largest_token == 69_999
+    with pytest.raises(
+        DataError, match=r"id 69999 \(number 3 of the file\) is outside the tokenizer's vocabulary of 300"
+    ):
+        prepare(options(tmp_path, tokenizer, tmp_path / "x.bin", token_dtype="uint32", out=tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
