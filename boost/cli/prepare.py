@@ -60,17 +60,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--hf-split", default="train", metavar="SPLIT", help="split of the dataset to read (default: %(default)s)"
     )
-    parser.add_argument(
-        "--from-tokens",
-        metavar="PATH",
-        help="read token ids that another tool wrote; --tokenizer names their tokenizer",
-    )
-    parser.add_argument(
-        "--token-dtype",
-        choices=("uint16", "uint32"),
-        default="uint16",
-        help="type of the ids in a .bin file without a header (default: %(default)s)",
-    )
+    _add_token_options(parser)
     parser.add_argument(
         "--out", metavar="STORE", help="folder of the token store (default: data/NAME, after the first input)"
     )
@@ -101,6 +91,20 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--overwrite", action="store_true", help="replace a store that was made from different input")
     parser.add_argument("--json", action="store_true", help="print the report as JSON and show no progress")
     return parser
+
+
+def _add_token_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from-tokens",
+        metavar="PATH",
+        help="read token ids that another tool wrote; --tokenizer names their tokenizer",
+    )
+    parser.add_argument(
+        "--token-dtype",
+        choices=("uint16", "uint32"),
+        default="uint16",
+        help="type of the ids in a .bin file without a header (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -56,9 +56,8 @@ def read_json(
             where = f"line {number}"
             report.consumed += len(line) if counted else 0
             if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                rest = _LongLine(line, file)
+                rest = _LongLine(line, file, report if counted else PrepareReport())
                 yield from _of_long_line(rest, field, f"{key}:{number}", where, entry)
-                report.consumed += rest.read - len(line) if counted else 0
             elif not line.strip():
                 entry.skip("blank line", where)
             else:
@@ -119,7 +118,7 @@ def _sample(file: IO[bytes], path: Path) -> Iterator[dict[str, bool]]:
                 yield {name: isinstance(each, str) for name, each in value.items()}
         return
     while taken < _SAMPLE and read <= MAX_VALUE_CHARS and (line := file.readline(MAX_LINE_BYTES + 1)):
-        long = _LongLine(line, file) if len(line) > MAX_LINE_BYTES else None
+        long = _LongLine(line, file, PrepareReport()) if len(line) > MAX_LINE_BYTES else None
         try:
             record = long.fields() if long else _parse(line)
         except _BadRecord:
@@ -193,17 +192,18 @@ _SPACE = re.compile(rb"\s*")
 class _LongLine:
     """A line of JSON that is parsed while it is read, holding about `CHUNK` bytes of it. Use one of `text` and `fields`."""
 
-    def __init__(self, first: bytes, file: IO[bytes]) -> None:
-        """`first`: the bytes of the line that have been read."""
+    def __init__(self, first: bytes, file: IO[bytes], report: PrepareReport) -> None:
+        """`first`: the bytes of the line that have been read, and counted in `report`."""
         self.read = len(first)
         """Bytes of the line so far."""
         begun = (first.removeprefix(_MARK)[at : at + CHUNK] for at in range(0, len(first), CHUNK))
-        self._chunks = chain(begun, self._rest(first, file))
+        self._chunks = chain(begun, self._rest(first, file, report))
         self._buffer, self._position, self._dropped = b"", 0, 0
 
-    def _rest(self, last: bytes, file: IO[bytes]) -> Iterator[bytes]:
+    def _rest(self, last: bytes, file: IO[bytes], report: PrepareReport) -> Iterator[bytes]:
         while not last.endswith(b"\n") and (last := file.readline(CHUNK)):
             self.read += len(last)
+            report.consumed += len(last)
             yield last
 
     def finish(self) -> None:
